@@ -1,0 +1,23 @@
+"""Isthmus: one model, trained by a datacenter and by a fleet of edge devices.
+
+    from isthmus import Task        # what is learned
+    isthmus run JOB.toml            # everything on this machine
+
+Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.coordinator`.
+"""
+
+from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
+from isthmus.task import Participant, Task, load_task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IsthmusError",
+    "JobError",
+    "Participant",
+    "Task",
+    "TaskError",
+    "UpdateError",
+    "UserError",
+    "load_task",
+]

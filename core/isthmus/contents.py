@@ -1,0 +1,104 @@
+"""Contents: bytes that are named by their SHA-256 and cross the link in bounded chunks.
+
+Whoever needs a content asks for it (`Want`) from the offset it already has; the holder answers
+with chunks. The same two messages serve both directions, a first transfer and a resumed one.
+
+>>> payload = bytes(range(256)) * 8
+>>> name = describe(payload)
+>>> assembly = Assembly(name, bytearray(name.size))
+>>> for message in chunks(name.sha256, payload, offset=0, chunk_bytes=1000):
+...     assembly.add(link_pb2.Envelope.FromString(message).chunk)
+>>> assembly.complete, assembly.buffer == payload
+(True, True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from isthmus.errors import UpdateError
+from isthmus.wire import link_pb2
+
+CHUNK_BYTES = 1 << 20
+"""Payload of one message: large enough to be fast, small enough to bound every buffer."""
+
+MAX_MESSAGE_BYTES = CHUNK_BYTES + (64 << 20)
+"""gRPC refuses anything larger before it is read: a chunk, or a layout's header."""
+
+Buffer = bytearray | memoryview
+
+
+def describe(payload: bytes | Buffer) -> link_pb2.Content:
+    """The name and size of a payload."""
+    return link_pb2.Content(sha256=hashlib.sha256(payload).digest(), size=len(payload))
+
+
+def chunks(
+    sha256: bytes, payload: bytes | Buffer, *, offset: int, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[bytes]:
+    """The payload from `offset` on, as serialised envelopes that each copy their bytes once.
+
+    The envelope is put together by hand (a chunk whose last field is the data), because letting
+    protobuf do it copies every byte three times.
+    """
+    view = memoryview(payload)
+    while offset < len(view):
+        data = view[offset : offset + chunk_bytes]
+        head = link_pb2.Chunk(sha256=sha256, offset=offset).SerializeToString()
+        tail = b"\x1a" + _varint(len(data))
+        size = len(head) + len(tail) + len(data)
+        yield b"".join((b"\x2a", _varint(size), head, tail, data))
+        offset += len(data)
+
+
+class Assembly:
+    """One content on its way in.
+
+    Guarantees:
+      * nothing is written beyond the size that was agreed before memory was taken;
+      * `complete` is true only when every byte came, in order, and the digest is the name.
+    """
+
+    def __init__(self, content: link_pb2.Content, buffer: Buffer) -> None:
+        """`buffer` has exactly `content.size` bytes; it is filled in place."""
+        assert len(buffer) == content.size
+        self.content = content
+        self.buffer = buffer
+        self.offset = 0
+        self._view = memoryview(buffer)
+        self._hash = hashlib.sha256()
+
+    def add(self, chunk: link_pb2.Chunk) -> None:
+        """Take the next chunk; one that was already taken (after a resume) is passed over.
+
+        Raises:
+            UpdateError: a gap, too many bytes, or at the end the wrong digest.
+        """
+        data = chunk.data
+        if chunk.offset + len(data) <= self.offset:
+            return
+        if chunk.offset != self.offset or not data:
+            raise UpdateError(f"a transfer has a gap: at byte {self.offset}, got {chunk.offset}")
+        end = self.offset + len(data)
+        if end > len(self._view):
+            raise UpdateError(f"a transfer of {len(self._view)} bytes went on to byte {end}")
+        self._view[self.offset : end] = data
+        self._hash.update(data)
+        self.offset = end
+        if end == len(self._view) and not self.complete:
+            raise UpdateError("a transfer does not match its SHA-256: it was damaged on the way")
+
+    @property
+    def complete(self) -> bool:
+        """Everything is here and is what its name says."""
+        return self.offset == len(self._view) and self._hash.digest() == self.content.sha256
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)

@@ -1,0 +1,235 @@
+"""The exchange set: the parameters that travel, as one flat vector and as safetensors bytes.
+
+A model's trainable parameters, in the order of their names, make one float32 vector. Everything
+that is done to a model on its way is done to that vector: sending, masking, adding, stepping.
+`Layout` says which part of it is which parameter; its bytes in front of the vector's bytes are a
+safetensors file, so what travels and what is stored can be read by anything that reads those.
+
+Shape legend: N = number of float32 elements in the exchange set.
+
+>>> import torch
+>>> from torch import nn
+>>> layout = Layout.of(nn.Linear(2, 3))
+>>> layout.size, [entry.name for entry in layout.entries]
+(9, ['bias', 'weight'])
+>>> vector = layout.gather(nn.Linear(2, 3))
+>>> payload = layout.encode(vector)
+>>> torch.equal(layout.decode(payload), vector)
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from isthmus.errors import TaskError, UpdateError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MAX_HEADER_BYTES = 64 << 20
+"""No header is read beyond this, however large a peer says it is."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where one parameter lies in the vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """In elements, from the start of the vector."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names and shapes of the exchange set, in the vector's order (sorted by name).
+
+    Guarantees:
+      * two models with equal layouts exchange vectors without any further agreement;
+      * `header + vector bytes` is a valid safetensors file, and the only encoding of that vector.
+    """
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Layout:
+        """The layout of a module's trainable parameters, tied ones once.
+
+        Raises:
+            TaskError: nothing to train, a parameter that is not of a real floating type, or
+                normalisation statistics that change in training and would not travel.
+        """
+        _refuse_running_statistics(model)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if not parameter.is_floating_point():
+                raise TaskError(
+                    f"parameter {name!r} is of dtype {parameter.dtype}; only real floating-point "
+                    "parameters can be trained here"
+                )
+            shapes[name] = tuple(parameter.shape)
+        return cls.from_shapes(shapes)
+
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """The layout of the given names and shapes, in any order."""
+        entries, offset = [], 0
+        for name in sorted(shapes):
+            entries.append(Entry(name, shapes[name], offset))
+            offset += entries[-1].count
+        return cls(tuple(entries))
+
+    @classmethod
+    def from_header(cls, header: bytes | memoryview) -> Layout:
+        """Read a layout back from the bytes of `header`.
+
+        Raises:
+            UpdateError: not a header that `header` could have written.
+        """
+        raw = bytes(header)
+        try:
+            (length,) = _LENGTH.unpack_from(raw)
+            if length != len(raw) - _LENGTH.size or length > MAX_HEADER_BYTES:
+                raise ValueError("its length does not match")
+            table = json.loads(raw[_LENGTH.size :])
+            shapes = {
+                name: tuple(int(size) for size in row["shape"])
+                for name, row in table.items()
+                if name != "__metadata__"
+            }
+            if any(size < 0 for shape in shapes.values() for size in shape):
+                raise ValueError("it has a negative size")
+        except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UpdateError(f"this is not a safetensors header of an exchange set: {error}") from error
+        layout = cls.from_shapes(shapes)
+        if layout.header != raw:
+            raise UpdateError("this safetensors header is not in the one form Isthmus writes")
+        return layout
+
+    @property
+    def size(self) -> int:
+        """N: elements in the whole vector."""
+        return self.entries[-1].offset + self.entries[-1].count if self.entries else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one encoded vector, header included."""
+        return len(self.header) + 4 * self.size
+
+    @cached_property
+    def header(self) -> bytes:
+        """The safetensors header: 8 bytes of length, then JSON padded with spaces to 8 bytes."""
+        table = {
+            entry.name: {
+                "dtype": "F32",
+                "shape": list(entry.shape),
+                "data_offsets": [4 * entry.offset, 4 * (entry.offset + entry.count)],
+            }
+            for entry in self.entries
+        }
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return _LENGTH.pack(len(text)) + text
+
+    def explain_difference(self, other: Layout) -> str | None:
+        """The first difference from `other` as half a sentence (`here ... and there ...`), or None."""
+        mine = {entry.name: entry.shape for entry in self.entries}
+        theirs = {entry.name: entry.shape for entry in other.entries}
+        for name in sorted(mine.keys() | theirs.keys()):
+            if name not in theirs:
+                return f"parameter {name!r} is here and not there"
+            if name not in mine:
+                return f"parameter {name!r} is there and not here"
+            if mine[name] != theirs[name]:
+                return f"parameter {name!r} has shape {mine[name]} here and {theirs[name]} there"
+        return None
+
+    # -- between a module and the vector --------------------------------------------------------
+
+    def gather(self, model: nn.Module) -> torch.Tensor:
+        """A new float32 vector (N) with the module's parameters."""
+        import torch
+
+        vector = torch.empty(self.size, dtype=torch.float32)
+        parameters = dict(model.named_parameters())
+        for name, part in self.parts(vector):
+            part.copy_(parameters[name].detach())
+        return vector
+
+    def scatter(self, vector: torch.Tensor, model: nn.Module) -> None:
+        """Copy the vector (N) into the module's parameters, in place."""
+        parameters = dict(model.named_parameters())
+        for name, part in self.parts(vector):
+            parameters[name].detach().copy_(part)
+
+    def parts(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's name with a view of its part of the vector."""
+        for entry in self.entries:
+            yield entry.name, vector.narrow(0, entry.offset, entry.count).view(entry.shape)
+
+    # -- between the vector and bytes -----------------------------------------------------------
+
+    def encode(self, vector: torch.Tensor) -> bytearray:
+        """The vector as a safetensors file in memory: one copy."""
+        payload = bytearray(self.nbytes)
+        payload[: len(self.header)] = self.header
+        self.decode(payload).copy_(vector)
+        return payload
+
+    def decode(self, payload: bytearray | memoryview) -> torch.Tensor:
+        """The vector inside `payload`, without a copy: a change to one is a change to the other.
+
+        Raises:
+            UpdateError: the payload is of another layout, or cut short.
+        """
+        import torch
+
+        if len(payload) != self.nbytes:
+            raise UpdateError(
+                f"{len(payload)} bytes came where this exchange set takes {self.nbytes} "
+                f"({self.size} float32 parameters)"
+            )
+        if bytes(memoryview(payload)[: len(self.header)]) != self.header:
+            there = Layout.from_header(memoryview(payload)[: len(self.header)])
+            raise UpdateError(f"another exchange set came: {there.explain_difference(self)}")
+        if self.size == 0:
+            return torch.empty(0, dtype=torch.float32)
+        return torch.frombuffer(payload, dtype=torch.float32, offset=len(self.header))
+
+
+def digest(payload: bytes | bytearray | memoryview) -> bytes:
+    """The SHA-256 that names a content."""
+    return hashlib.sha256(payload).digest()
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    """Statistics of batches are local and cannot be averaged into a model that is right anywhere."""
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False) and _has_buffer(module, "running_mean"):
+            raise TaskError(
+                f"module {name!r} ({type(module).__name__}) keeps running batch statistics, which "
+                "do not travel and differ between participants; use GroupNorm or LayerNorm, or "
+                "track_running_stats=False"
+            )
+
+
+def _has_buffer(module: Any, name: str) -> bool:
+    return getattr(module, name, None) is not None

@@ -1,0 +1,296 @@
+"""A job: one TOML file that says what to learn, how, and where.
+
+>>> job = parse_job('''
+... name = "digits"
+... [task]
+... source = "task.py:Digits"
+... ''', overrides=["federated.cohort=4", "federated.quorum=3"])
+>>> job.federated.cohort, job.strategy.policy
+(4, 'alternate')
+
+Every field says what it means and in which unit; ``isthmus job schema`` prints them.
+Unknown keys are errors, so a typing mistake never silently falls back to a default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from isthmus.errors import JobError
+
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+RegimeName = Literal["datacenter", "federated", "hybrid"]
+
+
+class Section(BaseModel):
+    """A table of the job: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TaskSection(Section):
+    """What is learned."""
+
+    source: str
+    """The task: `path/to/file.py:Name`, relative to the job file, or `package.module:Name`."""
+    data: str | None = None
+    """Where this machine's data is, relative to the job file; the task reads it as `self.data`."""
+    settings: dict[str, Any] = {}
+    """Handed to the task as `self.settings`."""
+
+
+class ServerOptimizer(Section):
+    """Any optimizer of `torch.optim`, applied to the merged pseudo-gradient (Reddi et al. 2021).
+
+    SGD with lr=1 is FedAvg; momentum makes it FedAvgM, Nesterov DiLoCo's outer step, Adam FedAdam.
+    """
+
+    name: str = "SGD"
+    """Class name in `torch.optim`."""
+    options: dict[str, Any] = {"lr": 1.0}
+    """Its keyword arguments."""
+
+
+class Phase(Section):
+    """A stretch of rounds in one regime."""
+
+    regime: RegimeName
+    """Who trains."""
+    rounds: Annotated[int, Field(ge=1)]
+    """For how many rounds."""
+
+
+class StrategySection(Section):
+    """Which regime each round uses, and how results become the next model."""
+
+    policy: str = "alternate"
+    """`datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, or `module:Name` of your own."""
+    schedule: tuple[Phase, ...] = ()
+    """For the policy `schedule`: phases in order; the last one goes on to the end of the run."""
+    datacenter_weight: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of the datacenter's pseudo-gradient in a hybrid round; the fleet has the rest."""
+    server_optimizer: ServerOptimizer = ServerOptimizer()
+    """What turns a merged pseudo-gradient into the next model."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> StrategySection:
+        if self.policy == "schedule" and not self.schedule:
+            raise ValueError("policy='schedule' needs at least one phase in strategy.schedule")
+        return self
+
+
+class FederatedSection(Section):
+    """Rounds on edge devices."""
+
+    clients: Annotated[int, Field(ge=0, le=512)] = 0
+    """Devices that `isthmus run` starts on this machine."""
+    cohort: Annotated[int, Field(ge=1)] = 8
+    """Updates wanted each round."""
+    over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
+    quorum: Annotated[int, Field(ge=1)] | None = None
+    """Fewest updates a round may be committed with. Default: three quarters of the cohort."""
+    local_epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over a device's own data in one round. Default 1, unless local_steps is set."""
+    local_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps in one round, instead of epochs."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Examples in one local step."""
+    proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
+
+    @model_validator(mode="after")
+    def _work_and_quorum_fit(self) -> FederatedSection:
+        if self.local_epochs is not None and self.local_steps is not None:
+            raise ValueError("set local_epochs or local_steps, not both")
+        if self.quorum is not None and self.quorum > self.cohort:
+            raise ValueError(
+                f"quorum={self.quorum} is above cohort={self.cohort}; lower one or raise the other"
+            )
+        return self
+
+    @property
+    def needed(self) -> int:
+        """The quorum, with its default."""
+        return self.quorum if self.quorum is not None else -(-3 * self.cohort // 4)
+
+
+class DatacenterSection(Section):
+    """Rounds on a group of ranks."""
+
+    ranks: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Ranks that `isthmus run` starts on this machine; 0 for none."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What is sharded over the ranks: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    steps: Annotated[int, Field(ge=1)] = 50
+    """Optimizer steps in one round."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Examples in one step on one rank."""
+    optimizer_on_load: Literal["reset", "keep"] = "reset"
+    """Inner optimizer state when a model trained elsewhere arrives: its moments are of another path."""
+
+
+class EvaluationSection(Section):
+    """Central evaluation on held-out data."""
+
+    every: Annotated[int, Field(ge=1)] = 1
+    """Evaluate after every so many rounds, and after the last."""
+    batch_size: Annotated[int, Field(ge=1)] = 512
+    """Examples at a time."""
+
+
+class TimeSection(Section):
+    """The three bounds on every wait."""
+
+    join_seconds: PositiveSeconds = 120.0
+    """For participants to arrive and be ready: at the start, and when too few are left."""
+    round_seconds: PositiveSeconds = 600.0
+    """For one attempt at a round, from the plan to the last result."""
+    lease_seconds: PositiveSeconds = 10.0
+    """Silence after which a participant counts as gone."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> TimeSection:
+        if self.lease_seconds >= self.round_seconds:
+            raise ValueError(
+                f"lease_seconds={self.lease_seconds:g} must be below round_seconds="
+                f"{self.round_seconds:g}, or a lost participant is never noticed within its round"
+            )
+        return self
+
+
+class PricesSection(Section):
+    """What work costs, in one unit of your choice; `budget` and the report count in it."""
+
+    client_update: Price = 1.0
+    """One device taking part in one round."""
+    datacenter_step: Price = 0.01
+    """One optimizer step of the whole datacenter."""
+
+
+class Job(Section):
+    """A task plus everything that says how to train it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Short name; run directories start with it."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """The same seed and the same participants give the same bytes."""
+    rounds: Annotated[int, Field(ge=1)] = 10
+    """The run ends after so many rounds."""
+    budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The run also ends before a round that would bring its cost above this (unit: prices)."""
+    attempts: Annotated[int, Field(ge=1)] = 3
+    """Tries at one round before the run gives up."""
+    task: TaskSection
+    strategy: StrategySection = StrategySection()
+    federated: FederatedSection = FederatedSection()
+    datacenter: DatacenterSection = DatacenterSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    time: TimeSection = TimeSection()
+    prices: PricesSection = PricesSection()
+
+
+def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
+    """Read and validate a job file; `overrides` are `key.sub=value` with TOML values.
+
+    Raises:
+        JobError: one sentence naming the file, the key, the value and what is allowed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise JobError(f"there is no job file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from error
+    return parse_job(text, overrides, origin=str(path))
+
+
+def parse_job(text: str, overrides: Iterable[str] = (), *, origin: str = "job") -> Job:
+    """Validate the text of a job file; see `load_job`."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{origin} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(table, override)
+    try:
+        return Job.model_validate(table)
+    except ValidationError as error:
+        raise JobError(f"{origin}: {'; '.join(_sentences(error))}") from None
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    """Put `a.b=value` into the table; a value that is not TOML is taken as a string."""
+    key, separator, value = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise JobError(f"--set {override!r} is not of the form key.sub=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise JobError(f"--set {override!r}: {part!r} is a value, not a table")
+        table = inner
+    table[path[-1]] = parsed
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    """Pydantic's findings, each as `key=value: what is allowed`."""
+    found = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"]) or "the job"
+        if item["type"] == "extra_forbidden":
+            found.append(f"unknown key {key}{_suggestion(item['loc'])}")
+        elif item["type"] == "missing":
+            found.append(f"{key} is missing")
+        elif item["type"] == "value_error":
+            where = f"{key}: " if item["loc"] else ""
+            found.append(where + str(item["ctx"]["error"]))
+        else:
+            found.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return found
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    """The closest known key of the same table, or all of them."""
+    section: type[BaseModel] = Job
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part))
+        inner = field.annotation if field is not None else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return ""
+        section = inner
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON schema of a job file."""
+    return Job.model_json_schema()
+
+
+def with_changes(job: Job, changes: Mapping[str, Any]) -> Job:
+    """A validated copy with some keys changed: `{"strategy.policy": "federated"}`."""
+    table = job.model_dump()
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        inner = table
+        for part in path:
+            inner = inner[part]
+        inner[last] = value
+    try:
+        return Job.model_validate(table)
+    except pydantic.ValidationError as error:
+        raise JobError("; ".join(_sentences(error))) from None

@@ -1,0 +1,221 @@
+"""A task is what is learned: plain PyTorch, written once, used in both regimes.
+
+A whole task, for tables of eight numbers in three classes::
+
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import isthmus
+
+    class Table(isthmus.Task):
+        def model(self):
+            return nn.Linear(8, 3)
+
+        def loss(self, output, target):
+            return nn.functional.cross_entropy(output, target, reduction="none")
+
+        def metrics(self, output, target):
+            return {"accuracy": (output.argmax(-1) == target).float()}
+
+        def local_data(self, participant):
+            return self.rows("train.pt")
+
+        def eval_data(self):
+            return self.rows("held_out.pt")
+
+        def optimizer(self, parameters, participant):
+            return torch.optim.SGD(parameters, lr=0.1)
+
+        def rows(self, name):
+            return TensorDataset(*torch.load(self.data / name))
+
+A job names it as ``path/to/file.py:Table`` or ``package.module:Table``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from isthmus.errors import TaskError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.data import Dataset
+
+Regime = Literal["datacenter", "federated"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Participant:
+    """Who is about to train: what a task needs to find that participant's own data."""
+
+    name: str
+    """The enrolled name, unique on the server."""
+    regime: Regime
+    """`federated` on a device, `datacenter` on a rank."""
+    shard: tuple[int, int] | None = None
+    """`(index, count)` where one data set is split among simulated devices; else None."""
+
+
+class Task:
+    """What is learned. Subclass it and write the five methods without a body.
+
+    Guarantees:
+      * one instance per process and run, constructed with the job's ``[task.settings]``;
+      * `model` is called with PyTorch seeded from the job, so every participant starts alike;
+      * `local_data` is called where the data lives and its result never leaves that process.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], data: Path | None = None) -> None:
+        """`settings` is the job's table; `data` is where *this* machine keeps its data, if told."""
+        self.settings = settings
+        self._data = data
+
+    @property
+    def data(self) -> Path:
+        """This machine's data path: ``task.data`` of the job, or ``--data`` of the client.
+
+        Raises:
+            TaskError: nobody gave one.
+        """
+        if self._data is None:
+            raise TaskError(
+                "this task reads data from a path and none was given; set task.data in the job "
+                "or start the client with --data PATH"
+            )
+        return self._data
+
+    def model(self) -> nn.Module:
+        """The module to train, freshly initialised. Its trainable parameters are what travels."""
+        raise NotImplementedError
+
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
+
+        Unaveraged, so that ragged batches, ranks and clients are weighted exactly.
+        """
+        raise NotImplementedError
+
+    def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
+        """Further figures, each one value per scored unit; averaged by Isthmus. Default: none."""
+        return {}
+
+    def local_data(self, participant: Participant) -> Dataset[Any]:
+        """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
+        raise NotImplementedError
+
+    def eval_data(self) -> Dataset[Any]:
+        """Central held-out data, as `(input, target)` pairs."""
+        raise NotImplementedError
+
+    def optimizer(
+        self, parameters: Iterable[torch.nn.Parameter], participant: Participant
+    ) -> torch.optim.Optimizer:
+        """The inner optimizer: made anew each round on a device, kept in the datacenter."""
+        raise NotImplementedError
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        """How a batch of inputs goes through the model. Default: ``model(inputs)``."""
+        return model(inputs)
+
+
+def load_task(
+    source: str, settings: Mapping[str, Any], *, base: Path, data: Path | None = None
+) -> Task:
+    """Load `path/to/file.py:Name` (relative to `base`) or `package.module:Name` and construct it.
+
+    Raises:
+        TaskError: no such file, module or class, not a `Task`, or its own code raised.
+    """
+    where, separator, name = source.rpartition(":")
+    if not separator or not where or not name.isidentifier():
+        raise TaskError(
+            f"task.source={source!r} is not of the form path/to/file.py:Name or package.module:Name"
+        )
+    module = _load_file(base / where, source) if where.endswith(".py") else _load_module(where, source)
+    found = getattr(module, name, None)
+    if found is None:
+        raise TaskError(f"task.source={source!r}: {where} has no class {name!r}")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
+    with user_code(f"{name}()"):
+        return found(settings, data)
+
+
+def _load_file(path: Path, source: str) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        raise TaskError(f"task.source={source!r}: there is no file {path}")
+    name = f"isthmus_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    module = importlib.util.module_from_spec(spec)
+    # Data loaders and compiled code look a function's module up by name; files beside the task
+    # are importable from it, as they are from a script.
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    with user_code(f"import of {path.name}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str, source: str) -> Any:
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise TaskError(f"task.source={source!r}: no module {name!r} can be imported here")
+    with user_code(f"import of {name}"):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Run the user's code: whatever it raises becomes a `TaskError` that names the user's line.
+
+    >>> with user_code("loss()"):
+    ...     1 / 0
+    Traceback (most recent call last):
+        ...
+    isthmus.errors.TaskError: loss() failed at <doctest ...>:2: ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except TaskError:
+        raise
+    except NotImplementedError as error:
+        if str(error):
+            raise TaskError(_at_user_line(what, error)) from error
+        raise TaskError(f"the task does not define {what}, and it must") from error
+    except Exception as error:
+        raise TaskError(_at_user_line(what, error)) from error
+
+
+def _at_user_line(what: str, error: Exception) -> str:
+    """`what failed at file.py:12: Kind: message`, pointing at the last line outside libraries."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{what} failed at {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is user_code itself
+    ours = str(Path(__file__).parent)
+    theirs = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith((ours, "<frozen", sys.base_prefix))
+    ]
+    message = " ".join(str(error).split()) or "no message"
+    kind = type(error).__name__
+    if not theirs:
+        return f"{what} failed: {kind}: {message}"
+    return f"{what} failed at {theirs[-1].filename}:{theirs[-1].lineno}: {kind}: {message}"

@@ -1,0 +1,329 @@
+"""A participant's end of the link: dial in, take requests, hand back results, survive breaks.
+
+The stream is opened by the participant and held for as long as it lives; when it breaks it is
+opened again with growing, jittered pauses, and work goes on where it was: a request keeps its id,
+so one that is running is not started twice and one that is done is answered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, describe
+from isthmus.errors import IsthmusError, Refused, UpdateError
+from isthmus.wire import link_pb2
+
+VERSION = 1
+"""Newest version of the link spoken here."""
+OLDEST_VERSION = 1
+"""Oldest version of the link still spoken here."""
+
+METHOD = "/isthmus.link.v1.Link/Connect"
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+)
+_FINAL = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.ALREADY_EXISTS,
+}
+"""The server understood and said no: trying again would not help."""
+
+log = logging.getLogger(__name__)
+
+ReportProgress = Callable[[int, float], None]
+"""`(steps so far, latest loss)`; cheap, callable from any thread, may be dropped."""
+
+
+class Worker(Protocol):
+    """What a participant does with what it is asked for."""
+
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
+        """Memory of `size` bytes for the model that comes with a request."""
+        ...
+
+    async def work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Do the work; `model` is the buffer given before, filled, and the worker's to keep.
+
+        Returns the reply (its id is filled in by the caller) and the content that goes with it,
+        which stays untouched until `settled`. An `IsthmusError` becomes a `Failure` reply with
+        its sentence.
+        """
+        ...
+
+    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+        """What became of the reply: its content is not needed any more."""
+        ...
+
+    def cancel(self, request: link_pb2.Request, reason: str) -> None:
+        """Nobody wants this request's result any more: stop early if that is easy."""
+        ...
+
+
+@dataclasses.dataclass
+class _Job:
+    """One request and how far it got."""
+
+    request: link_pb2.Request
+    assembly: Assembly | None = None
+    task: asyncio.Task[None] | None = None
+    reply: link_pb2.Reply | None = None
+    payload: Buffer | None = None
+
+
+class Uplink:
+    """Holds one participant's stream to the server open.
+
+    Guarantees:
+      * each request is worked on once, across any number of reconnections;
+      * a result is kept until the server says what became of it;
+      * silence from the server for a lease counts as a break.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        role: link_pb2.Role.ValueType,
+        worker: Worker,
+        *,
+        longest_pause: float = 5.0,
+    ) -> None:
+        """`address` is host:port; `longest_pause` bounds the seconds between two tries to dial."""
+        self.address = address
+        self.name = name
+        self.role = role
+        self.worker = worker
+        self.longest_pause = longest_pause
+        self._instance = uuid.uuid4().hex
+        self._jobs: dict[str, _Job] = {}
+        self._stream: _Stream | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            Refused: the server does not want this participant, with its reason.
+        """
+        self._loop = asyncio.get_running_loop()
+        pause = 0.05
+        try:
+            while True:
+                try:
+                    await self._serve_one_stream()
+                    pause = 0.05
+                except grpc.aio.AioRpcError as error:
+                    if error.code() in _FINAL:
+                        raise Refused(f"the server refused {self.name!r}: {error.details()}") from None
+                    log.info("no link to %s: %s", self.address, error.details())
+                except (TimeoutError, UpdateError) as error:
+                    log.info("link to %s broke: %s", self.address, error or "silence")
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                pause = min(2 * pause, self.longest_pause)
+        finally:
+            for job in self._jobs.values():
+                if job.task is not None:
+                    job.task.cancel()
+
+    async def _serve_one_stream(self) -> None:
+        async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream(METHOD)()
+            stream = _Stream(call)
+            await stream.send(
+                link_pb2.Envelope(
+                    hello=link_pb2.Hello(
+                        version_min=OLDEST_VERSION,
+                        version_max=VERSION,
+                        name=self.name,
+                        role=self.role,
+                        instance=self._instance,
+                    )
+                )
+            )
+            first = await stream.receive(timeout=30.0)
+            if first is None or first.WhichOneof("body") != "welcome":
+                raise UpdateError("the server's first message was not a welcome")
+            lease = first.welcome.lease_seconds
+            log.info("linked to %s as %s", self.address, self.name)
+            self._stream = stream
+            beat = asyncio.create_task(_beat(stream, lease / 3))
+            pumps: set[asyncio.Task[None]] = set()
+            try:
+                while (message := await stream.receive(timeout=lease)) is not None:
+                    await self._take(stream, message, pumps)
+            finally:
+                self._stream = None
+                for task in (beat, *pumps):
+                    task.cancel()
+                await asyncio.gather(beat, *pumps, return_exceptions=True)
+                call.cancel()
+
+    async def _take(
+        self, stream: _Stream, message: link_pb2.Envelope, pumps: set[asyncio.Task[None]]
+    ) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "request":
+            await self._request(stream, message.request)
+        elif kind == "chunk":
+            self._chunk(message.chunk)
+        elif kind == "want":
+            pump = asyncio.create_task(self._pump(stream, message.want))
+            pumps.add(pump)
+            pump.add_done_callback(pumps.discard)
+        elif kind == "receipt":
+            job = self._jobs.pop(message.receipt.id, None)
+            if job is not None:
+                self.worker.settled(job.request, message.receipt.accepted, message.receipt.reason)
+        elif kind == "cancel":
+            job = self._jobs.get(message.cancel.id)
+            if job is not None:
+                self.worker.cancel(job.request, message.cancel.reason)
+        # Anything else is a ping, or news from a newer server that is no business of ours.
+
+    async def _request(self, stream: _Stream, request: link_pb2.Request) -> None:
+        job = self._jobs.get(request.id)
+        if job is None:
+            job = self._jobs[request.id] = _Job(request)
+            content = _model_of(request)
+            if content is not None and content.size:
+                job.assembly = Assembly(content, self.worker.buffer(request, content.size))
+        if job.reply is not None:
+            await stream.send(link_pb2.Envelope(reply=job.reply))
+        elif job.task is None:
+            if job.assembly is None:
+                self._start(job)
+            else:
+                want = link_pb2.Want(
+                    sha256=job.assembly.content.sha256, offset=job.assembly.offset
+                )
+                await stream.send(link_pb2.Envelope(want=want))
+
+    def _chunk(self, chunk: link_pb2.Chunk) -> None:
+        for job in self._jobs.values():
+            assembly = job.assembly
+            if assembly is None or job.task is not None or assembly.content.sha256 != chunk.sha256:
+                continue
+            if chunk.absent:
+                job.task = asyncio.create_task(
+                    self._answer(job, _failure("the server does not hold the model any more"), None)
+                )
+                continue
+            assembly.add(chunk)
+            if assembly.complete:
+                self._start(job)
+
+    def _start(self, job: _Job) -> None:
+        job.task = asyncio.create_task(self._execute(job))
+
+    async def _execute(self, job: _Job) -> None:
+        buffer = job.assembly.buffer if job.assembly is not None else None
+        job.assembly = None
+        try:
+            reply, payload = await self.worker.work(
+                job.request, buffer, lambda steps, loss: self._progress(job, steps, loss)
+            )
+        except IsthmusError as error:
+            reply, payload = _failure(str(error)), None
+        except Exception as error:  # noqa: BLE001 - a fault of ours must reach the server as such
+            log.exception("request %s failed", job.request.id)
+            reply, payload = _failure(f"internal error: {type(error).__name__}: {error}"), None
+        await self._answer(job, reply, payload)
+
+    async def _answer(self, job: _Job, reply: link_pb2.Reply, payload: Buffer | None) -> None:
+        reply.id = job.request.id
+        job.payload = payload
+        job.reply = reply
+        if self._stream is not None:
+            await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
+
+    def _progress(self, job: _Job, steps: int, loss: float) -> None:
+        message = link_pb2.Envelope(
+            progress=link_pb2.Progress(id=job.request.id, steps=steps, loss=loss)
+        )
+        stream, loop = self._stream, self._loop
+        if stream is not None and loop is not None:
+            asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
+
+    async def _pump(self, stream: _Stream, want: link_pb2.Want) -> None:
+        """Send the content of a finished job from where the server wants it."""
+        for job in self._jobs.values():
+            if job.payload is None or job.reply is None:
+                continue
+            if _content_of(job.reply).sha256 == want.sha256:
+                for message in chunks(want.sha256, job.payload, offset=want.offset):
+                    await stream.send(message)
+                return
+        absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
+        await stream.send(link_pb2.Envelope(chunk=absent))
+
+
+class _Stream:
+    """One open gRPC stream: whole messages out, one at a time; messages in, or None at its end."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        self._call = call
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: link_pb2.Envelope | bytes) -> None:
+        """Send one message; returns when the transport has room for the next."""
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        async with self._sending:
+            await self._call.write(data)
+
+    async def send_quietly(self, message: link_pb2.Envelope) -> None:
+        """Send, unless the stream is gone: what matters is sent again on the next one."""
+        try:
+            await self.send(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            log.debug("stream is gone; a message waits for the next one")
+
+    async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109
+        data = await asyncio.wait_for(self._call.read(), timeout)
+        if data is grpc.aio.EOF:
+            return None
+        return link_pb2.Envelope.FromString(data)
+
+
+async def _beat(stream: _Stream, every: float) -> None:
+    while True:
+        await asyncio.sleep(every)
+        await stream.send_quietly(link_pb2.Envelope(ping=link_pb2.Ping()))
+
+
+def _failure(reason: str) -> link_pb2.Reply:
+    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason))
+
+
+def _model_of(request: link_pb2.Request) -> link_pb2.Content | None:
+    kind = request.WhichOneof("work")
+    if kind == "train_local":
+        return request.train_local.model
+    if kind == "train_steps" and request.train_steps.HasField("model"):
+        return request.train_steps.model
+    return None
+
+
+def _content_of(reply: link_pb2.Reply) -> link_pb2.Content:
+    kind = reply.WhichOneof("outcome")
+    if kind == "trained":
+        return reply.trained.result
+    return reply.exported.model if kind == "exported" else link_pb2.Content()
+
+
+__all__ = ["Uplink", "Worker", "describe"]

@@ -1,0 +1,1 @@
+"""The messages of the link, generated from `link.proto` by ``make proto``."""
