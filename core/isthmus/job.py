@@ -100,8 +100,8 @@ class FederatedSection(Section):
     """Fewest updates a round may be committed with. Default: three quarters of the cohort."""
     local_epochs: Annotated[int, Field(ge=1)] | None = None
     """Passes over a device's own data in one round. Default 1, unless local_steps is set."""
-    local_steps: Annotated[int, Field(ge=1)] | None = None
-    """Optimizer steps in one round, instead of epochs."""
+    local_steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps in one round, instead of epochs; 0 sends back a zero update."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one local step."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

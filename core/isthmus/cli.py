@@ -1,0 +1,66 @@
+"""The one command, ``isthmus``.
+
+Subcommands come from the entry points `isthmus.commands` of the installed packages and are
+imported when they are used, so that a device which runs ``isthmus client`` loads no server code.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.metadata import entry_points
+
+import click
+
+from isthmus import __version__
+from isthmus.errors import IsthmusError
+
+
+class _Commands(click.Group):
+    """Looks a subcommand up by name and imports only that one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(entry_points(group="isthmus.commands").names)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for found in entry_points(group="isthmus.commands", name=cmd_name):
+            try:
+                command = found.load()
+            except ModuleNotFoundError as error:
+                role = found.module.partition(".")[0].removeprefix("isthmus_").rstrip("s")
+                raise click.ClickException(
+                    f"`isthmus {cmd_name}` needs the package {error.name!r}, which is not "
+                    f"installed; pip install 'isthmus[{role}]'"
+                ) from error
+            assert isinstance(command, click.Command)
+            return command
+        return None
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="isthmus")
+def isthmus() -> None:
+    """One model, trained by a datacenter and by a fleet of edge devices."""
+
+
+def main() -> None:
+    """Entry point of the console script: a user's mistake is one sentence and exit code 1."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    try:
+        isthmus(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except IsthmusError as error:
+        click.echo(f"isthmus: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

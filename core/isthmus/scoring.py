@@ -1,0 +1,151 @@
+"""Batches in, exact averages out: what training and evaluation share in every regime.
+
+A task returns one value per scored unit and never averages; sums and counts are kept apart here,
+on the device, until somebody asks. So ragged last batches, ranks with unequal shares and clients
+of unequal size are weighted by what they really scored.
+
+>>> import torch
+>>> averages = Averages()
+>>> averages.add({"loss": torch.tensor([1.0, 2.0, 3.0])})
+>>> averages.add({"loss": torch.tensor([6.0])})
+>>> averages.result()
+{'loss': 3.0}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from isthmus.errors import TaskError
+from isthmus.task import Task, user_code
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+class Averages:
+    """Running sums and counts of named figures, as tensors where they were made."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        """float64 scalars."""
+        self.counts: dict[str, int] = {}
+
+    def add(self, figures: Mapping[str, torch.Tensor]) -> None:
+        """Add figures of one batch: each any shape, one value per scored unit."""
+        for name, values in figures.items():
+            total = values.detach().sum(dtype=torch.float64)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self.counts[name] = self.counts.get(name, 0) + values.numel()
+
+    def result(self) -> dict[str, float]:
+        """The averages; this waits for the device."""
+        return {
+            name: float(self.sums[name]) / self.counts[name] if self.counts[name] else math.nan
+            for name in sorted(self.sums)
+        }
+
+
+def build_model(task: Task, seed: int) -> nn.Module:
+    """The task's model, initialised alike wherever the same seed is used.
+
+    Raises:
+        TaskError: `model()` raised or did not return a module.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with user_code("model()"):
+            model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def count_examples(dataset: Dataset[Any], what: str) -> int:
+    """Length of a map-style dataset.
+
+    Raises:
+        TaskError: it has none, or is empty.
+    """
+    with user_code(f"len() of {what}"):
+        count = len(dataset)  # type: ignore[arg-type]
+    if count == 0:
+        raise TaskError(f"{what} is empty: there is no data to work with")
+    return count
+
+
+def batches(
+    dataset: Dataset[Any], indices: Sequence[int], batch_size: int, device: torch.device
+) -> Iterator[tuple[Any, Any]]:
+    """`(inputs, target)` pairs of the examples at `indices`, in that order, moved to `device`."""
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, sampler=indices)
+    iterator = iter(loader)
+    while True:
+        with user_code("reading the dataset"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            raise TaskError(
+                f"a dataset must give (input, target) pairs, not {type(batch).__name__}"
+                + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+            )
+        yield _to(batch[0], device), _to(batch[1], device)
+
+
+def losses(task: Task, model: nn.Module, inputs: Any, target: Any) -> tuple[Any, torch.Tensor]:
+    """The model's output and the loss of each scored unit.
+
+    Raises:
+        TaskError: the task's code raised, or its loss is already averaged.
+    """
+    with user_code("forward()"):
+        output = task.forward(model, inputs)
+    with user_code("loss()"):
+        values = task.loss(output, target)
+    if not isinstance(values, torch.Tensor) or values.ndim == 0:
+        raise TaskError(
+            "loss() must return one value per example, not a single number; "
+            "with PyTorch's losses use reduction='none'"
+        )
+    return output, values
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    dataset: Dataset[Any],
+    indices: Sequence[int],
+    batch_size: int,
+    device: torch.device,
+) -> Averages:
+    """Loss and metrics of the examples at `indices`, with the model in evaluation mode."""
+    averages = Averages()
+    was_training = model.training
+    model.eval()
+    try:
+        for inputs, target in batches(dataset, indices, batch_size, device):
+            output, values = losses(task, model, inputs, target)
+            with user_code("metrics()"):
+                figures = task.metrics(output, target)
+            averages.add({"loss": values, **figures})
+    finally:
+        model.train(was_training)
+    return averages
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to(inner, device) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(inner, device) for inner in value)
+    return value
