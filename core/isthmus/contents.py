@@ -5,28 +5,43 @@ with chunks. The same two messages serve both directions, a first transfer and a
 
 >>> payload = bytes(range(256)) * 8
 >>> name = describe(payload)
->>> assembly = Assembly(name, bytearray(name.size))
+>>> copy = bytearray(name.size)
+>>> assembly = Assembly(name, into(copy))
 >>> for message in chunks(name.sha256, payload, offset=0, chunk_bytes=1000):
 ...     assembly.add(link_pb2.Envelope.FromString(message).chunk)
->>> assembly.complete, assembly.buffer == payload
+>>> assembly.complete, copy == payload
 (True, True)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
-CHUNK_BYTES = 1 << 20
-"""Payload of one message: large enough to be fast, small enough to bound every buffer."""
+CHUNK_BYTES = 256 << 10
+"""Payload of one message: large enough to be fast, small enough that one on its way to each of
+many participants does not add up to another model."""
 
 MAX_MESSAGE_BYTES = CHUNK_BYTES + (64 << 20)
 """gRPC refuses anything larger before it is read: a chunk, or a layout's header."""
 
 Buffer = bytearray | memoryview
+
+Write = Callable[[int, bytes], object]
+"""Where arriving bytes go: called with an offset and the bytes, in order."""
+
+
+def into(buffer: Buffer) -> Write:
+    """Write arriving bytes into memory."""
+    view = memoryview(buffer)
+
+    def write(offset: int, data: bytes) -> None:
+        view[offset : offset + len(data)] = data
+
+    return write
 
 
 def describe(payload: bytes | Buffer) -> link_pb2.Content:
@@ -60,13 +75,11 @@ class Assembly:
       * `complete` is true only when every byte came, in order, and the digest is the name.
     """
 
-    def __init__(self, content: link_pb2.Content, buffer: Buffer) -> None:
-        """`buffer` has exactly `content.size` bytes; it is filled in place."""
-        assert len(buffer) == content.size
+    def __init__(self, content: link_pb2.Content, write: Write) -> None:
+        """`write` has room for exactly `content.size` bytes."""
         self.content = content
-        self.buffer = buffer
         self.offset = 0
-        self._view = memoryview(buffer)
+        self._write = write
         self._hash = hashlib.sha256()
 
     def add(self, chunk: link_pb2.Chunk) -> None:
@@ -81,18 +94,20 @@ class Assembly:
         if chunk.offset != self.offset or not data:
             raise UpdateError(f"a transfer has a gap: at byte {self.offset}, got {chunk.offset}")
         end = self.offset + len(data)
-        if end > len(self._view):
-            raise UpdateError(f"a transfer of {len(self._view)} bytes went on to byte {end}")
-        self._view[self.offset : end] = data
+        if end > self.content.size:
+            raise UpdateError(f"a transfer of {self.content.size} bytes went on to byte {end}")
+        self._write(self.offset, data)
         self._hash.update(data)
         self.offset = end
-        if end == len(self._view) and not self.complete:
+        if end == self.content.size and not self.complete:
             raise UpdateError("a transfer does not match its SHA-256: it was damaged on the way")
 
     @property
     def complete(self) -> bool:
         """Everything is here and is what its name says."""
-        return self.offset == len(self._view) and self._hash.digest() == self.content.sha256
+        return (
+            self.offset == self.content.size and self._hash.digest() == self.content.sha256
+        )
 
 
 def _varint(value: int) -> bytes:

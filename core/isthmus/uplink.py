@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import random
+import time
 import uuid
 from collections.abc import Callable
 from typing import Protocol
@@ -18,7 +19,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, describe
+from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.wire import link_pb2
 
@@ -38,9 +39,11 @@ _FINAL = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.ALREADY_EXISTS,
 }
 """The server understood and said no: trying again would not help."""
+
+_PROGRESS_SECONDS = 0.5
+"""Shortest time between two progress messages about the same work."""
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +83,12 @@ class _Job:
     """One request and how far it got."""
 
     request: link_pb2.Request
+    buffer: Buffer | None = None
     assembly: Assembly | None = None
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
+    reported_at: float = 0.0
 
 
 class Uplink:
@@ -202,7 +207,12 @@ class Uplink:
             job = self._jobs[request.id] = _Job(request)
             content = _model_of(request)
             if content is not None and content.size:
-                job.assembly = Assembly(content, self.worker.buffer(request, content.size))
+                try:
+                    job.buffer = self.worker.buffer(request, content.size)
+                except IsthmusError as error:
+                    await self._answer(job, _failure(str(error)), None)
+                    return
+                job.assembly = Assembly(content, into(job.buffer))
         if job.reply is not None:
             await stream.send(link_pb2.Envelope(reply=job.reply))
         elif job.task is None:
@@ -232,8 +242,7 @@ class Uplink:
         job.task = asyncio.create_task(self._execute(job))
 
     async def _execute(self, job: _Job) -> None:
-        buffer = job.assembly.buffer if job.assembly is not None else None
-        job.assembly = None
+        buffer, job.buffer, job.assembly = job.buffer, None, None
         try:
             reply, payload = await self.worker.work(
                 job.request, buffer, lambda steps, loss: self._progress(job, steps, loss)
@@ -253,6 +262,10 @@ class Uplink:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
 
     def _progress(self, job: _Job, steps: int, loss: float) -> None:
+        now = time.monotonic()
+        if now - job.reported_at < _PROGRESS_SECONDS:
+            return
+        job.reported_at = now
         message = link_pb2.Envelope(
             progress=link_pb2.Progress(id=job.request.id, steps=steps, loss=loss)
         )
@@ -294,7 +307,8 @@ class _Stream:
             log.debug("stream is gone; a message waits for the next one")
 
     async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109
-        data = await asyncio.wait_for(self._call.read(), timeout)
+        async with asyncio.timeout(timeout):
+            data = await self._call.read()
         if data is grpc.aio.EOF:
             return None
         return link_pb2.Envelope.FromString(data)
@@ -324,6 +338,3 @@ def _content_of(reply: link_pb2.Reply) -> link_pb2.Content:
     if kind == "trained":
         return reply.trained.result
     return reply.exported.model if kind == "exported" else link_pb2.Content()
-
-
-__all__ = ["Uplink", "Worker", "describe"]

@@ -1,0 +1,80 @@
+"""``isthmus client``: what a device owner types."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import click
+
+from isthmus.errors import UserError
+from isthmus import lifetime
+from isthmus.task import Participant
+from isthmus_clients.agent import serve
+
+
+@click.group()
+def client() -> None:
+    """Run an edge device: train on its own data, send updates."""
+
+
+@client.command()
+@click.option("--server", required=True, metavar="HOST:PORT", help="The server to dial.")
+@click.option("--name", required=True, help="This device's name, unique on the server.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Where this device keeps its data; wins over the job's task.data.",
+)
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Be device I (from 0) of N that share one data set, for tasks that split it.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="CPU threads used for training.",
+)
+@click.option(
+    "--die-with-parent", is_flag=True, help="End when the process that started this one ends."
+)
+def start(
+    server: str, name: str, data: Path | None, shard: str | None, threads: int, die_with_parent: bool
+) -> None:
+    """Dial the server and take part in its rounds until stopped."""
+    if die_with_parent:
+        lifetime.die_with_parent()
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read by PyTorch when it is imported
+    participant = Participant(name=name, regime="federated", shard=_parse_shard(shard))
+    logging.getLogger("isthmus").setLevel(logging.INFO)
+    asyncio.run(_until_stopped(server, participant, data))
+
+
+async def _until_stopped(server: str, participant: Participant, data: Path | None) -> None:
+    task = asyncio.ensure_future(serve(server, participant, data))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        click.echo(f"{participant.name} stopped")
+
+
+def _parse_shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    index, _, number = text.partition("/")
+    try:
+        shard = int(index), int(number)
+    except ValueError:
+        raise UserError(f"--shard {text!r} is not of the form I/N, such as 0/8") from None
+    if not 0 <= shard[0] < shard[1]:
+        raise UserError(f"--shard {text!r}: I must be at least 0 and below N")
+    return shard

@@ -1,0 +1,160 @@
+"""Training on a device: from the round's model to a pseudo-gradient.
+
+Shape legend: N = float32 elements of the exchange set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.contents import describe
+from isthmus.errors import TaskError
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.scoring import Averages, batches, build_model, count_examples, losses
+from isthmus.task import Participant, load_task, user_code
+from isthmus.uplink import ReportProgress
+from isthmus.wire import link_pb2
+
+CPU = torch.device("cpu")
+
+
+class LocalRun:
+    """One run on one device: the task, its model and this device's data, kept between rounds."""
+
+    def __init__(self, work: link_pb2.OpenRun, participant: Participant, data: Path | None) -> None:
+        """Load the task, build the model, find the data.
+
+        Raises:
+            TaskError: the task cannot be used here, its model is not the server's, or there is
+                no data.
+        """
+        self.job = Job.model_validate_json(work.job)
+        self.participant = participant
+        base = Path(work.base)
+        if data is None and self.job.task.data:
+            data = base / self.job.task.data
+        self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
+        self.model = build_model(self.task, self.job.seed)
+        self.layout = Layout.of(self.model)
+        difference = self.layout.explain_difference(Layout.from_header(work.layout))
+        if difference is not None:
+            raise TaskError(f"this device's model is not the server's: {difference}")
+        with user_code("local_data()"):
+            self.dataset = self.task.local_data(participant)
+        self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
+
+    def train(
+        self,
+        work: link_pb2.TrainLocal,
+        payload: bytearray,
+        progress: ReportProgress,
+        stopped: Callable[[], bool],
+    ) -> link_pb2.Trained:
+        """Train from the encoded model in `payload`, and leave the update there in its place.
+
+        The update is the pseudo-gradient, start minus end (Reddi et al. 2021). What happens is a
+        function of the job's seed, the round, the device's name and its data alone.
+
+        Raises:
+            TaskError: the task's code raised, or its loss or update is not finite.
+        """
+        started = time.monotonic()
+        start = self.layout.decode(payload)
+        self.layout.scatter(start, self.model)
+        steps, averages = self._steps(work.round, start, progress, stopped)
+        self._subtract_end(start)
+        if steps and not bool(torch.isfinite(start).all()):
+            raise TaskError(
+                f"the update of {self.participant.name} is not finite after {steps} steps; "
+                "lower the learning rate or check the data"
+            )
+        return link_pb2.Trained(
+            result=describe(payload),
+            examples=self.examples,
+            steps=steps,
+            seconds=time.monotonic() - started,
+            training=averages.result(),
+        )
+
+    def _steps(
+        self,
+        round_: int,
+        start: torch.Tensor,
+        progress: ReportProgress,
+        stopped: Callable[[], bool],
+    ) -> tuple[int, Averages]:
+        settings = self.job.federated
+        averages = Averages()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed(self.job.seed, round_, self.participant.name))
+            with user_code("optimizer()"):
+                optimizer = self.task.optimizer(self.model.parameters(), self.participant)
+            self.model.train()
+            anchors = dict(self.layout.parts(start)) if settings.proximal else {}
+            step = 0
+            for inputs, target in self._batches():
+                if stopped():
+                    raise TaskError("the server does not want this round's update any more")
+                optimizer.zero_grad(set_to_none=True)
+                _, values = losses(self.task, self.model, inputs, target)
+                loss = values.mean()
+                step += 1
+                if not math.isfinite(value := float(loss.detach())):
+                    raise TaskError(
+                        f"the loss of {self.participant.name} is {value} at step {step}; "
+                        "lower the learning rate or check the data"
+                    )
+                averages.add({"loss": values})
+                with user_code("the backward pass"):
+                    loss.backward()
+                self._add_proximal(anchors, settings.proximal)
+                optimizer.step()
+                progress(step, value)
+        return step, averages
+
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        """Shuffled passes over this device's data, as many as the job asks for."""
+        settings = self.job.federated
+        if settings.local_steps is None:
+            for _ in range(settings.local_epochs or 1):
+                yield from self._epoch()
+            return
+        left = settings.local_steps
+        while left:
+            for batch in self._epoch():
+                yield batch
+                left -= 1
+                if not left:
+                    return
+
+    def _epoch(self) -> Iterator[tuple[Any, Any]]:
+        order = torch.randperm(self.examples).tolist()
+        return batches(self.dataset, order, self.job.federated.batch_size, CPU)
+
+    def _add_proximal(self, anchors: dict[str, torch.Tensor], mu: float) -> None:
+        """The gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)."""
+        if not anchors:
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and name in anchors:
+                parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
+
+    def _subtract_end(self, start: torch.Tensor) -> None:
+        """start (N) becomes start - end, in place."""
+        parameters = dict(self.model.named_parameters())
+        for name, part in self.layout.parts(start):
+            part.sub_(parameters[name].detach())
+
+
+def _seed(seed: int, round_: int, name: str) -> int:
+    """A seed of its own for each device and round; an attempt repeated is the same work."""
+    text = f"isthmus/local/{seed}/{round_}/{name}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

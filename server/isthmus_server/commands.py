@@ -1,0 +1,156 @@
+"""``isthmus run``, ``isthmus compare`` and ``isthmus report``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from isthmus.errors import UserError
+from isthmus.job import Job, load_job
+
+_SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+_DIRECTORY = click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Where the run is kept. Default: runs/NAME-TIME below this folder.",
+)
+_ADDRESS = click.option(
+    "--address",
+    default="127.0.0.1:0",
+    show_default=True,
+    help="Where to listen; port 0 takes a free one.",
+)
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path), required=False)
+@_SET
+@_DIRECTORY
+@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir.")
+@_ADDRESS
+def run(
+    job: Path | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    resume: bool,
+    address: str,
+) -> None:
+    """Train JOB on this machine: the server, its edge clients and its datacenter ranks.
+
+    With federated.clients=0 or datacenter.ranks=0 that role is not started here, and whoever
+    dials in takes it.
+    """
+    from isthmus_server.session import Session
+
+    _quiet()
+    if resume:
+        if run_dir is None:
+            raise UserError("--resume needs --run-dir, the directory of the run to go on with")
+        if overrides:
+            raise UserError("--set does not go with --resume: a run keeps the job it began with")
+        session = Session.resumed(run_dir)
+    else:
+        if job is None:
+            raise UserError("give a job file, or --resume --run-dir DIR")
+        loaded = load_job(job, overrides)
+        session = Session.new(loaded, job.resolve().parent, run_dir or _fresh_directory(loaded))
+    host, port = _parse_address(address)
+    console = Console()
+    _run_until_stopped(session.run(host, port, console))
+    console.print(f"report  isthmus report {session.directory}", soft_wrap=True)
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@_SET
+@_DIRECTORY
+@click.option(
+    "--policies",
+    default="datacenter,federated",
+    show_default=True,
+    help="Compared with the job's own policy, at the same budget.",
+)
+@click.option("--seeds", default=3, show_default=True, help="Runs of each, with seeds 1, 2, ...")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
+def compare(
+    job: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    policies: str,
+    seeds: int,
+    json_file: Path | None,
+) -> None:
+    """Train JOB under several policies and print what each reaches for the same cost."""
+    from isthmus_server.comparison import compare_policies
+
+    _quiet()
+    loaded = load_job(job, overrides)
+    names = [loaded.strategy.policy]
+    names += [name for name in policies.split(",") if name and name not in names]
+    directory = run_dir or _fresh_directory(loaded, "compare-")
+    figures = _run_until_stopped(
+        compare_policies(loaded, job.resolve().parent, directory, names, seeds, Console())
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the whole report as one document.")
+def report(run_dir: Path, as_json: bool) -> None:
+    """Say what became of the run in the directory RUN."""
+    from isthmus_server.report import document, show
+    from isthmus_server.store import Store
+
+    store = Store.open(run_dir)
+    try:
+        found = document(store)
+    finally:
+        store.close()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        show(found, Console())
+
+
+def _run_until_stopped(work: Any) -> Any:
+    """Run a coroutine; a first Ctrl-C or SIGTERM ends it in order."""
+
+    async def main() -> Any:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise click.Abort from None
+
+
+def _quiet() -> None:
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    logging.getLogger("isthmus").setLevel(logging.WARNING)
+    logging.getLogger("isthmus_server").setLevel(logging.WARNING)
+
+
+def _fresh_directory(job: Job, prefix: str = "") -> Path:
+    return Path("runs") / f"{prefix}{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _parse_address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"--address {text!r} is not of the form HOST:PORT")
+    return host, int(port)

@@ -1,0 +1,502 @@
+"""The round loop: observe, plan, run, merge, evaluate, commit.
+
+Data goes one way: job -> plan -> updates -> model -> store -> views. Read `Coordinator.run` first;
+everything else on this page is one of its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from isthmus.errors import IsthmusError, RoundFailed, UserError
+from isthmus.task import load_task
+from isthmus.wire import link_pb2
+from isthmus_server.link import Link
+from isthmus_server.model import GlobalModel
+from isthmus_server.receipts import Receipt, count
+from isthmus_server.regimes import (
+    AttemptFailed,
+    Datacenter,
+    DatacenterResult,
+    FederatedResult,
+    Fleet,
+)
+from isthmus_server.roster import Roster
+from isthmus_server.store import Resume, Store
+from isthmus_server.strategy.cohort import select
+from isthmus_server.strategy.policy import (
+    Observation,
+    PastRound,
+    Plan,
+    checked_plan,
+    load_policy,
+)
+
+log = logging.getLogger(__name__)
+
+Watch = Callable[[str, Mapping[str, Any]], None]
+"""Told of everything that happens, as `(kind, data)`; views are built on it."""
+
+
+@dataclasses.dataclass
+class Trained:
+    """What the regimes of one attempt gave, before it is merged."""
+
+    federated: FederatedResult | None = None
+    datacenter: DatacenterResult | None = None
+    datacenter_steps: int = 0
+
+    @property
+    def receipts(self) -> list[Receipt]:
+        """Of everyone who was invited."""
+        parts: list[DatacenterResult | FederatedResult | None] = [self.datacenter, self.federated]
+        return [receipt for part in parts if part is not None for receipt in part.receipts]
+
+
+class Coordinator:
+    """Runs one job to its end.
+
+    Guarantees:
+      * a round is visible with its model, optimizer state, policy state and receipts, or not at
+        all; after a crash anywhere `run` goes on from the last committed round;
+      * the same seed and the same participants give the same bytes, interrupted or not;
+      * every wait has a bound from the job's `[time]`.
+    """
+
+    def __init__(self, store: Store, link: Link, watch: Watch = lambda kind, data: None) -> None:
+        """Load the task and the model, and stand where the run last stood.
+
+        Raises:
+            UserError: the job, its task or a checkpoint cannot be used.
+        """
+        self.store = store
+        self.job = store.job
+        self.link = link
+        self.watch = watch
+        self.policy = load_policy(self.job.strategy)
+        data = store.base / self.job.task.data if self.job.task.data else None
+        task = load_task(
+            self.job.task.source, self.job.task.settings, base=store.base, data=data
+        )
+        self.model = GlobalModel(task, self.job.seed, self.job.strategy.server_optimizer)
+        self.at = self._restore(store.resume_point())
+        self.roster = Roster(
+            link,
+            link_pb2.OpenRun(
+                run_id=store.run_id,
+                job=self.job.model_dump_json(),
+                base=str(store.base),
+                layout=self.model.layout.header,
+            ),
+            self._note,
+        )
+        layout = self.model.layout
+        self.fleet = Fleet(link, self.job, store.run_id, layout, store.directory)
+        self.datacenter = Datacenter(link, self.job, store.run_id, layout)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    async def run(self) -> Mapping[str, Any]:
+        """Train until the job's rounds or budget are used up; returns the final figures.
+
+        Raises:
+            UserError: the run cannot go on; it is stored as failed, with the reason.
+        """
+        self.store.reopen()
+        self.roster.start()
+        try:
+            await self._gather_participants()
+            reason = "all rounds are done"
+            while self.at.round < self.job.rounds:
+                plan = self._plan()
+                if self._over_budget(plan):
+                    reason = f"the budget of {self.job.budget:g} is used up"
+                    break
+                await self._round(plan)
+            final = await self._finish(reason)
+        except IsthmusError as error:
+            self.store.finish("failed", str(error), None)
+            self._note("failed", {"reason": str(error)})
+            raise
+        finally:
+            await self.roster.stop()
+        return final
+
+    async def _round(self, plan: Plan) -> None:
+        """Try a round until it is committed, or the job's attempts are used up."""
+        round_ = self.at.round + 1
+        while True:
+            attempt = self.at.attempts + 1
+            started = time.monotonic()
+            try:
+                await self._one_attempt(plan, round_, attempt, started)
+                return
+            except RoundFailed as error:
+                receipts = error.receipts if isinstance(error, AttemptFailed) else []
+                self._record_failure(plan, round_, attempt, started, str(error), receipts)
+                if attempt >= self.job.attempts:
+                    raise UserError(
+                        f"round {round_} failed {attempt} times; the last time because: {error}"
+                    ) from None
+            # Whoever was lost may be back soon; without a quorum the next attempt is lost too.
+            await self._gather_participants(at_start=False)
+
+    async def _one_attempt(self, plan: Plan, round_: int, attempt: int, started: float) -> None:
+        federated = plan.regime in ("federated", "hybrid")
+        if federated and self.at.model_in_datacenter:
+            await self._bring_home()
+        cohort = self._cohort(round_) if federated else {}
+        self.store.plan(
+            round_,
+            attempt,
+            {**dataclasses.asdict(plan), "cohort": sorted(cohort)},
+            # The history is in the log already, round by round.
+            {**dataclasses.asdict(self._observe()), "history": None},
+        )
+        self._note(
+            "round",
+            {
+                "round": round_,
+                "attempt": attempt,
+                "regime": plan.regime,
+                "reason": plan.reason,
+                "invited": len(cohort) + (plan.regime != "federated"),
+            },
+        )
+        trained = await self._train(plan, round_, attempt, cohort)
+        self._merge(plan, trained)
+        evaluation = await self._evaluate(plan, round_, trained)
+        self._commit(plan, round_, attempt, trained, evaluation, started)
+
+    # -- observe and plan --------------------------------------------------------------------------
+
+    def _observe(self) -> Observation:
+        return Observation(
+            round=self.at.round + 1,
+            rounds=self.job.rounds,
+            history=[
+                PastRound(
+                    round=past["round"],
+                    regime=past["regime"],
+                    metrics=past["metrics"],
+                    seconds=past["seconds"],
+                    price=past["cost"]["price"],
+                    accepted=past["participants"]["accepted"],
+                )
+                for past in self.at.outcomes
+            ],
+            clients_ready=len(self.roster.clients),
+            datacenter_ready=bool(self.roster.datacenters),
+            spent=self.at.spent,
+            budget=self.job.budget,
+            state=self.at.policy_state,
+        )
+
+    def _plan(self) -> Plan:
+        return checked_plan(self.policy, self.job.strategy.policy, self._observe())
+
+    def _price(self, devices: int, steps: int) -> float:
+        prices = self.job.prices
+        return devices * prices.client_update + steps * prices.datacenter_step
+
+    def _over_budget(self, plan: Plan) -> bool:
+        if self.job.budget is None:
+            return False
+        devices = len(self._cohort(self.at.round + 1)) if plan.regime != "datacenter" else 0
+        steps = self.job.datacenter.steps if plan.regime != "federated" else 0
+        return self.at.spent + self._price(devices, steps) > self.job.budget + 1e-9
+
+    def _cohort(self, round_: int) -> dict[str, int]:
+        names = select(
+            self.roster.clients,
+            cohort=self.job.federated.cohort,
+            over_selection=self.job.federated.over_selection,
+            seed=self.job.seed,
+            round_=round_,
+        )
+        return {name: self.roster.clients[name].examples for name in names}
+
+    async def _gather_participants(self, *, at_start: bool = True) -> None:
+        """Wait for those the job wants (later: needs); go on with those the quorum needs.
+
+        Raises:
+            UserError: too few are ready in time for any round of this job.
+        """
+        seconds = self.job.time.join_seconds
+        wanted = max(self.job.federated.clients if at_start else 0, self._needs_clients())
+        datacenters = int(self.job.datacenter.ranks > 0)
+        self._note("waiting", {"clients": wanted, "datacenters": datacenters})
+        await self.roster.wait(wanted, datacenters, seconds)
+        declined = "".join(
+            f"; {name} declined: {reason}"
+            for name, reason in sorted(self.roster.declined.items())[:3]
+        )
+        if len(self.roster.clients) < self._needs_clients():
+            raise UserError(
+                f"{len(self.roster.clients)} edge clients are ready and a round needs "
+                f"{self._needs_clients()} (federated.quorum), after waiting up to "
+                f"{seconds:g} s (time.join_seconds){declined}"
+            )
+        if not self.roster.datacenters and (
+            datacenters or self.job.strategy.policy in ("datacenter", "hybrid")
+        ):
+            raise UserError(
+                f"no datacenter is ready after waiting up to {seconds:g} s "
+                f"(time.join_seconds){declined}"
+            )
+
+    def _needs_clients(self) -> int:
+        """Devices without which a round of this job could not be committed."""
+        if self.job.strategy.policy == "datacenter":
+            return 0
+        return self.job.federated.needed
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    async def _train(
+        self, plan: Plan, round_: int, attempt: int, cohort: Mapping[str, int]
+    ) -> Trained:
+        """Both regimes at once where the plan says so; if one fails the other is stopped."""
+        content = self.model.content
+        self.link.publish(content, self.model.payload)
+        work: list[asyncio.Task[Any]] = []
+        trained = Trained()
+        try:
+            async with asyncio.TaskGroup() as group:
+                if plan.regime != "federated":
+                    trained.datacenter_steps = self.job.datacenter.steps
+                    ranks = self._ask_ranks(plan, round_, attempt, content)
+                    work.append(group.create_task(ranks, name="datacenter"))
+                if plan.regime != "datacenter":
+                    devices = self.fleet.train(round_, attempt, content, cohort)
+                    work.append(group.create_task(devices, name="federated"))
+        except* RoundFailed as failures:
+            raise _as_one(failures, work) from None
+        finally:
+            self.link.retract(content)
+        for task in work:
+            setattr(trained, task.get_name(), task.result())
+        return trained
+
+    async def _ask_ranks(
+        self, plan: Plan, round_: int, attempt: int, content: link_pb2.Content
+    ) -> DatacenterResult:
+        return await self.datacenter.train(
+            self._datacenter_name(),
+            round_,
+            attempt,
+            from_step=self.at.datacenter_step,
+            until_step=self.at.datacenter_step + self.job.datacenter.steps,
+            model=None if self.at.datacenter_current else content,
+            evaluate=plan.regime == "datacenter" and self._evaluates(round_),
+            hand_back=plan.regime == "hybrid",
+        )
+
+    def _datacenter_name(self) -> str:
+        if not self.roster.datacenters:
+            raise RoundFailed("no datacenter is connected")
+        return sorted(self.roster.datacenters)[0]
+
+    async def _bring_home(self) -> None:
+        """Fetch the committed model from the datacenter, where only it is."""
+        vector = await self.datacenter.export(self._datacenter_name(), self.at.datacenter_step)
+        self.model.replace(vector)
+        self.at = dataclasses.replace(self.at, model_in_datacenter=False)
+
+    # -- merge and evaluate ------------------------------------------------------------------------
+
+    def _merge(self, plan: Plan, trained: Trained) -> None:
+        """Make the next model.
+
+        A datacenter round is plain training: its result *is* the next model and stays there until
+        somebody else needs it. Where devices took part, the server optimizer steps on the
+        pseudo-gradient, in a hybrid round on the weighted sum of both.
+        """
+        if trained.federated is None:
+            return
+        merged = trained.federated.pseudo_gradient
+        if trained.datacenter is not None:
+            share = self.job.strategy.datacenter_weight
+            assert trained.datacenter.vector is not None
+            theirs = torch.sub(
+                self.model.vector, trained.datacenter.vector, out=trained.datacenter.vector
+            )
+            merged.mul_(1 - share).add_(theirs, alpha=share)
+        self.model.step(merged)
+
+    def _evaluates(self, round_: int) -> bool:
+        return round_ % self.job.evaluation.every == 0 or round_ == self.job.rounds
+
+    async def _evaluate(self, plan: Plan, round_: int, trained: Trained) -> Mapping[str, float]:
+        if plan.regime == "datacenter":
+            assert trained.datacenter is not None
+            return trained.datacenter.evaluation
+        if not self._evaluates(round_):
+            return {}
+        return await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
+
+    # -- commit ------------------------------------------------------------------------------------
+
+    def _commit(
+        self,
+        plan: Plan,
+        round_: int,
+        attempt: int,
+        trained: Trained,
+        evaluation: Mapping[str, float],
+        started: float,
+    ) -> None:
+        away = plan.regime == "datacenter"
+        row = self._row(plan, round_, attempt, trained.receipts, started)
+        row["cost"]["price"] = self._price(
+            sum(receipt.regime == "federated" for receipt in trained.receipts),
+            trained.datacenter_steps,
+        )
+        row["metrics"] = dict(evaluation)
+        row["training"] = {
+            name: dict(part.training)
+            for name, part in (("federated", trained.federated), ("datacenter", trained.datacenter))
+            if part is not None
+        }
+        row["model_sha256"] = None if away else self.model.sha256
+        tensors, numbers = self.model.optimizer_state()
+        self.at = dataclasses.replace(
+            self.at,
+            round=round_,
+            attempts=0,
+            model_file=self.at.model_file
+            if away
+            else self.store.write_model(round_, self.model.payload),
+            optimizer_file=self.at.optimizer_file
+            if away
+            else self.store.write_tensors(round_, tensors),
+            optimizer_numbers=numbers,
+            datacenter_step=self.at.datacenter_step + trained.datacenter_steps,
+            datacenter_current=away,
+            model_in_datacenter=away,
+            policy_state=dict(plan.state),
+            outcomes=[*self.at.outcomes, row],
+            spent=self.at.spent + row["cost"]["price"],
+        )
+        resume = {
+            field: getattr(self.at, field)
+            for field in (
+                "model_file",
+                "optimizer_file",
+                "optimizer_numbers",
+                "datacenter_step",
+                "datacenter_current",
+                "model_in_datacenter",
+                "policy_state",
+            )
+        }
+        row["seconds"] = time.monotonic() - started
+        self.store.commit(round_, attempt, {"round": row, "resume": resume})
+        self._note("committed", row)
+
+    def _record_failure(
+        self,
+        plan: Plan,
+        round_: int,
+        attempt: int,
+        started: float,
+        reason: str,
+        receipts: Sequence[Receipt],
+    ) -> None:
+        row = self._row(plan, round_, attempt, receipts, started)
+        # Devices that were reached have been paid for; what the ranks did is not known.
+        reached = sum(r.started for r in receipts if r.regime == "federated")
+        row["cost"]["price"] = self._price(reached, 0)
+        row["error"] = reason
+        self.store.fail(round_, attempt, {"round": row})
+        self.at = dataclasses.replace(
+            self.at, attempts=attempt, spent=self.at.spent + row["cost"]["price"]
+        )
+        self._note("attempt_failed", row)
+
+    def _row(
+        self, plan: Plan, round_: int, attempt: int, receipts: Sequence[Receipt], started: float
+    ) -> dict[str, Any]:
+        seconds = time.monotonic() - started
+        return {
+            "round": round_,
+            "attempt": attempt,
+            "regime": plan.regime,
+            "reason": plan.reason,
+            "started_at": time.time() - seconds,
+            "seconds": seconds,
+            "participants": count(receipts),
+            "receipts": [receipt.to_json() for receipt in receipts],
+            "metrics": {},
+            "cost": {
+                "price": 0.0,
+                "bytes_up": sum(receipt.bytes_in for receipt in receipts),
+                "bytes_down": sum(receipt.bytes_out for receipt in receipts),
+                "device_seconds": sum(r.seconds for r in receipts if r.regime == "federated"),
+                "datacenter_seconds": sum(r.seconds for r in receipts if r.regime == "datacenter"),
+            },
+            "epsilon": None,
+            "model_sha256": None,
+        }
+
+    # -- beginning and end -------------------------------------------------------------------------
+
+    def _restore(self, at: Resume) -> Resume:
+        if at.model_file is not None:
+            self.store.read_model(at.model_file, self.model.payload)
+            self.model.forget_content()
+        if at.optimizer_file is not None or at.optimizer_numbers:
+            tensors = self.store.read_tensors(at.optimizer_file) if at.optimizer_file else {}
+            self.model.load_optimizer_state(tensors, at.optimizer_numbers)
+        return at
+
+    async def _finish(self, reason: str) -> Mapping[str, Any]:
+        """Bring the model home, write it out and say how good it is."""
+        try:
+            if self.at.model_in_datacenter:
+                await self._bring_home()
+        except RoundFailed as error:
+            raise UserError(f"the final model could not be fetched: {error}") from None
+        path = self.store.write_final(self.model.payload)
+        last = next((row for row in reversed(self.at.outcomes) if row["metrics"]), None)
+        if last is not None and last["round"] == self.at.round:
+            metrics = last["metrics"]
+        else:
+            metrics = await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
+        final = {
+            "metrics": metrics,
+            "model_sha256": self.model.sha256,
+            "model_path": str(path),
+        }
+        self.store.finish("finished", reason, final)
+        self._note("finished", {"reason": reason, "spent": self.at.spent, **final})
+        return final
+
+    def _note(self, kind: str, data: Mapping[str, Any]) -> None:
+        if kind in ("joined", "ready", "left", "declined"):
+            self.store.event(kind, data)
+        self.watch(kind, data)
+
+
+def _as_one(
+    failures: BaseExceptionGroup[RoundFailed], work: Sequence[asyncio.Task[Any]]
+) -> AttemptFailed:
+    """All failures of an attempt as one, with every receipt there is."""
+    reasons: list[str] = []
+    receipts: list[Receipt] = []
+    for error in failures.exceptions:
+        reasons.append(str(error))
+        if isinstance(error, AttemptFailed):
+            receipts += error.receipts
+    for task in work:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            receipts += task.result().receipts
+    return AttemptFailed("; ".join(reasons), receipts)
+

@@ -1,0 +1,167 @@
+"""The one model: its exchange set as a flat vector, the server optimizer, central evaluation.
+
+The vector lives inside its own encoding (`payload`), and the module's parameters and the
+optimizer's parameters are views of it: what is sent, stored, stepped and evaluated is one
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from isthmus.contents import describe
+from isthmus.errors import JobError, UpdateError
+from isthmus.exchange import Layout
+from isthmus.job import ServerOptimizer
+from isthmus.scoring import build_model, count_examples, evaluate
+from isthmus.task import Task, user_code
+from isthmus.wire import link_pb2
+
+
+class GlobalModel:
+    """The model the server holds.
+
+    Guarantees:
+      * one copy of the exchange set, whatever is done with it;
+      * `content` always names the bytes in `payload`.
+    """
+
+    def __init__(self, task: Task, seed: int, optimizer: ServerOptimizer) -> None:
+        """Build the task's model and the server optimizer.
+
+        Raises:
+            TaskError: the task's `model()` or what it returned does not do.
+            JobError: no such optimizer, or it does not take these options.
+        """
+        self.task = task
+        self.module = build_model(task, seed)
+        self.layout = Layout.of(self.module)
+        self.payload = self.layout.encode(self.layout.gather(self.module))
+        self.vector = self.layout.decode(self.payload)
+        self._views = {
+            name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)
+        }
+        self._share_memory()
+        self.optimizer = _make_optimizer(optimizer, list(self._views.values()))
+        self._content: link_pb2.Content | None = None
+
+    @property
+    def content(self) -> link_pb2.Content:
+        """Name and size of the encoded model."""
+        if self._content is None:
+            self._content = describe(self.payload)
+        return self._content
+
+    @property
+    def sha256(self) -> str:
+        """The digest of the encoded model, in hexadecimal."""
+        return self.content.sha256.hex()
+
+    def replace(self, vector: torch.Tensor) -> None:
+        """Take another model as it is: float32 (N)."""
+        self.vector.copy_(vector)
+        self._content = None
+
+    def forget_content(self) -> None:
+        """`payload` was filled from elsewhere: its name is to be found anew."""
+        self._content = None
+
+    def step(self, pseudo_gradient: torch.Tensor) -> None:
+        """One step of the server optimizer on a merged pseudo-gradient, float32 (N)."""
+        for (_, view), (_, part) in zip(
+            self._views.items(), self.layout.parts(pseudo_gradient), strict=True
+        ):
+            view.grad = part
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._content = None
+        if not bool(torch.isfinite(self.vector.sum())) and not bool(
+            torch.isfinite(self.vector).all()
+        ):
+            raise UpdateError(
+                "the server optimizer made a model that is not finite; lower its lr "
+                "(strategy.server_optimizer.options)"
+            )
+
+    def evaluate(self, batch_size: int) -> dict[str, float]:
+        """Loss and metrics on the central held-out data."""
+        with user_code("eval_data()"):
+            dataset = self.task.eval_data()
+        count = count_examples(dataset, "eval_data()")
+        self._refresh_module()
+        device = torch.device("cpu")
+        return evaluate(
+            self.task, self.module, dataset, range(count), batch_size, device
+        ).result()
+
+    # -- optimizer state, as tensors and plain numbers ---------------------------------------------
+
+    def optimizer_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The optimizer's tensors by `parameter index.name`, and everything else as JSON data.
+
+        Raises:
+            UpdateError: the optimizer keeps something that is neither a tensor nor a number.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for index, entries in self.optimizer.state_dict()["state"].items():
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{index}.{name}"] = value
+                elif value is None or isinstance(value, (bool, int, float)):
+                    numbers[f"{index}.{name}"] = value
+                else:
+                    raise UpdateError(
+                        f"{type(self.optimizer).__name__} keeps a {type(value).__name__} as "
+                        f"{name!r}, which cannot be stored; choose another server optimizer"
+                    )
+        return tensors, numbers
+
+    def load_optimizer_state(
+        self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
+    ) -> None:
+        """Put back what `optimizer_state` gave."""
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in {**tensors, **numbers}.items():
+            index, _, name = key.partition(".")
+            state.setdefault(int(index), {})[name] = value
+        table = self.optimizer.state_dict()
+        table["state"] = state
+        self.optimizer.load_state_dict(table)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _share_memory(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if name in self._views and parameter.dtype == torch.float32:
+                parameter.data = self._views[name].data
+
+    def _refresh_module(self) -> None:
+        """Parameters of other dtypes are copies; bring them up to date."""
+        for name, parameter in self.module.named_parameters():
+            if name in self._views and parameter.dtype != torch.float32:
+                parameter.data.copy_(self._views[name].data)
+
+
+def _make_optimizer(config: ServerOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    kind = getattr(torch.optim, config.name, None)
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, torch.optim.Optimizer)
+        or kind is torch.optim.Optimizer
+    ):
+        raise JobError(
+            f"strategy.server_optimizer.name={config.name!r} is not an optimizer of torch.optim"
+        )
+    if kind is torch.optim.LBFGS:
+        raise JobError("strategy.server_optimizer.name='LBFGS' needs a closure; choose another")
+    try:
+        return kind(parameters, **config.options)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"strategy.server_optimizer.options: {config.name}: {error}") from error
+
+

@@ -1,0 +1,107 @@
+"""What a person sees while a run goes on: rounds as they are committed, and the one under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from isthmus_server.report import figures
+
+_STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
+
+
+class Progress:
+    """Call it with events; it keeps the screen. Without a terminal it prints lines.
+
+    Use as a context manager around the run.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+        self._status = "starting"
+        self._since = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Take one event of the coordinator."""
+        show = getattr(self, f"_on_{kind}", None)
+        if show is not None:
+            show(data)
+
+    def _on_waiting(self, data: Mapping[str, Any]) -> None:
+        self._now(
+            f"waiting for {data['clients']} edge clients and {data['datacenters']} datacenter(s)"
+        )
+
+    def _on_ready(self, data: Mapping[str, Any]) -> None:
+        self._now(f"{data['participant']} is ready with {data['examples']} examples of its own")
+
+    def _on_declined(self, data: Mapping[str, Any]) -> None:
+        self._say(f"[red]{data['participant']} declined:[/red] {data['reason']}")
+
+    def _on_left(self, data: Mapping[str, Any]) -> None:
+        self._say(f"[yellow]{data['participant']} left:[/yellow] {data['reason']}")
+
+    def _on_round(self, data: Mapping[str, Any]) -> None:
+        again = f", try {data['attempt']}" if data["attempt"] > 1 else ""
+        self._now(
+            f"round {data['round']}{again}: {data['regime']} with {data['invited']} "
+            f"participant(s), because {data['reason']}"
+        )
+
+    def _on_committed(self, data: Mapping[str, Any]) -> None:
+        people, regime = data["participants"], data["regime"]
+        self._say(
+            f"round {data['round']:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
+            f"{people['accepted']}/{people['invited']}  "
+            f"{figures(dict(data['metrics'])):<32} cost {data['cost']['price']:<6g} "
+            f"{data['seconds']:6.2f} s  [dim]{data['reason']}[/dim]"
+        )
+        for receipt in data["receipts"]:
+            if receipt["reason"]:
+                self._say(
+                    f"           [yellow]{receipt['participant']} {receipt['status']}:[/yellow] "
+                    f"{receipt['reason']}"
+                )
+
+    def _on_attempt_failed(self, data: Mapping[str, Any]) -> None:
+        self._say(f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {data['error']}")
+
+    def _on_finished(self, data: Mapping[str, Any]) -> None:
+        self._say(
+            f"[bold]done[/bold] ({data['reason']}): {figures(dict(data['metrics']))}, "
+            f"cost {data['spent']:g}\nmodel   {data['model_path']}\nsha256  {data['model_sha256']}"
+        )
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _now(self, text: str) -> None:
+        if self._live is None:
+            return
+        row = Table.grid(padding=(0, 1))
+        row.add_row(Spinner("dots"), Text(text))
+        self._live.update(row)

@@ -1,0 +1,54 @@
+"""What became of each participant in a round, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+Status = Literal["accepted", "rejected", "dropped"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """One participant in one attempt at a round."""
+
+    participant: str
+    regime: Literal["datacenter", "federated"]
+    status: Status
+    """`accepted`: in the model. `rejected`: it answered, and the answer was not used. `dropped`:
+    it did not answer, or not in time."""
+    reason: str = ""
+    """Empty for an accepted one without incident."""
+    started: bool = True
+    """It was reached and given the work."""
+    sent: bool = False
+    """It sent a result."""
+    examples: int = 0
+    """Weight of its update."""
+    steps: int = 0
+    """Optimizer steps it made."""
+    seconds: float = 0.0
+    """Its own time for the work."""
+    bytes_in: int = 0
+    """Bytes it sent as contents."""
+    bytes_out: int = 0
+    """Bytes it was sent as contents."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the log and the report."""
+        return dataclasses.asdict(self)
+
+
+def count(receipts: Iterable[Receipt]) -> dict[str, int]:
+    """How many were invited, started, sent, accepted, rejected and dropped."""
+    listed = list(receipts)
+    return {
+        "invited": len(listed),
+        "started": sum(receipt.started for receipt in listed),
+        "sent": sum(receipt.sent for receipt in listed),
+        **{
+            status: sum(receipt.status == status for receipt in listed)
+            for status in ("accepted", "rejected", "dropped")
+        },
+    }

@@ -1,0 +1,131 @@
+"""Who is here and has opened the run: the participants a round can be planned with."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from isthmus.errors import ParticipantLost
+from isthmus.wire import link_pb2
+from isthmus_server.link import Link, Peer
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """One participant that has opened the run."""
+
+    name: str
+    instance: str
+    examples: int
+    """Size of its own training data."""
+
+
+class Roster:
+    """Opens the run on everyone who joins, and keeps the list of those who could.
+
+    A participant that cannot take part (no data, another model, a task that raises) says why, is
+    noted, and is not asked again until it comes back as a new process.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        run: link_pb2.OpenRun,
+        note: Callable[[str, Mapping[str, Any]], None],
+    ) -> None:
+        """`note(kind, data)` is told of everyone who joins, leaves or declines."""
+        self.link = link
+        self.run = run
+        self.note = note
+        self.clients: dict[str, Ready] = {}
+        self.datacenters: dict[str, Ready] = {}
+        self.declined: dict[str, str] = {}
+        self.opening: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        """From now on the run is opened on everyone."""
+        self.link.on_join = self._joined
+        self.link.on_leave = self._left
+        for peer in list(self.link.peers.values()):
+            self._joined(peer)
+
+    async def stop(self) -> None:
+        """Tell everyone that the run is over."""
+        self.link.on_join = lambda peer: None
+        self.link.on_leave = lambda peer, reason: None
+        for task in self.opening.values():
+            task.cancel()
+        await asyncio.gather(*self.opening.values(), return_exceptions=True)
+        names = [*self.clients, *self.datacenters]
+        closing = [asyncio.create_task(self._close(name)) for name in names]
+        await asyncio.gather(*closing)
+
+    def decline(self, name: str, reason: str) -> None:
+        """Somebody who was expected will not come."""
+        if name not in self.clients and name not in self.datacenters:
+            self.declined[name] = reason
+            self.note("declined", {"participant": name, "reason": reason})
+            self._changed.set()
+
+    async def wait(self, clients: int, datacenters: int, seconds: float) -> None:
+        """Wait until so many are ready, all who were expected have declined, or time is over."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (
+                    len(self.clients) + self._declined("client") < clients
+                    or len(self.datacenters) + self._declined("datacenter") < datacenters
+                ):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _declined(self, kind: str) -> int:
+        return sum(name.startswith(kind) for name in self.declined)
+
+    def _joined(self, peer: Peer) -> None:
+        self.declined.pop(peer.name, None)
+        self.note("joined", {"participant": peer.name})
+        task = asyncio.create_task(self._open(peer))
+        self.opening[peer.name] = task
+        task.add_done_callback(lambda _: self.opening.pop(peer.name, None))
+
+    def _left(self, peer: Peer, reason: str) -> None:
+        ready = self.clients.pop(peer.name, None) or self.datacenters.pop(peer.name, None)
+        if ready is not None:
+            self.note("left", {"participant": peer.name, "reason": reason})
+            self._changed.set()
+
+    async def _open(self, peer: Peer) -> None:
+        request = link_pb2.Request(id=self.link.new_id(), open=self.run)
+        try:
+            reply = await self.link.ask(peer.name, request)
+        except ParticipantLost:
+            return  # `_left` has noted it, or it never was ready
+        self.link.settle(peer.name, request.id, True)
+        if reply.WhichOneof("outcome") != "opened":
+            self.decline(peer.name, reply.failure.reason or "it did not open the run")
+            return
+        ready = Ready(peer.name, peer.instance, reply.opened.examples)
+        group = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
+        group[peer.name] = ready
+        self.note("ready", {"participant": peer.name, "examples": ready.examples})
+        self._changed.set()
+
+    async def _close(self, name: str) -> None:
+        request = link_pb2.Request(
+            id=self.link.new_id(), close=link_pb2.CloseRun(run_id=self.run.run_id)
+        )
+        try:
+            async with asyncio.timeout(self.link.lease_seconds):
+                await self.link.ask(name, request)
+        except (ParticipantLost, TimeoutError) as error:
+            log.debug("%s did not close the run: %s", name, error)
+        else:
+            self.link.settle(name, request.id, True)

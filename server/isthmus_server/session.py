@@ -1,0 +1,74 @@
+"""One embedded run from start to end: the link, the other roles' processes, the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from isthmus.job import Job
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.embedded import Embedded
+from isthmus_server.link import Link
+from isthmus_server.progress import Progress
+from isthmus_server.store import Store
+
+
+class Session:
+    """A run directory and what it takes to run it here."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @classmethod
+    def new(cls, job: Job, base: Path, directory: Path) -> Session:
+        """A run that begins; `base` is where the job's relative paths start."""
+        return cls(Store.create(directory, job, base))
+
+    @classmethod
+    def resumed(cls, directory: Path) -> Session:
+        """A run that goes on."""
+        return cls(Store.open(directory))
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.store.directory
+
+    async def run(self, host: str, port: int, console: Console) -> Mapping[str, Any]:
+        """Train to the end; returns the final figures.
+
+        Raises:
+            UserError: with the one sentence to show.
+        """
+        torch.set_num_threads(1)  # the devices and ranks beside it need the cores
+        link = Link(self.store.job.time.lease_seconds)
+        with Progress(console) as progress:
+            coordinator = Coordinator(self.store, link, progress)
+            try:
+                async with participants(
+                    self.store.job, link, host, port, self.directory
+                ) as embedded:
+                    embedded.on_gone = coordinator.roster.decline
+                    return await coordinator.run()
+            finally:
+                self.store.close()
+
+
+@asynccontextmanager
+async def participants(
+    job: Job, link: Link, host: str, port: int, directory: Path
+) -> AsyncIterator[Embedded]:
+    """Listen, and have the job's devices and ranks running, for as long as the block lasts."""
+    bound = await link.start(host, port)
+    embedded = Embedded(job, bound, directory.resolve(), lambda name, reason: None)
+    embedded.start()
+    try:
+        yield embedded
+    finally:
+        await embedded.stop()
+        await link.stop()

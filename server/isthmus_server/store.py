@@ -1,0 +1,334 @@
+"""A run on disk: the write-ahead round log, checkpoints, and what is needed to go on.
+
+A run directory holds::
+
+    job.json                the validated job and where it came from
+    run.sqlite              the round log (WAL)
+    checkpoints/            model-<round>.safetensors, optimizer-<round>.safetensors
+    model.safetensors       the final model, when the run has ended
+    logs/                   one file per process
+
+A round is planned in the log before anything runs, and becomes visible with everything that
+belongs to it in one transaction. Files that a commit names are complete on disk before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isthmus.errors import UserError
+from isthmus.exchange import Layout
+from isthmus.job import Job
+
+if TYPE_CHECKING:
+    import torch
+
+KEPT_CHECKPOINTS = 2
+"""Committed models kept on disk besides the final one."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (
+    run_id TEXT PRIMARY KEY, status TEXT NOT NULL, reason TEXT NOT NULL, final TEXT
+);
+CREATE TABLE IF NOT EXISTS attempts (
+    round INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
+    planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL, outcome TEXT,
+    PRIMARY KEY (round, attempt)
+);
+CREATE TABLE IF NOT EXISTS events (
+    at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
+);
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Where a run stands after its last committed round."""
+
+    round: int
+    """Last committed round; 0 if none."""
+    attempts: int
+    """Attempts already made at the next round."""
+    model_file: str | None
+    optimizer_file: str | None
+    optimizer_numbers: Mapping[str, Any]
+    datacenter_step: int
+    """Optimizer steps the datacenter has made in committed rounds."""
+    datacenter_current: bool
+    """The datacenter holds the committed model at that step."""
+    model_in_datacenter: bool
+    """Only the datacenter holds it: `model_file` is of an earlier round."""
+    policy_state: Mapping[str, Any]
+    outcomes: Sequence[Mapping[str, Any]]
+    """What each committed round came to, in order."""
+    spent: float
+    """Cost so far, failed attempts included."""
+
+
+class Store:
+    """One run directory.
+
+    Guarantees:
+      * after a crash at any instant the last committed round is whole, with its files;
+      * a round that was planned and not committed leaves a trace in the log and nothing else.
+    """
+
+    def __init__(self, directory: Path, job: Job, base: Path, run_id: str) -> None:
+        """Use `create` or `open`."""
+        self.directory = directory
+        self.job = job
+        self.base = base
+        self.run_id = run_id
+        self._db = sqlite3.connect(directory / "run.sqlite", isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+
+    @classmethod
+    def create(cls, directory: Path, job: Job, base: Path) -> Store:
+        """Start a new run in a directory that does not hold one yet.
+
+        Raises:
+            UserError: it holds a run already, or cannot be written.
+        """
+        if (directory / "job.json").exists():
+            raise UserError(
+                f"{directory} already holds a run; add --resume to go on with it, or name another"
+            )
+        run_id = f"{job.name}-{uuid.uuid4().hex[:8]}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "checkpoints").mkdir(exist_ok=True)
+            (directory / "logs").mkdir(exist_ok=True)
+            store = cls(directory, job, base, run_id)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"the run directory {directory} cannot be used: {error}") from error
+        store._db.execute("INSERT INTO run VALUES (?, 'running', '', NULL)", (run_id,))
+        text = json.dumps(
+            {"run_id": run_id, "base": str(base), "job": job.model_dump(mode="json")}, indent=1
+        )
+        with _replacing(directory / "job.json") as file:
+            file.write(text.encode())
+        return store
+
+    @classmethod
+    def open(cls, directory: Path) -> Store:
+        """Open an existing run.
+
+        Raises:
+            UserError: there is none, or it is damaged.
+        """
+        try:
+            table = json.loads((directory / "job.json").read_text())
+            job = Job.model_validate(table["job"])
+            return cls(directory, job, Path(table["base"]), table["run_id"])
+        except FileNotFoundError:
+            raise UserError(f"{directory} does not hold a run (no job.json)") from None
+        except (OSError, sqlite3.Error, KeyError, ValueError) as error:
+            raise UserError(f"the run in {directory} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._db.close()
+
+    # -- the round log -----------------------------------------------------------------------------
+
+    def plan(self, round_: int, attempt: int, plan: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
+        """Write down what is about to be tried, before it is."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, ?, ?, NULL)",
+            (round_, attempt, time.time(), json.dumps(plan), json.dumps(seen)),
+        )
+
+    def fail(self, round_: int, attempt: int, outcome: Mapping[str, Any]) -> None:
+        """An attempt ended without a result."""
+        self._db.execute(
+            "UPDATE attempts SET state='failed', outcome=? WHERE round=? AND attempt=?",
+            (json.dumps(outcome), round_, attempt),
+        )
+
+    def commit(self, round_: int, attempt: int, outcome: Mapping[str, Any]) -> None:
+        """Make a round visible, with everything in `outcome`; then drop checkpoints of old."""
+        self._db.execute(
+            "UPDATE attempts SET state='committed', outcome=? WHERE round=? AND attempt=?",
+            (json.dumps(outcome), round_, attempt),
+        )
+        self._drop_old_checkpoints()
+
+    def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Note something that happened, for the report and for views."""
+        self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, json.dumps(data)))
+
+    def finish(self, status: str, reason: str, final: Mapping[str, Any] | None) -> None:
+        """The run ended: `finished` or `failed`, and why."""
+        self._db.execute(
+            "UPDATE run SET status=?, reason=?, final=?",
+            (status, reason, None if final is None else json.dumps(final)),
+        )
+
+    def reopen(self) -> None:
+        """The run goes on after it had stopped."""
+        self._db.execute("UPDATE run SET status='running', reason=''")
+
+    # -- reading back ------------------------------------------------------------------------------
+
+    def status(self) -> tuple[str, str, Mapping[str, Any] | None]:
+        """Status, reason and final figures of the run."""
+        status, reason, final = self._db.execute("SELECT status, reason, final FROM run").fetchone()
+        return status, reason, json.loads(final) if final else None
+
+    def attempts(self, state: str) -> list[dict[str, Any]]:
+        """All attempts in a state, oldest first, as `{round, attempt, plan, observation, outcome}`."""
+        rows = self._db.execute(
+            "SELECT round, attempt, plan, observation, outcome FROM attempts WHERE state=? "
+            "ORDER BY round, attempt",
+            (state,),
+        )
+        return [
+            {
+                "round": round_,
+                "attempt": attempt,
+                "plan": json.loads(plan),
+                "observation": json.loads(seen),
+                "outcome": json.loads(outcome) if outcome else None,
+            }
+            for round_, attempt, plan, seen, outcome in rows
+        ]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Everything noted by `event`, oldest first."""
+        rows = self._db.execute("SELECT at, kind, data FROM events ORDER BY rowid")
+        return [{"at": at, "kind": kind, **json.loads(data)} for at, kind, data in rows]
+
+    def resume_point(self) -> Resume:
+        """Where the run stands."""
+        committed = self.attempts("committed")
+        failed = self.attempts("failed")
+        last = committed[-1]["outcome"]["resume"] if committed else {}
+        number = committed[-1]["round"] if committed else 0
+        made = self._db.execute(
+            "SELECT COALESCE(MAX(attempt), 0) FROM attempts WHERE round=? AND state='failed'",
+            (number + 1,),
+        ).fetchone()[0]
+        return Resume(
+            round=number,
+            attempts=made,
+            model_file=last.get("model_file"),
+            optimizer_file=last.get("optimizer_file"),
+            optimizer_numbers=last.get("optimizer_numbers", {}),
+            datacenter_step=last.get("datacenter_step", 0),
+            datacenter_current=last.get("datacenter_current", False),
+            model_in_datacenter=last.get("model_in_datacenter", False),
+            policy_state=last.get("policy_state", {}),
+            outcomes=[row["outcome"]["round"] for row in committed],
+            spent=sum(row["outcome"]["round"]["cost"]["price"] for row in committed + failed),
+        )
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def write_model(self, round_: int, payload: bytes | bytearray | memoryview) -> str:
+        """Write an encoded model durably; returns the file's name."""
+        name = f"model-{round_:06d}.safetensors"
+        with _replacing(self.directory / "checkpoints" / name) as file:
+            file.write(payload)
+        return name
+
+    def read_model(self, name: str, payload: bytearray) -> None:
+        """Fill `payload` from a checkpoint.
+
+        Raises:
+            UserError: it is missing or of another size.
+        """
+        path = self.directory / "checkpoints" / name
+        try:
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != len(payload):
+                    raise UserError(
+                        f"{path} is not a model of this task any more; was the task changed?"
+                    )
+                file.readinto(payload)
+        except OSError as error:
+            raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
+
+    def write_tensors(self, round_: int, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Write the server optimizer's tensors, one at a time; None if there are none.
+
+        Raises:
+            UserError: one is not float32, which this format does not hold.
+        """
+        if not tensors:
+            return None
+        import torch
+
+        for name, tensor in tensors.items():
+            if tensor.dtype != torch.float32:
+                raise UserError(
+                    f"the server optimizer keeps {name!r} as {tensor.dtype}, which cannot be "
+                    "stored; choose another server optimizer"
+                )
+        layout = Layout.from_shapes({name: tuple(value.shape) for name, value in tensors.items()})
+        name = f"optimizer-{round_:06d}.safetensors"
+        with _replacing(self.directory / "checkpoints" / name) as file:
+            file.write(layout.header)
+            for entry in layout.entries:
+                piece = bytearray(4 * entry.count)
+                if entry.count:
+                    torch.frombuffer(piece, dtype=torch.float32).copy_(
+                        tensors[entry.name].detach().reshape(-1)
+                    )
+                file.write(piece)
+        return name
+
+    def read_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Read back what `write_tensors` wrote."""
+        payload = bytearray((self.directory / "checkpoints" / name).read_bytes())
+        length = 8 + int.from_bytes(payload[:8], "little")
+        layout = Layout.from_header(memoryview(payload)[:length])
+        return dict(layout.parts(layout.decode(payload)))
+
+    def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
+        """Write the final model beside the log."""
+        path = self.directory / "model.safetensors"
+        with _replacing(path) as file:
+            file.write(payload)
+        return path
+
+    def _drop_old_checkpoints(self) -> None:
+        """Keep what the newest commits name; a file no commit names is of an attempt that ended."""
+        newest = self._db.execute(
+            "SELECT outcome FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT ?",
+            (KEPT_CHECKPOINTS,),
+        )
+        kept: set[str | None] = set()
+        for (outcome,) in newest:
+            resume = json.loads(outcome)["resume"]
+            kept |= {resume["model_file"], resume["optimizer_file"]}
+        for path in (self.directory / "checkpoints").iterdir():
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Any]:
+    """Write a file that appears under its name complete and durable, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
