@@ -30,10 +30,11 @@ class Agent:
       * one piece of work at a time, off the event loop, so the link stays alive meanwhile.
     """
 
-    def __init__(self, participant: Participant, data: Path | None) -> None:
+    def __init__(self, participant: Participant, data: Path | None, threads: int = 1) -> None:
         """`data` is where this device keeps its data; it wins over what a job says."""
         self.participant = participant
         self.data = data
+        self.threads = threads
         self._runs: dict[str, LocalRun] = {}
         self._working = asyncio.Lock()
         self._stopped: set[str] = set()
@@ -90,19 +91,22 @@ class Agent:
         return run
 
     def _open(self, work: link_pb2.OpenRun) -> link_pb2.Reply:
+        import torch
+
         from isthmus_clients.training import LocalRun
 
+        torch.set_num_threads(self.threads)
         run = LocalRun(work, self.participant, self.data)
         self._runs = {work.run_id: run}
         log.info("opened %s with %d examples", work.run_id, run.examples)
         return link_pb2.Reply(opened=link_pb2.Opened(examples=run.examples))
 
 
-async def serve(address: str, participant: Participant, data: Path | None) -> None:
+async def serve(address: str, participant: Participant, data: Path | None, threads: int) -> None:
     """Dial in and work until cancelled.
 
     Raises:
         Refused: the server does not want this device.
     """
-    agent = Agent(participant, data)
+    agent = Agent(participant, data, threads)
     await Uplink(address, participant.name, link_pb2.CLIENT, agent).run()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from pathlib import Path
 
 import click
 
-from isthmus.errors import UserError
 from isthmus import lifetime
+from isthmus.errors import UserError
 from isthmus.task import Participant
 from isthmus_clients.agent import serve
 
@@ -45,19 +44,25 @@ def client() -> None:
     "--die-with-parent", is_flag=True, help="End when the process that started this one ends."
 )
 def start(
-    server: str, name: str, data: Path | None, shard: str | None, threads: int, die_with_parent: bool
+    server: str,
+    name: str,
+    data: Path | None,
+    shard: str | None,
+    threads: int,
+    die_with_parent: bool,
 ) -> None:
     """Dial the server and take part in its rounds until stopped."""
     if die_with_parent:
         lifetime.die_with_parent()
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # read by PyTorch when it is imported
     participant = Participant(name=name, regime="federated", shard=_parse_shard(shard))
     logging.getLogger("isthmus").setLevel(logging.INFO)
-    asyncio.run(_until_stopped(server, participant, data))
+    asyncio.run(_until_stopped(server, participant, data, threads))
 
 
-async def _until_stopped(server: str, participant: Participant, data: Path | None) -> None:
-    task = asyncio.ensure_future(serve(server, participant, data))
+async def _until_stopped(
+    server: str, participant: Participant, data: Path | None, threads: int
+) -> None:
+    task = asyncio.ensure_future(serve(server, participant, data, threads))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)

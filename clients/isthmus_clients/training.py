@@ -114,7 +114,7 @@ class LocalRun:
                     )
                 averages.add({"loss": values})
                 with user_code("the backward pass"):
-                    loss.backward()
+                    torch.autograd.backward(loss)
                 self._add_proximal(anchors, settings.proximal)
                 optimizer.step()
                 progress(step, value)
@@ -148,7 +148,7 @@ class LocalRun:
                 parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
 
     def _subtract_end(self, start: torch.Tensor) -> None:
-        """start (N) becomes start - end, in place."""
+        """Start (N) becomes start - end, in place."""
         parameters = dict(self.model.named_parameters())
         for name, part in self.layout.parts(start):
             part.sub_(parameters[name].detach())

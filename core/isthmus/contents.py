@@ -105,9 +105,7 @@ class Assembly:
     @property
     def complete(self) -> bool:
         """Everything is here and is what its name says."""
-        return (
-            self.offset == self.content.size and self._hash.digest() == self.content.sha256
-        )
+        return self.offset == self.content.size and self._hash.digest() == self.content.sha256
 
 
 def _varint(value: int) -> bytes:

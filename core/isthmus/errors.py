@@ -14,10 +14,10 @@ The tree::
 
 A `UserError` reaches a person as its message alone: what was wrong, where, what to do.
 
->>> raise JobError("federated.quorum=9 is above federated.cohort=8; lower one or raise the other")
+>>> raise JobError("federated.quorum=9 is above federated.cohort=8; lower one of them")
 Traceback (most recent call last):
     ...
-isthmus.errors.JobError: federated.quorum=9 is above federated.cohort=8; lower one or raise the other
+isthmus.errors.JobError: federated.quorum=9 is above federated.cohort=8; lower one of them
 """
 
 from __future__ import annotations

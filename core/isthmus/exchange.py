@@ -117,8 +117,17 @@ class Layout:
             }
             if any(size < 0 for shape in shapes.values() for size in shape):
                 raise ValueError("it has a negative size")
-        except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UpdateError(f"this is not a safetensors header of an exchange set: {error}") from error
+        except (
+            struct.error,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise UpdateError(
+                f"this is not a safetensors header of an exchange set: {error}"
+            ) from error
         layout = cls.from_shapes(shapes)
         if layout.header != raw:
             raise UpdateError("this safetensors header is not in the one form Isthmus writes")
@@ -150,7 +159,7 @@ class Layout:
         return _LENGTH.pack(len(text)) + text
 
     def explain_difference(self, other: Layout) -> str | None:
-        """The first difference from `other` as half a sentence (`here ... and there ...`), or None."""
+        """The first difference from `other` as half a sentence, or None."""
         mine = {entry.name: entry.shape for entry in self.entries}
         theirs = {entry.name: entry.shape for entry in other.entries}
         for name in sorted(mine.keys() | theirs.keys()):
@@ -221,7 +230,7 @@ def digest(payload: bytes | bytearray | memoryview) -> bytes:
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
-    """Statistics of batches are local and cannot be averaged into a model that is right anywhere."""
+    """Batch statistics are local: averaged, they are right for nobody."""
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False) and _has_buffer(module, "running_mean"):
             raise TaskError(

@@ -72,7 +72,7 @@ class StrategySection(Section):
     """Which regime each round uses, and how results become the next model."""
 
     policy: str = "alternate"
-    """`datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, or `module:Name` of your own."""
+    """`datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, or your own `module:Name`."""
     schedule: tuple[Phase, ...] = ()
     """For the policy `schedule`: phases in order; the last one goes on to the end of the run."""
     datacenter_weight: Annotated[float, Field(ge=0, le=1)] = 0.25
@@ -135,7 +135,7 @@ class DatacenterSection(Section):
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one step on one rank."""
     optimizer_on_load: Literal["reset", "keep"] = "reset"
-    """Inner optimizer state when a model trained elsewhere arrives: its moments are of another path."""
+    """Inner optimizer state when a model trained elsewhere arrives: its moments are stale then."""
 
 
 class EvaluationSection(Section):

@@ -141,7 +141,9 @@ def load_task(
         raise TaskError(
             f"task.source={source!r} is not of the form path/to/file.py:Name or package.module:Name"
         )
-    module = _load_file(base / where, source) if where.endswith(".py") else _load_module(where, source)
+    module = (
+        _load_file(base / where, source) if where.endswith(".py") else _load_module(where, source)
+    )
     found = getattr(module, name, None)
     if found is None:
         raise TaskError(f"task.source={source!r}: {where} has no class {name!r}")
@@ -157,7 +159,8 @@ def _load_file(path: Path, source: str) -> Any:
         raise TaskError(f"task.source={source!r}: there is no file {path}")
     name = f"isthmus_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    assert spec is not None  # a .py path always has a loader
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Data loaders and compiled code look a function's module up by name; files beside the task
     # are importable from it, as they are from a script.

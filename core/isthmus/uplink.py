@@ -135,7 +135,9 @@ class Uplink:
                     pause = 0.05
                 except grpc.aio.AioRpcError as error:
                     if error.code() in _FINAL:
-                        raise Refused(f"the server refused {self.name!r}: {error.details()}") from None
+                        raise Refused(
+                            f"the server refused {self.name!r}: {error.details()}"
+                        ) from None
                     log.info("no link to %s: %s", self.address, error.details())
                 except (TimeoutError, UpdateError) as error:
                     log.info("link to %s broke: %s", self.address, error or "silence")
@@ -219,9 +221,7 @@ class Uplink:
             if job.assembly is None:
                 self._start(job)
             else:
-                want = link_pb2.Want(
-                    sha256=job.assembly.content.sha256, offset=job.assembly.offset
-                )
+                want = link_pb2.Want(sha256=job.assembly.content.sha256, offset=job.assembly.offset)
                 await stream.send(link_pb2.Envelope(want=want))
 
     def _chunk(self, chunk: link_pb2.Chunk) -> None:
@@ -249,7 +249,7 @@ class Uplink:
             )
         except IsthmusError as error:
             reply, payload = _failure(str(error)), None
-        except Exception as error:  # noqa: BLE001 - a fault of ours must reach the server as such
+        except Exception as error:
             log.exception("request %s failed", job.request.id)
             reply, payload = _failure(f"internal error: {type(error).__name__}: {error}"), None
         await self._answer(job, reply, payload)

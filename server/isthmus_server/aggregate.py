@@ -90,7 +90,7 @@ class Spool:
 
     def __init__(self, directory: Path, in_memory: int = 1 << 20) -> None:
         """`in_memory`: bytes up to which no file is made."""
-        self._file = tempfile.SpooledTemporaryFile(max_size=in_memory, dir=directory)  # noqa: SIM115
+        self._file = tempfile.SpooledTemporaryFile(max_size=in_memory, dir=str(directory))  # noqa: SIM115
 
     @property
     def write(self) -> Write:

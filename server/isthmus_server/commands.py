@@ -17,7 +17,9 @@ from rich.console import Console
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job
 
-_SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key."
+)
 _DIRECTORY = click.option(
     "--run-dir",
     type=click.Path(path_type=Path),

@@ -82,9 +82,7 @@ class Coordinator:
         self.watch = watch
         self.policy = load_policy(self.job.strategy)
         data = store.base / self.job.task.data if self.job.task.data else None
-        task = load_task(
-            self.job.task.source, self.job.task.settings, base=store.base, data=data
-        )
+        task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         self.model = GlobalModel(task, self.job.seed, self.job.strategy.server_optimizer)
         self.at = self._restore(store.resume_point())
         self.roster = Roster(
@@ -499,4 +497,3 @@ def _as_one(
         if task.done() and not task.cancelled() and task.exception() is None:
             receipts += task.result().receipts
     return AttemptFailed("; ".join(reasons), receipts)
-

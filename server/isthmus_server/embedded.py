@@ -1,17 +1,20 @@
-"""The other roles on this machine: devices and a datacenter, started as a person would start them.
+"""The other roles on this machine: devices and a datacenter, each a process of its own.
 
-Each is a process of its own, run by the same command a user types, with its output in the run's
-`logs/`. One that dies is started again; when the server dies, however it dies, they die too.
+Every process runs the command a user would type, with its output in the run's `logs/`. They are
+forked from one template that has PyTorch loaded, because loading it takes each of them seconds of
+CPU time otherwise. One that dies is started again; when the server dies, however it dies, they
+die too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from isthmus.job import Job
@@ -20,6 +23,8 @@ MOST_STARTS = 5
 """A process that ends this many times is not started again."""
 
 _GRACE_SECONDS = 5.0
+_TEMPLATE = ["torch", "torch._dynamo", "isthmus.scoring"]
+"""What every participant imports anyway. Not gRPC, which must not be forked once it runs."""
 
 
 class Embedded:
@@ -33,32 +38,31 @@ class Embedded:
         self.address = f"127.0.0.1:{port}"
         self.directory = directory
         self.on_gone = on_gone
-        self.pids: dict[str, int] = {}
-        """Of the processes that run now, by participant."""
         self._keepers: list[asyncio.Task[None]] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_TEMPLATE)
 
     def commands(self) -> dict[str, list[str]]:
-        """What to run for each participant."""
+        """The arguments of `isthmus` for each participant."""
         found: dict[str, list[str]] = {}
-        base = [sys.executable, "-m", "isthmus.cli"]
         tail = ["--server", self.address, "--die-with-parent"]
         if self.job.datacenter.ranks:
             name = "datacenter-0"
-            state = self.directory / "datacenter"
-            found[name] = [*base, "datacenter", "launch", "--scheduler", "local", "--name", name]
-            found[name] += ["--ranks", str(self.job.datacenter.ranks), "--state", str(state), *tail]
+            found[name] = ["datacenter", "launch", "--scheduler", "local", "--name", name]
+            found[name] += ["--ranks", str(self.job.datacenter.ranks)]
+            found[name] += ["--state", str(self.directory / "datacenter"), *tail]
         count = self.job.federated.clients
         for index in range(count):
             name = f"client-{index}"
-            found[name] = [*base, "client", "start", "--name", name]
-            found[name] += ["--shard", f"{index}/{count}", *tail]
+            found[name] = ["client", "start", "--name", name, "--shard", f"{index}/{count}", *tail]
         return found
 
     def start(self) -> None:
         """Start them all."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
-        for name, command in self.commands().items():
-            self._keepers.append(asyncio.create_task(self._keep(name, command)))
+        os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+        for name, arguments in self.commands().items():
+            self._keepers.append(asyncio.create_task(self._keep(name, arguments)))
 
     async def stop(self) -> None:
         """Stop them all, and wait until they are gone."""
@@ -66,47 +70,60 @@ class Embedded:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    async def _keep(self, name: str, command: Sequence[str]) -> None:
+    async def _keep(self, name: str, arguments: Sequence[str]) -> None:
+        log = self.directory / "logs" / f"{name}.log"
         for _ in range(MOST_STARTS):
-            code = await self._run(name, command)
-            if code == 1:  # it said why, and would say so again
-                break
-        self.on_gone(name, f"its process ended: {self._last_words(name)}")
-
-    async def _run(self, name: str, command: Sequence[str]) -> int:
-        environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
-        with self._log(name).open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C is for the server, which then stops them
+            process = self._context.Process(
+                target=_become, args=(list(arguments), str(log)), name=name
             )
-        self.pids[name] = process.pid
-        try:
-            return await process.wait()
-        except asyncio.CancelledError:
-            await _end(process)
-            raise
-        finally:
-            self.pids.pop(name, None)
-
-    def _log(self, name: str) -> Path:
-        return self.directory / "logs" / f"{name}.log"
-
-    def _last_words(self, name: str) -> str:
-        lines = self._log(name).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+            # Starting the template takes a while the first time: not on the event loop.
+            await asyncio.to_thread(process.start)
+            (self.directory / "logs" / f"{name}.pid").write_text(f"{process.pid}\n")
+            try:
+                await _ended(process)
+            except asyncio.CancelledError:
+                await _end(process)
+                raise
+            if process.exitcode == 1:  # it said why, and would say so again
+                break
+        self.on_gone(name, f"its process ended: {_last_words(log)}")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
+def _become(arguments: list[str], log: str) -> None:
+    """In the new process: be `isthmus ARGUMENTS`, with all output in the log."""
+    os.setsid()  # a Ctrl-C is for the server, which then stops us
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from isthmus import cli
+
+    sys.argv = ["isthmus", *arguments]
+    cli.main()
+
+
+async def _ended(process: ForkServerProcess) -> None:
+    """Wait until a process is gone, without a thread."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(process.sentinel, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
+
+
+async def _end(process: ForkServerProcess) -> None:
+    assert process.pid is not None
+    process.terminate()
     try:
         async with asyncio.timeout(_GRACE_SECONDS):
-            await process.wait()
+            await _ended(process)
     except TimeoutError:
-        process.kill()
-        await process.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        await _ended(process)
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it said nothing"

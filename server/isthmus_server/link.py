@@ -89,7 +89,7 @@ class Link:
         """Listen; returns the port.
 
         Raises:
-            UserError: not a loopback address (the link is not encrypted yet), or the port is in use.
+            UserError: not a loopback address (the link is not encrypted yet), or a port in use.
         """
         if host not in ("127.0.0.1", "::1", "localhost"):
             raise UserError(
@@ -325,7 +325,12 @@ class _Stream:
         """Send, unless the stream is gone: what is pending is sent again on the next one."""
         try:
             await self.send(message)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.RpcError, asyncio.InvalidStateError):
+        except (
+            grpc.aio.AioRpcError,
+            grpc.aio.UsageError,
+            grpc.RpcError,
+            asyncio.InvalidStateError,
+        ):
             log.debug("stream is gone; a message waits for the next one")
 
     async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109

@@ -42,9 +42,7 @@ class GlobalModel:
         self.layout = Layout.of(self.module)
         self.payload = self.layout.encode(self.layout.gather(self.module))
         self.vector = self.layout.decode(self.payload)
-        self._views = {
-            name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)
-        }
+        self._views = {name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)}
         self._share_memory()
         self.optimizer = _make_optimizer(optimizer, list(self._views.values()))
         self._content: link_pb2.Content | None = None
@@ -94,9 +92,7 @@ class GlobalModel:
         count = count_examples(dataset, "eval_data()")
         self._refresh_module()
         device = torch.device("cpu")
-        return evaluate(
-            self.task, self.module, dataset, range(count), batch_size, device
-        ).result()
+        return evaluate(self.task, self.module, dataset, range(count), batch_size, device).result()
 
     # -- optimizer state, as tensors and plain numbers ---------------------------------------------
 
@@ -147,7 +143,9 @@ class GlobalModel:
                 parameter.data.copy_(self._views[name].data)
 
 
-def _make_optimizer(config: ServerOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    config: ServerOptimizer, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     kind = getattr(torch.optim, config.name, None)
     if (
         not isinstance(kind, type)
@@ -163,5 +161,3 @@ def _make_optimizer(config: ServerOptimizer, parameters: list[nn.Parameter]) -> 
         return kind(parameters, **config.options)
     except (TypeError, ValueError) as error:
         raise JobError(f"strategy.server_optimizer.options: {config.name}: {error}") from error
-
-

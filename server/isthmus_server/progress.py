@@ -88,7 +88,9 @@ class Progress:
                 )
 
     def _on_attempt_failed(self, data: Mapping[str, Any]) -> None:
-        self._say(f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {data['error']}")
+        self._say(
+            f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {data['error']}"
+        )
 
     def _on_finished(self, data: Mapping[str, Any]) -> None:
         self._say(

@@ -193,9 +193,7 @@ class _Attempt:
         async with self.adding:
             if self.accepted >= self.fleet.job.federated.cohort:
                 raise UpdateError("enough updates were in")
-            await asyncio.to_thread(
-                spool.add_to, self.total, self.fleet.layout, trained.examples
-            )
+            await asyncio.to_thread(spool.add_to, self.total, self.fleet.layout, trained.examples)
             self.receipts[name] = self._receipt(
                 name,
                 "accepted",
@@ -315,9 +313,7 @@ class Datacenter:
                     raise UpdateError(reply.failure.reason or "it answered something else")
                 vector = None
                 if with_model:
-                    content = (
-                        reply.trained.result if outcome == "trained" else reply.exported.model
-                    )
+                    content = reply.trained.result if outcome == "trained" else reply.exported.model
                     vector = await self._fetch(name, content)
         except TimeoutError:
             reason = f"it did not answer within the round's {self.job.time.round_seconds:g} s"

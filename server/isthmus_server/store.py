@@ -142,7 +142,9 @@ class Store:
 
     # -- the round log -----------------------------------------------------------------------------
 
-    def plan(self, round_: int, attempt: int, plan: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
+    def plan(
+        self, round_: int, attempt: int, plan: Mapping[str, Any], seen: Mapping[str, Any]
+    ) -> None:
         """Write down what is about to be tried, before it is."""
         self._db.execute(
             "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, ?, ?, NULL)",
@@ -166,7 +168,9 @@ class Store:
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
         """Note something that happened, for the report and for views."""
-        self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, json.dumps(data)))
+        self._db.execute(
+            "INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, json.dumps(data))
+        )
 
     def finish(self, status: str, reason: str, final: Mapping[str, Any] | None) -> None:
         """The run ended: `finished` or `failed`, and why."""
@@ -187,7 +191,7 @@ class Store:
         return status, reason, json.loads(final) if final else None
 
     def attempts(self, state: str) -> list[dict[str, Any]]:
-        """All attempts in a state, oldest first, as `{round, attempt, plan, observation, outcome}`."""
+        """All attempts in a state, oldest first: round, attempt, plan, observation, outcome."""
         rows = self._db.execute(
             "SELECT round, attempt, plan, observation, outcome FROM attempts WHERE state=? "
             "ORDER BY round, attempt",
@@ -331,4 +335,3 @@ def _replacing(path: Path) -> Iterator[Any]:
         os.fsync(directory)
     finally:
         os.close(directory)
-

@@ -55,7 +55,8 @@ class Schedule:
                 until = "to the end" if last else f"to {end - 1}"
                 return Plan(
                     phase.regime,
-                    f"phase {number} of {len(self.phases)}: {phase.regime} from round {start} {until}",
+                    f"phase {number} of {len(self.phases)} is {phase.regime}, "
+                    f"from round {start} {until}",
                 )
             start = end
         raise AssertionError("a schedule has at least one phase")
