@@ -1,0 +1,235 @@
+"""What the service and the ranks say to each other, through keys of one TCPStore.
+
+The service hosts the store and outlives every rank. A *generation* is one agent process, an
+*attempt* one start of all ranks under it; commands are numbered within an attempt. Ranks wait for
+the next command in short slices and never inside a collective, so an idle group costs nothing and
+cannot time out. The first word about a command stands; weights never go through the store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+BEAT_SECONDS = 0.5
+"""How often each rank says that it is alive."""
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+"""For the store itself to answer; it is a process of ours on a fast network."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks."""
+
+    generation: int
+    restart: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.restart}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """What all ranks are to do together."""
+
+    op: Literal["open", "train", "export", "close"]
+    run_id: str
+    job: str = ""
+    """open: the validated job as JSON."""
+    base: str = ""
+    """open: directory that relative task paths start from."""
+    data: str | None = None
+    """open: where the ranks read their data."""
+    layout: str = ""
+    """open: the exchange set's safetensors header, as latin-1."""
+    from_step: int = 0
+    """train, export: the step to be at before anything else."""
+    until_step: int = 0
+    """train: the absolute step to stop at, so that a repetition is exact."""
+    model: str | None = None
+    """train: file of a model to load before training."""
+    evaluate: bool = False
+    result: str | None = None
+    """train, export: file to write the model into."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a command."""
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    failure: str | None = None
+    """One sentence for a person; None if it was done."""
+    leaving: bool = False
+    """The rank that failed ends, and the group with it: others may be waiting for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Death:
+    """How an attempt ended, as its agent saw it."""
+
+    rank: int
+    exit_code: int
+    last_words: str
+    """The last useful line of the rank's standard error."""
+
+    def __str__(self) -> str:
+        if self.exit_code < 0:
+            return f"rank {self.rank} died (signal {-self.exit_code})"
+        words = f": {self.last_words}" if self.last_words else ""
+        return f"rank {self.rank} ended (exit code {self.exit_code}){words}"
+
+
+class Control:
+    """One connection to the control store. Not for use by two threads at once."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+
+    @classmethod
+    def host(cls) -> Control:
+        """Start the store in this process, on a free port of the loopback interface."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        return cls(
+            TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=_STORE_TIMEOUT,
+                master_listen_fd=listener.detach(),
+            )
+        )
+
+    @classmethod
+    def connect(cls, host: str, port: int) -> Control:
+        """Connect to the service's store."""
+        return cls(
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        )
+
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        return int(self._store.port)
+
+    def group_store(self, attempt: Attempt) -> Store:
+        """The keys a process group of this attempt meets under.
+
+        Never those of another attempt: ranks that read the addresses of dead ones hang.
+        """
+        return PrefixStore(f"group/{attempt}", self._store)
+
+    # -- agent to service ---------------------------------------------------------------------
+
+    def begin(self, attempt: Attempt) -> None:
+        """The agent is about to start the ranks of this attempt."""
+        self._store.set(f"attempt/{attempt.generation}", str(attempt.restart))
+
+    def current(self, generation: int) -> Attempt | None:
+        """The newest attempt of a generation, once there is one."""
+        restart = self._peek(f"attempt/{generation}")
+        return None if restart is None else Attempt(generation, int(restart))
+
+    def report_death(self, attempt: Attempt, death: Death) -> None:
+        """The attempt is over."""
+        self._store.set(f"death/{attempt}", json.dumps(dataclasses.asdict(death)))
+
+    def death(self, attempt: Attempt) -> Death | None:
+        """How the attempt ended, if it did."""
+        found = self._peek(f"death/{attempt}")
+        return None if found is None else Death(**json.loads(found))
+
+    # -- ranks to service -----------------------------------------------------------------------
+
+    def join(self, attempt: Attempt, rank: int, pid: int) -> None:
+        """This rank runs."""
+        self._store.set(f"pid/{attempt}/{rank}", str(pid))
+
+    def pids(self, attempt: Attempt, ranks: int) -> dict[int, int]:
+        """Processes of the ranks that run."""
+        found = {rank: self._peek(f"pid/{attempt}/{rank}") for rank in range(ranks)}
+        return {rank: int(pid) for rank, pid in found.items() if pid is not None}
+
+    def ready(self, attempt: Attempt) -> None:
+        """This rank is in the process group and waits for commands."""
+        self._store.add(f"ready/{attempt}", 1)
+
+    def ready_count(self, attempt: Attempt) -> int:
+        """How many ranks wait for commands."""
+        return int(self._peek(f"ready/{attempt}") or 0)
+
+    def beat(self, attempt: Attempt, rank: int, count: int) -> None:
+        """This rank is alive: the count differs from the last one."""
+        self._store.set(f"beat/{attempt}/{rank}", str(count))
+
+    def beats(self, attempt: Attempt, ranks: int) -> list[bytes]:
+        """The latest count of each rank; all ranks must be ready."""
+        return list(self._store.multi_get([f"beat/{attempt}/{rank}" for rank in range(ranks)]))
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def send(self, attempt: Attempt, number: int, command: Command) -> None:
+        """Tell all ranks what to do next."""
+        self._store.set(f"cmd/{attempt}/{number}", json.dumps(dataclasses.asdict(command)))
+
+    def receive(self, attempt: Attempt, number: int, seconds: float) -> Command | None:
+        """The command of that number, if it comes in time."""
+        found = self._wait(f"cmd/{attempt}/{number}", seconds)
+        return None if found is None else Command(**json.loads(found))
+
+    def finish(self, attempt: Attempt, number: int, outcome: Outcome) -> None:
+        """Say what became of a command, unless another rank already did."""
+        text = json.dumps(dataclasses.asdict(outcome))
+        self._store.compare_set(f"out/{attempt}/{number}", "", text)
+
+    def outcome(self, attempt: Attempt, number: int, seconds: float) -> Outcome | None:
+        """What became of a command, if that is known in time."""
+        found = self._wait(f"out/{attempt}/{number}", seconds)
+        return None if found is None else Outcome(**json.loads(found))
+
+    def report_progress(self, attempt: Attempt, number: int, steps: int, loss: float) -> None:
+        """How far a command got."""
+        self._store.set(f"progress/{attempt}/{number}", f"{steps} {loss}")
+
+    def progress(self, attempt: Attempt, number: int) -> tuple[int, float] | None:
+        """How far a command got, if anything is known."""
+        found = self._peek(f"progress/{attempt}/{number}")
+        if found is None:
+            return None
+        steps, loss = found.split()
+        return int(steps), float(loss)
+
+    def abort(self, attempt: Attempt, number: int) -> None:
+        """Ask the ranks to stop this command at the next step they agree on."""
+        self._store.set(f"abort/{attempt}/{number}", "1")
+
+    def aborted(self, attempt: Attempt, number: int) -> bool:
+        """Whether the command should stop."""
+        return bool(self._store.check([f"abort/{attempt}/{number}"]))
+
+    def forget(self, attempt: Attempt, number: int) -> None:
+        """Drop the keys of a command that every rank has done."""
+        for kind in ("cmd", "out", "progress", "abort"):
+            self._store.delete_key(f"{kind}/{attempt}/{number}")
+
+    def _peek(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _wait(self, key: str, seconds: float) -> str | None:
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+        except dist.DistNetworkError:
+            raise
+        except dist.DistStoreError:
+            return None
+        found: str = self._store.get(key).decode()
+        return found

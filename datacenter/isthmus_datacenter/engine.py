@@ -1,0 +1,338 @@
+"""One rank's share of training one run: model, optimizer and data, always at an absolute step.
+
+Shape legend: one *unit* is whatever the task scores (an example, a token); a step's loss is the
+mean over the units of all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from isthmus.errors import TaskError, UserError
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.scoring import Averages, batches, build_model, count_examples, evaluate, losses
+from isthmus.task import Participant, Task, load_task, user_code
+from isthmus_datacenter.checkpoint import Checkpoints
+from isthmus_datacenter.control import Command
+from isthmus_datacenter.data import Order, derived_seed
+from isthmus_datacenter.exchange import load_shards, store_shards
+from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.parallelize import at_rest, parallelize
+
+_PROGRESS_SECONDS = 1.0
+"""At most so often is a loss brought from the device to be shown."""
+
+ReportSteps = Callable[[int, float], None]
+
+
+class AgreedError(UserError):
+    """A failure that every rank knows of: all are well and can take the next command."""
+
+
+class AbortedError(AgreedError):
+    """All ranks stopped at the same step because they were asked to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank is and what it trains on."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    participant: str
+    state: Path
+    """Directory of the run's checkpoints."""
+
+
+class Engine:
+    """One run on one rank.
+
+    Guarantees:
+      * the state at a step depends on the job, the data, the number of ranks and the models that
+        were sent, and on nothing else: not on restarts, and not on what was tried in between;
+      * a failure that only some ranks can see leaves as it is; one that all see is agreed on first.
+    """
+
+    def __init__(self, command: Command, place: Place) -> None:
+        """Load the task and its data, and lay the model out. All ranks call this together.
+
+        Raises:
+            AgreedError: the task failed on some rank.
+        """
+        self.place = place
+        self.job = Job.model_validate_json(command.job)
+        self.layout = Layout.from_header(command.layout.encode("latin-1"))
+        self.checkpoints = Checkpoints(place.state)
+        self._held_out: Dataset[object] | None = None
+        with agreement():
+            self.task = self._load(command)
+            self.data = self._local_data()
+            self.examples = count_examples(self.data, "local_data()")
+        self.order = Order(
+            examples=self.examples,
+            ranks=place.ranks,
+            batch_size=self.job.datacenter.batch_size,
+            seed=self.job.seed,
+        )
+        self.at: int | None = None
+        self._begin_anew()
+
+    # -- the commands ---------------------------------------------------------------------------
+
+    def train(
+        self, command: Command, report: ReportSteps, aborted: Callable[[], bool]
+    ) -> dict[str, object]:
+        """Train from one absolute step to another, and save the state there.
+
+        Raises:
+            AgreedError: no state to start from, the loss left the finite numbers, aborted.
+            TaskError: the task raised on this rank, maybe on this one only.
+        """
+        reset = self.job.datacenter.optimizer_on_load == "reset"
+        if command.model is None or not reset:
+            self._go_to(command.from_step)
+        self.at = None
+        if command.model is not None:
+            load_shards(Path(command.model), self.layout, self.model)
+            if reset:
+                self.optimizer = self._make_optimizer()
+        started = time.monotonic()
+        self._seed(command.from_step)
+        loss = self._steps(command.from_step, command.until_step, report, aborted)
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+        seconds = time.monotonic() - started
+        self.checkpoints.save(command.until_step, self.model, self.optimizer)
+        if self.place.rank == 0:
+            self.checkpoints.keep_only({command.from_step, command.until_step})
+        self.at = command.until_step
+        evaluation = self._evaluate() if command.evaluate else {}
+        if command.result is not None:
+            store_shards(Path(command.result), self.layout, self.model)
+        steps = command.until_step - command.from_step
+        return {
+            "steps": steps,
+            "examples": steps * self.order.ranks * self.order.batch_size,
+            "training": {} if loss is None else {"loss": loss},
+            "evaluation": evaluation,
+            "seconds": seconds,
+        }
+
+    def export(self, command: Command) -> None:
+        """Write the model of a step into a file.
+
+        Raises:
+            AgreedError: that step is not here.
+        """
+        assert command.result is not None
+        self._go_to(command.from_step)
+        store_shards(Path(command.result), self.layout, self.model)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _load(self, command: Command) -> Task:
+        return load_task(
+            self.job.task.source,
+            self.job.task.settings,
+            base=Path(command.base),
+            data=None if command.data is None else Path(command.data),
+        )
+
+    def _local_data(self) -> Dataset[object]:
+        with user_code("local_data()"):
+            return self.task.local_data(self._participant())
+
+    def _participant(self) -> Participant:
+        return Participant(name=self.place.participant, regime="datacenter")
+
+    def _begin_anew(self) -> None:
+        """The state of step 0: the model as the seed makes it."""
+        with agreement():
+            model = build_model(self.task, self.job.seed)
+            difference = Layout.of(model).explain_difference(self.layout)
+            if difference is not None:
+                raise TaskError(
+                    f"the task's model differs between the datacenter and the server: {difference}"
+                )
+            ranks = RankLayout(ranks=self.place.ranks, zero_stage=self.job.datacenter.zero_stage)
+            parallelize(model, ranks, self.place.device)
+        self.model: nn.Module = model
+        self.model.train()
+        with agreement():
+            self.optimizer = self._make_optimizer()
+        self.at = 0
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        trainable = [each for each in self.model.parameters() if each.requires_grad]
+        with user_code("optimizer()"):
+            optimizer = self.task.optimizer(trainable, self._participant())
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TaskError(
+                f"optimizer() returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            )
+        return optimizer
+
+    def _go_to(self, step: int) -> None:
+        """Have the state of a step, from memory, from its checkpoint, or from the seed."""
+        if self.at == step:
+            return
+        self.at = None
+        if step == 0 and not self.checkpoints.has(0):
+            self._begin_anew()
+            return
+        with agreement():
+            self.optimizer = self._make_optimizer()
+            if not self.checkpoints.has(step):
+                raise UserError(
+                    f"the datacenter has no checkpoint of step {step} in {self.place.state}; start "
+                    "it with the state directory it had before"
+                )
+        self.checkpoints.restore(step, self.model, self.optimizer)
+        self.at = step
+
+    def _seed(self, step: int) -> None:
+        """Make whatever is drawn from here on depend on the step and the rank alone."""
+        seed = derived_seed(self.job.seed, step, self.place.rank)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def _steps(
+        self, first: int, until: int, report: ReportSteps, aborted: Callable[[], bool]
+    ) -> float | None:
+        """Train; the mean loss over all units, or None if there was nothing to do."""
+        device, ranks = self.place.device, self.place.ranks
+        indices = self.order.steps(first, until, self.place.rank)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        units = 0
+        shown = time.monotonic()
+        stream = batches(self.data, indices, self.order.batch_size, device)
+        for step, (inputs, target) in enumerate(stream, start=first):
+            _, values = losses(self.task, self.model, inputs, target)
+            everyones, stop = _agree_on_units(values.numel(), aborted(), ranks)
+            if stop:
+                raise AbortedError(f"stopped before step {step} because the result is not wanted")
+            # fully_shard averages gradients over the ranks; undone here, the sum over all units
+            # is divided by their number, also where ranks scored different numbers of them.
+            summed = values.sum()
+            (summed * (ranks / max(everyones, 1))).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            total += summed.detach()
+            units += everyones
+            now = time.monotonic()
+            if now - shown > _PROGRESS_SECONDS:
+                shown = now
+                report(step + 1 - first, float(summed.detach()) / max(values.numel(), 1))
+        if until == first:
+            return None
+        return self._checked(total, units, first, until)
+
+    def _checked(self, total: torch.Tensor, units: int, first: int, until: int) -> float:
+        """The mean loss, if it and the parameters are finite: looked at once, after the work."""
+        locals_ = [_local(parameter) for parameter in self.model.parameters()]
+        norms = torch._foreach_norm([part for part in locals_ if part.numel()], math.inf)
+        largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * total
+        seen = torch.stack([total, largest * 0.0]).cpu()
+        if self.place.ranks > 1:
+            dist.all_reduce(seen)
+        mean = float(seen[0]) / max(units, 1)
+        if not math.isfinite(mean) or not math.isfinite(float(seen[1])):
+            what = (
+                f"loss is not finite ({mean})" if not math.isfinite(mean) else "model is not finite"
+            )
+            raise AgreedError(
+                f"the {what} between steps {first} and {until}; lower the learning rate or check "
+                "the data"
+            )
+        return mean
+
+    def _evaluate(self) -> dict[str, float]:
+        """Loss and metrics of the held-out data, each example scored by one rank.
+
+        A sharded model runs its collectives in step, so all ranks score equally many examples;
+        for the few left over each scores one more, and those beyond the end are not counted.
+        """
+        with user_code("eval_data()"):
+            data = self._held_out = self._held_out or self.task.eval_data()
+        count = count_examples(data, "eval_data()")
+        rank, ranks, size = self.place.rank, self.place.ranks, self.job.evaluation.batch_size
+        share, rest = divmod(count, ranks)
+        parts: list[Averages] = []
+        if share:
+            mine = range(rank * share, (rank + 1) * share)
+            parts.append(evaluate(self.task, self.model, data, mine, size, self.place.device))
+        if rest:
+            extra = [min(share * ranks + rank, count - 1)]
+            scored = evaluate(self.task, self.model, data, extra, size, self.place.device)
+            if rank < rest:
+                parts.append(scored)
+        at_rest(self.model)
+        return _over_all_ranks(parts, ranks).result()
+
+
+class agreement:  # noqa: N801 - used as a statement
+    """Code that each rank runs on its own; after it, all go on or all fail.
+
+    Raises:
+        AgreedError: some rank raised a `UserError`; the message is its sentence.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, UserError):
+            return
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else str(error))
+        sentence = next((each for each in said if each is not None), None)
+        if sentence is not None:
+            raise AgreedError(sentence) from error
+
+
+def _agree_on_units(mine: int, stop: bool, ranks: int) -> tuple[int, bool]:
+    """Units scored by all ranks in this step, and whether any rank was asked to stop.
+
+    Between processors, not devices: the device's queue never has to be waited for.
+    """
+    if ranks == 1:
+        return mine, stop
+    numbers = torch.tensor([mine, int(stop)])
+    dist.all_reduce(numbers)
+    return int(numbers[0]), bool(numbers[1])
+
+
+def _over_all_ranks(parts: list[Averages], ranks: int) -> Averages:
+    """All ranks' sums and counts, added in the order of ranks."""
+    mine = [
+        (name, float(part.sums[name]), part.counts[name]) for part in parts for name in part.sums
+    ]
+    everyones: list[list[tuple[str, float, int]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(everyones, mine)
+    averages = Averages()
+    for name, total, units in (row for rows in everyones for row in rows):
+        averages.sums[name] = averages.sums.get(name, torch.zeros((), dtype=torch.float64)) + total
+        averages.counts[name] = averages.counts.get(name, 0) + units
+    return averages
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    detached = parameter.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached

@@ -1,0 +1,287 @@
+"""The datacenter as the server sees it: one participant, whatever happens behind it.
+
+Requests come one at a time over the link and become commands for the ranks. The model crosses
+through mapped files under the state directory: the link writes into one, the ranks read it; the
+ranks write another, the link reads it. This process never holds a model in memory of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import re
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from isthmus.contents import Buffer, describe
+from isthmus.errors import UpdateError, UserError
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.uplink import ReportProgress, Uplink
+from isthmus.wire import link_pb2
+from isthmus_datacenter.control import Command
+from isthmus_datacenter.group import Group
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_OURS = {"exchange", "logs", "lock"}
+"""Names under the state directory that no run can have."""
+
+log = logging.getLogger(__name__)
+
+
+class _Run:
+    """The run that is open."""
+
+    def __init__(self, run_id: str, job: Job, layout: Layout) -> None:
+        self.run_id = run_id
+        self.job = job
+        self.layout = layout
+
+
+class Service:
+    """Does the link's requests with a group of ranks; the `Worker` of a datacenter.
+
+    Guarantees:
+      * one service per state directory;
+      * a step is trained the same however often ranks, or this process, died on the way;
+      * a failure is one sentence; none leaves a request without an answer.
+    """
+
+    def __init__(self, name: str, ranks: int, state: Path, data: Path | None = None) -> None:
+        """`state` keeps checkpoints and logs; `data` overrides where the job says its data is.
+
+        Raises:
+            UserError: another service uses this state directory.
+        """
+        self.name = name
+        self.state = state.resolve()
+        self.data = None if data is None else data.resolve()
+        self._lock_file = _locked(self.state)
+        self._exchange = self.state / "exchange"
+        shutil.rmtree(self._exchange, ignore_errors=True)
+        self._exchange.mkdir()
+        self._group = Group(name, ranks, self.state)
+        self._run: _Run | None = None
+        self._busy = asyncio.Lock()
+        self._working: str | None = None
+        self._unwanted: set[str] = set()
+        self._incoming: dict[str, Path] = {}
+        self._outgoing: dict[str, Path] = {}
+
+    def start(self) -> None:
+        """Start the ranks, so that they are warm when the first request comes."""
+        self._group.start()
+
+    def close(self) -> None:
+        """End the ranks and let the state directory go."""
+        self._group.close()
+        self._lock_file.close()
+
+    async def serve(self, address: str) -> None:
+        """Hold the link to the server and work until cancelled.
+
+        Raises:
+            Refused: the server does not want this participant.
+        """
+        self.start()
+        try:
+            await Uplink(address, self.name, link_pb2.DATACENTER, self).run()
+        finally:
+            self.close()
+
+    # -- the worker's side of the link ----------------------------------------------------------
+
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
+        """A mapped file, where the ranks can read what the link writes."""
+        path = self._exchange / f"in-{uuid.uuid4().hex}"
+        self._incoming[request.id] = path
+        return _mapped(path, size)
+
+    async def work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Do one request, after those that came before it."""
+        async with self._busy:
+            try:
+                if request.id in self._unwanted:
+                    raise UserError("cancelled before it began")
+                self._working = request.id
+                return await self._work(request, model, progress)
+            finally:
+                self._working = None
+                self._unwanted.discard(request.id)
+                self._drop(self._incoming, request.id)
+
+    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+        """The file of the result is not needed any more."""
+        self._drop(self._outgoing, request.id)
+
+    def cancel(self, request: link_pb2.Request, reason: str) -> None:
+        """Have the ranks stop at the next step, if it is this that they work on."""
+        if request.id == self._working:
+            self._group.cancel()
+        else:
+            self._unwanted.add(request.id)
+
+    # -- the requests ---------------------------------------------------------------------------
+
+    async def _work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        kind = request.WhichOneof("work")
+        if kind == "open":
+            return await self._open(request.open, progress), None
+        if kind == "train_steps":
+            return await self._train(request.id, request.train_steps, model, progress)
+        if kind == "export":
+            return await self._export(request.id, request.export, progress)
+        if kind == "close":
+            return await self._close(request.close, progress), None
+        raise UserError(f"a datacenter cannot do {kind!r}; it may be older than the server")
+
+    async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
+        if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _OURS:
+            raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
+        job = Job.model_validate_json(open_.job)
+        layout = Layout.from_header(open_.layout)
+        base = Path(open_.base)
+        data = self.data or (None if job.task.data is None else base / job.task.data)
+        self._run = None
+        self._group.lease_seconds = job.time.lease_seconds
+        (self.state / open_.run_id).mkdir(exist_ok=True)
+        command = Command(
+            op="open",
+            run_id=open_.run_id,
+            job=open_.job,
+            base=str(base),
+            data=None if data is None else str(data),
+            layout=open_.layout.decode("latin-1"),
+        )
+        values, _ = await self._group.do(command, progress)
+        self._run = _Run(open_.run_id, job, layout)
+        return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
+
+    async def _train(
+        self,
+        request_id: str,
+        train: link_pb2.TrainSteps,
+        model: Buffer | None,
+        progress: ReportProgress,
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        run = self._opened(train.run_id)
+        if train.until_step < train.from_step:
+            raise UserError(f"until_step={train.until_step} is before from_step={train.from_step}")
+        if model is not None:
+            _check_model(model, run.layout)
+        command = Command(
+            op="train",
+            run_id=run.run_id,
+            from_step=train.from_step,
+            until_step=train.until_step,
+            model=None if model is None else str(self._incoming[request_id]),
+            evaluate=train.evaluate,
+            result=str(self._room_for_result(request_id, run.layout)) if train.hand_back else None,
+        )
+        started = time.monotonic()
+        values, losses = await self._group.do(command, progress)
+        repeated = f"the group restarted and repeated steps {train.from_step} to {train.until_step}"
+        trained = link_pb2.Trained(
+            examples=values["examples"],
+            steps=values["steps"],
+            seconds=time.monotonic() - started,
+            training=values["training"],
+            evaluation=values["evaluation"],
+            events=[f"{loss}; {repeated}" for loss in losses],
+        )
+        payload = None
+        if train.hand_back:
+            content, payload = await self._result(request_id, run.layout)
+            trained.result.CopyFrom(content)
+        return link_pb2.Reply(trained=trained), payload
+
+    async def _export(
+        self, request_id: str, export: link_pb2.Export, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        run = self._opened(export.run_id)
+        path = self._room_for_result(request_id, run.layout)
+        command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
+        await self._group.do(command, progress)
+        content, payload = await self._result(request_id, run.layout)
+        return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
+
+    async def _close(self, close: link_pb2.CloseRun, progress: ReportProgress) -> link_pb2.Reply:
+        if self._run is not None and self._run.run_id == close.run_id:
+            self._run = None
+            await self._group.do(Command(op="close", run_id=close.run_id), progress)
+        return link_pb2.Reply(closed=link_pb2.Closed())
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def _opened(self, run_id: str) -> _Run:
+        if self._run is None or self._run.run_id != run_id:
+            raise UserError(f"run {run_id!r} is not open in this datacenter")
+        return self._run
+
+    def _room_for_result(self, request_id: str, layout: Layout) -> Path:
+        """A file of the result's size with its header; the ranks write the rest."""
+        path = self._exchange / f"out-{uuid.uuid4().hex}"
+        self._outgoing[request_id] = path
+        with path.open("wb") as file:
+            file.write(layout.header)
+            file.truncate(layout.nbytes)
+        return path
+
+    async def _result(self, request_id: str, layout: Layout) -> tuple[link_pb2.Content, Buffer]:
+        payload = _mapped(self._outgoing[request_id], layout.nbytes)
+        return await asyncio.to_thread(describe, payload), payload
+
+    def _drop(self, files: dict[str, Path], request_id: str) -> None:
+        """Delete a file; a mapping of it that somebody still reads keeps its bytes alive."""
+        path = files.pop(request_id, None)
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _mapped(path: Path, size: int) -> memoryview:
+    """A file of that size as memory, shared with whoever else maps it."""
+    with path.open("a+b") as file:
+        file.truncate(size)
+        return memoryview(mmap.mmap(file.fileno(), size))
+
+
+def _check_model(model: Buffer, layout: Layout) -> None:
+    """Refuse a model of another layout before the ranks read it.
+
+    Raises:
+        UpdateError: with the first difference.
+    """
+    if len(model) != layout.nbytes:
+        raise UpdateError(
+            f"a model of {len(model)} bytes came where this run's takes {layout.nbytes}"
+        )
+    header = bytes(memoryview(model)[: len(layout.header)])
+    if header != layout.header:
+        difference = Layout.from_header(header).explain_difference(layout)
+        raise UpdateError(f"a model of another exchange set came: {difference}")
+
+
+def _locked(state: Path) -> Any:
+    """An open, locked file; the kernel unlocks it when this process ends, however it ends."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        file = (state / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"the state directory {state} cannot be used: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"another datacenter service uses the state directory {state}; give each its own"
+        ) from None
+    return file

@@ -1,0 +1,189 @@
+"""One rank: joins the group, then does what the service asks until nobody is left to ask.
+
+Whatever goes wrong here ends in one of three ways. A failure all ranks know of is reported and
+the rank goes on. A failure of the user's code on this rank is reported and the rank ends, so that
+the others, who may be waiting for it, are restarted. Anything else just ends the rank: the
+service sees it, has the group restarted and repeats the command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from isthmus.errors import UserError
+from isthmus.lifetime import die_with_parent
+from isthmus_datacenter.control import BEAT_SECONDS, Attempt, Command, Control, Outcome
+from isthmus_datacenter.engine import AgreedError, Engine, Place
+
+_SLICE_SECONDS = 1.0
+_COLLECTIVE = timedelta(minutes=30)
+"""For one collective: longer than any pause of another rank that is still alive."""
+_LAST_SECONDS = 10.0
+"""For the agent to end a rank that lost another one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every rank of a group is started with."""
+
+    host: str
+    port: int
+    generation: int
+    participant: str
+    state: str
+
+    def to_json(self) -> str:
+        """For the agent to hand on."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def main(settings: str) -> None:
+    """Entry point of a rank, called by the elastic agent."""
+    die_with_parent()
+    try:
+        _Rank(Settings(**json.loads(settings))).serve()
+    except BaseException as error:  # noqa: BLE001 - a rank has nobody above it to tell
+        if _lost_a_peer(error):
+            # The peer's end is the news. Ours would hide it if the agent saw us first.
+            print(f"lost another rank: {error}", file=sys.stderr, flush=True)
+            time.sleep(_LAST_SECONDS)
+        traceback.print_exc()
+        _leave()
+
+
+class _Rank:
+    """One member of the group for one attempt."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.rank = int(os.environ["RANK"])
+        self.ranks = int(os.environ["WORLD_SIZE"])
+        restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.attempt = Attempt(settings.generation, restart)
+        self.control = Control.connect(settings.host, settings.port)
+        self.device = _device()
+        self.number = 0
+        self.engine: Engine | None = None
+        self.run_id: str | None = None
+        self._stop = False
+
+    def serve(self) -> None:
+        """Join the group and take commands for ever."""
+        processors = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, processors // int(os.environ["LOCAL_WORLD_SIZE"])))
+        self.control.join(self.attempt, self.rank, os.getpid())
+        self.control.beat(self.attempt, self.rank, 0)
+        threading.Thread(target=self._beat, daemon=True).start()
+        rendezvous = Control.connect(self.settings.host, self.settings.port)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            store=rendezvous.group_store(self.attempt),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=_COLLECTIVE,
+        )
+        self.control.ready(self.attempt)
+        while True:
+            command = self.control.receive(self.attempt, self.number, _SLICE_SECONDS)
+            if command is None:
+                continue
+            self._stop = False
+            outcome = self._do(command)
+            if outcome.failure is not None or self.rank == 0:
+                self.control.finish(self.attempt, self.number, outcome)
+            if outcome.leaving:
+                _leave()
+            self.number += 1
+
+    def _do(self, command: Command) -> Outcome:
+        try:
+            values = self._work(command)
+            dist.barrier()
+        except AgreedError as failure:
+            return Outcome(failure=str(failure))
+        except UserError as failure:
+            if _lost_a_peer(failure):
+                raise
+            traceback.print_exc()
+            return Outcome(failure=str(failure), leaving=True)
+        return Outcome(values=values)
+
+    def _work(self, command: Command) -> dict[str, object]:
+        if command.op == "open":
+            self.engine = self.run_id = None
+            place = Place(
+                rank=self.rank,
+                ranks=self.ranks,
+                device=self.device,
+                participant=self.settings.participant,
+                state=Path(self.settings.state) / command.run_id,
+            )
+            self.engine = Engine(command, place)
+            self.run_id = command.run_id
+            return {"examples": self.engine.examples}
+        if command.op == "close":
+            self.engine = self.run_id = None
+            return {}
+        assert self.engine is not None
+        assert self.run_id == command.run_id  # the service opens runs before it uses them
+        if command.op == "train":
+            return self.engine.train(command, self._report, lambda: self._stop)
+        self.engine.export(command)
+        return {}
+
+    def _report(self, steps: int, loss: float) -> None:
+        if self.rank == 0:
+            self.control.report_progress(self.attempt, self.number, steps, loss)
+
+    def _beat(self) -> None:
+        """Say that this process runs, whatever the main thread is busy with."""
+        control = Control.connect(self.settings.host, self.settings.port)
+        count = 0
+        while True:
+            count += 1
+            try:
+                control.beat(self.attempt, self.rank, count)
+                if control.aborted(self.attempt, self.number):
+                    self._stop = True
+            except dist.DistError:
+                _leave()  # nobody is left to work for
+            time.sleep(BEAT_SECONDS)
+
+
+def _device() -> torch.device:
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available() and local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    return torch.device("cpu")
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    """Whether an error says that another rank is gone: also when user code was on the stack."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, dist.DistError) or any(
+            mark in text for mark in ("gloo", "Connection closed by peer", "NCCL")
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _leave() -> NoReturn:
+    """End at once: interpreter shutdown would wait for threads inside broken collectives."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
