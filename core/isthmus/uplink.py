@@ -104,7 +104,7 @@ class Uplink:
         self,
         address: str,
         name: str,
-        role: link_pb2.Role.ValueType,
+        role: link_pb2.Role,
         worker: Worker,
         *,
         longest_pause: float = 5.0,
@@ -289,7 +289,7 @@ class Uplink:
 class _Stream:
     """One open gRPC stream: whole messages out, one at a time; messages in, or None at its end."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self._call = call
         self._sending = asyncio.Lock()
 

@@ -36,7 +36,7 @@ class Embedded:
         """`on_gone(name, reason)` is told when a process is given up."""
         self.job = job
         self.address = f"127.0.0.1:{port}"
-        self.directory = directory
+        self.directory = directory.absolute()
         self.on_gone = on_gone
         self._keepers: list[asyncio.Task[None]] = []
         self._context = multiprocessing.get_context("forkserver")

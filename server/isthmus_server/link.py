@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CLIENT = link_pb2.CLIENT
 DATACENTER = link_pb2.DATACENTER
 
-_Context = grpc.aio.ServicerContext[bytes, bytes]
+_Context = grpc.aio.ServicerContext
 
 
 @dataclasses.dataclass

@@ -104,6 +104,7 @@ class Store:
             raise UserError(
                 f"{directory} already holds a run; add --resume to go on with it, or name another"
             )
+        directory = directory.absolute()
         run_id = f"{job.name}-{uuid.uuid4().hex[:8]}"
         try:
             directory.mkdir(parents=True, exist_ok=True)

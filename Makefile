@@ -1,0 +1,54 @@
+# make demo   the main job on this machine, from nothing
+# make test   everything that must hold before a change lands
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format proto clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+# The examples need scikit-learn; everything that a user's installation needs comes from pyproject.toml.
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || { echo "isthmus needs Python 3.11 or newer as $(PYTHON); set PYTHON=/path/to/it"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "installing into .venv (the first time this takes a minute or two)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,datacenter,examples]' 2>.venv/install.log \
+	  || { tail -n 3 .venv/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
+	@touch $@
+
+.venv/ready-dev: .venv/ready
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' 2>.venv/install.log \
+	  || { tail -n 3 .venv/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
+	@touch $@
+
+demo: .venv/ready
+	@$(BIN)/isthmus run examples/digits/job.toml
+	@echo
+	@$(BIN)/isthmus compare examples/digits/job.toml
+
+test: .venv/ready-dev lint
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -q
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report --fail-under=90
+
+lint: .venv/ready-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+format: .venv/ready-dev
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+proto: .venv/ready-dev
+	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core core/isthmus/wire/link.proto
+
+clean:
+	@rm -rf .venv runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
