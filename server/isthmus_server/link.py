@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 CLIENT = link_pb2.CLIENT
 DATACENTER = link_pb2.DATACENTER
 
-_Context = grpc.aio.ServicerContext
-
 
 @dataclasses.dataclass
 class _Fetch:
@@ -109,7 +107,7 @@ class Link:
                 f"cannot listen on {host}:{port}; is the port in use? Give another, or 0 for any"
             ) from None
         await self._server.start()
-        return bound
+        return int(bound)
 
     async def stop(self) -> None:
         """Close every stream and stop listening."""
@@ -194,7 +192,7 @@ class Link:
 
     # -- one stream --------------------------------------------------------------------------------
 
-    async def _connect(self, _requests: object, context: _Context) -> None:
+    async def _connect(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
         stream = _Stream(context)
         peer: Peer | None = None
         try:
@@ -228,7 +226,9 @@ class Link:
                     f"lost: silent for longer than the lease of {self.lease_seconds:g} s",
                 )
 
-    async def _enter(self, hello: link_pb2.Hello, stream: _Stream, context: _Context) -> Peer:
+    async def _enter(
+        self, hello: link_pb2.Hello, stream: _Stream, context: grpc.aio.ServicerContext
+    ) -> Peer:
         known = self.peers.get(hello.name)
         if known is not None and known.instance != hello.instance:
             if known.stream is not None:
@@ -310,7 +310,7 @@ class Link:
 class _Stream:
     """One open stream: whole messages out, one at a time; messages in, or None at its end."""
 
-    def __init__(self, context: _Context) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self._context = context
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
