@@ -8,6 +8,8 @@ The tree::
     │   ├── TaskError                   the user's task: cannot be loaded, or raised while it ran
     │   └── UpdateError                 an update or a model that does not fit
     ├── RoundFailed                     one attempt at a round did not reach its quorum or its end
+    │   └── AggregationAborted          too few are left for secure aggregation to give a sum
+    ├── PeerMisbehaved                  a message that honest software never sends
     └── LinkError                       the link to a participant
         ├── ParticipantLost             gone for longer than its lease, or started anew
         └── Refused                     the other side said no, and why
@@ -25,6 +27,9 @@ from __future__ import annotations
 
 class IsthmusError(Exception):
     """Base of all errors raised on purpose."""
+
+    code: str = ""
+    """A short stable name of the reason where a program may need one, as in `roster-unsorted`."""
 
 
 class UserError(IsthmusError, ValueError):
@@ -45,6 +50,17 @@ class UpdateError(UserError):
 
 class RoundFailed(IsthmusError):
     """An attempt at a round that ended without a result; the round is tried again."""
+
+
+class AggregationAborted(RoundFailed):
+    """Secure aggregation that cannot give a sum any more; nothing about anybody was learned."""
+
+
+class PeerMisbehaved(IsthmusError):
+    """A message of secure aggregation that honest software never sends; it is refused."""
+
+    peer: str | None = None
+    """Who sent it, if it is known; None is the server."""
 
 
 class LinkError(IsthmusError):
