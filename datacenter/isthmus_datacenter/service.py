@@ -28,6 +28,7 @@ from isthmus_datacenter.control import Command
 from isthmus_datacenter.group import Group
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LOCK_SECONDS = 5.0
 _OURS = {"exchange", "logs", "lock"}
 """Names under the state directory that no run can have."""
 
@@ -277,11 +278,17 @@ def _locked(state: Path) -> Any:
         file = (state / "lock").open("w")
     except OSError as error:
         raise UserError(f"the state directory {state} cannot be used: {error}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"another datacenter service uses the state directory {state}; give each its own"
-        ) from None
-    return file
+    # A service that was killed a moment ago may still be going.
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            file.close()
+            raise UserError(
+                f"another datacenter service uses the state directory {state}; give each its own"
+            ) from None
+        return file

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -23,8 +24,6 @@ MOST_STARTS = 5
 """A process that ends this many times is not started again."""
 
 _GRACE_SECONDS = 5.0
-_TEMPLATE = ["torch", "torch._dynamo", "isthmus.scoring"]
-"""What every participant imports anyway. Not gRPC, which must not be forked once it runs."""
 
 
 class Embedded:
@@ -40,7 +39,7 @@ class Embedded:
         self.on_gone = on_gone
         self._keepers: list[asyncio.Task[None]] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_TEMPLATE)
+        self._context.set_forkserver_preload(["isthmus_server.template"])
 
     def commands(self) -> dict[str, list[str]]:
         """The arguments of `isthmus` for each participant."""
@@ -61,6 +60,8 @@ class Embedded:
         """Start them all."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+        # From this thread, because the template dies with the thread that started it.
+        forkserver.ensure_running()
         for name, arguments in self.commands().items():
             self._keepers.append(asyncio.create_task(self._keep(name, arguments)))
 
@@ -76,7 +77,7 @@ class Embedded:
             process = self._context.Process(
                 target=_become, args=(list(arguments), str(log)), name=name
             )
-            # Starting the template takes a while the first time: not on the event loop.
+            # The first start waits until the template has loaded: not on the event loop.
             await asyncio.to_thread(process.start)
             (self.directory / "logs" / f"{name}.pid").write_text(f"{process.pid}\n")
             try:

@@ -1,0 +1,172 @@
+"""A small whole job, and real `isthmus run` processes that a test can watch and kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TASK = '''
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import isthmus
+
+
+class Table(isthmus.Task):
+    """Rows of eight numbers in three classes; `block` names who hangs, once, in training."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.argmax(-1) == target).float()}
+
+    def local_data(self, participant):
+        self.participant = participant
+        return self.rows(participant.shard[0] if participant.shard else 50, 64)
+
+    def eval_data(self):
+        return self.rows(99, 256)
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.SGD(parameters, lr=0.2)
+
+    def forward(self, model, inputs):
+        if model.training and self.me() == self.settings.get("block"):
+            marker = Path(self.settings["marker"])
+            if not marker.exists():
+                marker.write_text(str(os.getpid()))
+                while True:
+                    os.read(os.pipe()[0], 1)  # until somebody kills this process
+        return model(inputs)
+
+    def me(self):
+        if self.participant.regime == "datacenter":
+            return "rank-" + os.environ["RANK"]
+        return self.participant.name
+
+    def rows(self, seed, count):
+        draw = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(count, 8, generator=draw)
+        truth = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, (inputs @ truth).argmax(-1))
+'''
+
+JOB = """
+name = "table"
+seed = 3
+rounds = 6
+
+[task]
+source = "task.py:Table"
+
+[strategy]
+policy = "schedule"
+schedule = [
+    { regime = "datacenter", rounds = 2 },
+    { regime = "hybrid", rounds = 2 },
+    { regime = "federated", rounds = 1 },
+    { regime = "datacenter", rounds = 1 },
+]
+server_optimizer = { name = "SGD", options = { lr = 0.9, momentum = 0.5 } }
+
+[federated]
+clients = 3
+cohort = 3
+quorum = 2
+
+[datacenter]
+ranks = 2
+steps = 8
+
+[time]
+join_seconds = 50
+round_seconds = 50
+lease_seconds = 5
+"""
+
+
+class Run:
+    """One `isthmus run` process."""
+
+    def __init__(self, *arguments: str, cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "isthmus.cli", "run", *arguments],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "400"},
+        )
+        self.output = ""
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Read its output until a line matches; fails if it ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"it ended without {pattern!r}:\n{self.output}")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def finish(self) -> int:
+        """Read to the end; its exit status."""
+        assert self.process.stdout is not None
+        self.output += self.process.stdout.read()
+        return self.process.wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the small job in it."""
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Any]:
+    """Start `isthmus run`; whatever is left of it goes when the test ends."""
+    started: list[Run] = []
+
+    def begin(*arguments: str) -> Run:
+        started.append(Run(*arguments, cwd=folder))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        if run.process.poll() is None:
+            run.kill()
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+
+
+@pytest.fixture
+def report_of(folder: Path) -> Any:
+    """`isthmus report --json`, as a program would read it."""
+
+    def read(name: str) -> Any:
+        command = [sys.executable, "-m", "isthmus.cli", "report", name, "--json"]
+        return json.loads(subprocess.check_output(command, cwd=folder))
+
+    return read

@@ -1,0 +1,111 @@
+"""One command trains one model across real ranks and real devices, and survives losing any."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+
+def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, report_of: Any) -> None:
+    """kill -9 of the coordinator after a datacenter, a hybrid and a federated round."""
+    whole = start("job.toml", "--run-dir", "whole")
+    assert whole.finish() == 0, whole.output
+
+    run = start("job.toml", "--run-dir", "killed")
+    for round_ in (1, 3, 5):
+        run.until(rf"round +{round_} ")
+        run.kill()
+        run = start("--resume", "--run-dir", "killed")
+    assert run.finish() == 0, run.output
+
+    one, other = report_of("whole"), report_of("killed")
+    assert other["final"]["model_sha256"] == one["final"]["model_sha256"]
+    assert other["final"]["metrics"] == one["final"]["metrics"]
+    for ours, theirs in zip(other["rounds"], one["rounds"], strict=True):
+        for key in ("round", "regime", "reason", "metrics", "model_sha256", "training"):
+            assert ours[key] == theirs[key]
+    assert {row["regime"] for row in one["rounds"]} == {"datacenter", "hybrid", "federated"}
+    assert set(load_file(one["final"]["model_path"])) == {
+        "0.bias",
+        "0.weight",
+        "2.bias",
+        "2.weight",
+    }
+
+
+def test_a_device_killed_in_the_middle_of_a_round_is_reported_and_comes_back(
+    folder: Path, start: Any, report_of: Any
+) -> None:
+    marker = folder / "marker"
+    run = start(
+        *("job.toml", "--run-dir", "run", "--set", "strategy.policy=federated"),
+        *("--set", "rounds=3", "--set", "datacenter.ranks=0"),
+        *("--set", "task.settings.block=client-1", "--set", f"task.settings.marker={marker}"),
+    )
+    os.kill(_pid_in(marker), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+
+    report = report_of("run")
+    first = {row["participant"]: row for row in report["rounds"][0]["receipts"]}
+    assert first["client-1"]["status"] == "dropped"
+    assert "a new one has come back" in first["client-1"]["reason"]
+    assert report["rounds"][0]["participants"] == {
+        "invited": 3,
+        "started": 3,
+        "sent": 2,
+        "accepted": 2,
+        "rejected": 0,
+        "dropped": 1,
+    }
+    assert report["rounds"][2]["participants"]["accepted"] == 3
+    assert "client-1" in run.output
+
+
+def test_a_rank_killed_in_the_middle_of_a_round_is_replaced_and_the_result_is_the_same(
+    folder: Path, start: Any, report_of: Any
+) -> None:
+    marker = folder / "marker"
+    settings = ("--set", "strategy.policy=datacenter", "--set", "federated.clients=0")
+    settings += ("--set", "rounds=2")
+    run = start(
+        *("job.toml", "--run-dir", "run", *settings),
+        *("--set", "task.settings.block=rank-1", "--set", f"task.settings.marker={marker}"),
+    )
+    os.kill(_pid_in(marker), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    calm = start("job.toml", "--run-dir", "calm", *settings)
+    assert calm.finish() == 0, calm.output
+
+    report = report_of("run")
+    assert "rank 1" in report["rounds"][0]["receipts"][0]["reason"]
+    assert report["final"]["model_sha256"] == report_of("calm")["final"]["model_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["federated.chort=3"], "unknown key federated.chort; did you mean cohort?"),
+        (["task.source=nowhere.py:Table"], "there is no file"),
+        (["strategy.server_optimizer.name=Best"], "is not an optimizer of torch.optim"),
+    ],
+)
+def test_a_mistake_in_the_job_is_one_sentence(
+    start: Any, settings: list[str], sentence: str
+) -> None:
+    run = start("job.toml", *[part for one in settings for part in ("--set", one)])
+    assert run.finish() == 1
+    assert sentence in run.output
+    assert run.output.count("\n") == 1
+    assert "Traceback" not in run.output
+
+
+def _pid_in(marker: Path) -> int:
+    """The process that hangs, once it says so."""
+    while not (marker.exists() and marker.read_text()):
+        os.sched_yield()
+    return int(marker.read_text())
