@@ -61,22 +61,6 @@ class Tree:
         """CPU time of the whole tree since its roots started; see the module on what it misses."""
         return sum(stat.ticks for stat in self._stats().values()) * _TICK
 
-    def memory(self, field: str) -> int:
-        """Sum of `VmRSS` or `VmHWM` (each process's own peak) over the tree, in bytes."""
-        total = 0
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                    if line.startswith(f"{field}:"):
-                        total += int(line.split()[1]) * 1024
-        return total
-
-    def reset_peak(self) -> None:
-        """Make `VmHWM` start again from what is resident now."""
-        for pid in self.pids():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                Path(f"/proc/{pid}/clear_refs").write_text("5")
-
     def kill(self) -> None:
         """End every process of the tree, the hard way."""
         for pid in self.pids():
@@ -114,6 +98,19 @@ def _stat(pid: int) -> _Stat | None:
     # The second field is the program's name in parentheses, which may itself hold any of them.
     fields = text.rpartition(")")[2].split()
     return _Stat(int(fields[1]), int(fields[19]), sum(int(field) for field in fields[11:15]))
+
+
+def memory(pid: int, field: str) -> int:
+    """Bytes of a process by a name of /proc/PID/status: `VmRSS` now, `VmHWM` at its highest."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/{pid}/status has no {field}")
+
+
+def reset_peak(pid: int) -> None:
+    """Make `VmHWM` start again from what is resident now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 class Program:

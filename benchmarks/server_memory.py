@@ -8,7 +8,7 @@ benchmark's process; they compute nothing, receive the model and send an update 
     published, and the last client holds its answer back, so that no round can have begun.
   * The peak is the kernel's own (VmHWM, reset at idle), read when the server closes the run, so
     that it covers sending, receiving, aggregation, server optimizer, evaluation, checkpoint and
-    commit. If the server is several processes, theirs are added up.
+    commit.
 
 Figure: `peak_over_model`, what the peak is above idle, over the model's size.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import figures
 import torch
-from processes import Program, free_port, started, wait_for_port
+from processes import Program, free_port, memory, reset_peak, started, wait_for_port
 
 from isthmus.contents import Buffer, describe
 from isthmus.exchange import Layout
@@ -144,18 +144,17 @@ async def measure(scratch: Path, rounds: int) -> tuple[int, int]:
         fleet = Fleet(CLIENTS)
         links = [
             asyncio.create_task(
-                Uplink(f"127.0.0.1:{port}", f"d{i:02}", link_pb2.CLIENT, Device(fleet)).run()
+                Uplink(f"127.0.0.1:{port}", f"client-{i:02}", link_pb2.CLIENT, Device(fleet)).run()
             )
             for i in range(CLIENTS)
         ]
         try:
             await _reach(fleet.open, "everybody has joined", server, links)
-            await asyncio.sleep(1.0)  # the other clients' answers are dealt with
-            server.tree.reset_peak()
-            idle = server.tree.memory("VmRSS")
+            idle = await _settled(server.popen.pid)
+            reset_peak(server.popen.pid)
             fleet.may_begin.set()
             await _reach(fleet.closed, "the rounds are over", server, links)
-            peak = server.tree.memory("VmHWM")
+            peak = memory(server.popen.pid, "VmHWM")
             fleet.may_end.set()
             await asyncio.to_thread(server.wait, 60.0)
         finally:
@@ -165,6 +164,18 @@ async def measure(scratch: Path, rounds: int) -> tuple[int, int]:
     if fleet.received != CLIENTS * rounds:
         raise server.failure(f"sent {fleet.received} models, not {CLIENTS} a round")
     return idle, peak
+
+
+async def _settled(pid: int) -> int:
+    """Resident bytes, once they have not grown for a second: start-up is over."""
+    highest, since = 0, time.monotonic()
+    until = since + 20.0
+    while time.monotonic() < min(since + 1.0, until):
+        now = memory(pid, "VmRSS")
+        if now > highest:
+            highest, since = now, time.monotonic()
+        await asyncio.sleep(0.05)
+    return memory(pid, "VmRSS")
 
 
 async def _reach(

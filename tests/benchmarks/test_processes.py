@@ -3,7 +3,7 @@ import sys
 import time
 
 import pytest
-from processes import Tree, free_port, started, wait_for_port
+from processes import Tree, free_port, memory, reset_peak, started, wait_for_port
 
 BURN = "import time\nwhile time.process_time() < 0.5: pass"
 
@@ -90,10 +90,16 @@ time.sleep(60)
 """
     with started(python(code), tmp_path / "log") as program:
         until(lambda: "freed" in program.log.read_text())
-        resident = program.tree.memory("VmRSS")
-        assert program.tree.memory("VmHWM") > resident + 40_000_000
-        program.tree.reset_peak()
-        assert program.tree.memory("VmHWM") < resident + 10_000_000
+        pid = program.popen.pid
+        resident = memory(pid, "VmRSS")
+        assert memory(pid, "VmHWM") > resident + 40_000_000
+        reset_peak(pid)
+        assert memory(pid, "VmHWM") < resident + 10_000_000
+
+
+def test_a_field_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="VmNone"):
+        memory(os.getpid(), "VmNone")
 
 
 def test_failure_shows_the_last_words(tmp_path):
