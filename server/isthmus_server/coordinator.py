@@ -110,7 +110,7 @@ class Coordinator:
         self.store.reopen()
         self.roster.start()
         try:
-            await self._gather_participants()
+            await self._gather_embedded()
             reason = "all rounds are done"
             while self.at.round < self.job.rounds:
                 plan = self._plan()
@@ -132,6 +132,7 @@ class Coordinator:
         round_ = self.at.round + 1
         while True:
             attempt = self.at.attempts + 1
+            await self._gather(plan)
             started = time.monotonic()
             try:
                 await self._one_attempt(plan, round_, attempt, started)
@@ -143,8 +144,6 @@ class Coordinator:
                     raise UserError(
                         f"round {round_} failed {attempt} times; the last time because: {error}"
                     ) from None
-            # Whoever was lost may be back soon; without a quorum the next attempt is lost too.
-            await self._gather_participants(at_start=False)
 
     async def _one_attempt(self, plan: Plan, round_: int, attempt: int, started: float) -> None:
         federated = plan.regime in ("federated", "hybrid")
@@ -221,40 +220,56 @@ class Coordinator:
         )
         return {name: self.roster.clients[name].examples for name in names}
 
-    async def _gather_participants(self, *, at_start: bool = True) -> None:
-        """Wait for those the job wants (later: needs); go on with those the quorum needs.
+    async def _gather_embedded(self) -> None:
+        """At the start, wait for everyone this machine starts; who does not come says why later."""
+        clients, datacenters = self.job.federated.clients, int(self.job.datacenter.ranks > 0)
+        await self._wait_for(clients, datacenters)
+
+    async def _gather(self, plan: Plan) -> None:
+        """Wait for those without whom the planned round cannot be committed.
 
         Raises:
-            UserError: too few are ready in time for any round of this job.
+            UserError: too few are ready in time.
         """
-        seconds = self.job.time.join_seconds
-        wanted = max(self.job.federated.clients if at_start else 0, self._needs_clients())
-        datacenters = int(self.job.datacenter.ranks > 0)
-        self._note("waiting", {"clients": wanted, "datacenters": datacenters})
-        await self.roster.wait(wanted, datacenters, seconds)
-        declined = "".join(
-            f"; {name} declined: {reason}"
-            for name, reason in sorted(self.roster.declined.items())[:3]
-        )
-        if len(self.roster.clients) < self._needs_clients():
-            raise UserError(
-                f"{len(self.roster.clients)} edge clients are ready and a round needs "
-                f"{self._needs_clients()} (federated.quorum), after waiting up to "
-                f"{seconds:g} s (time.join_seconds){declined}"
+        clients = 0 if plan.regime == "datacenter" else self.job.federated.needed
+        datacenters = 0 if plan.regime == "federated" else 1
+        await self._wait_for(clients, datacenters)
+        roster = self.roster
+        missing = []
+        if len(roster.clients) < clients:
+            missing.append(
+                f"{len(roster.clients)} edge clients are ready and a {plan.regime} round needs "
+                f"{clients} (federated.quorum)"
             )
-        if not self.roster.datacenters and (
-            datacenters or self.job.strategy.policy in ("datacenter", "hybrid")
-        ):
+        if len(roster.datacenters) < datacenters:
+            missing.append(f"no datacenter is ready and a {plan.regime} round needs one")
+        if missing:
+            declined = [
+                f"{name} declined: {why}" for name, (_, why) in sorted(roster.declined.items())
+            ]
             raise UserError(
-                f"no datacenter is ready after waiting up to {seconds:g} s "
-                f"(time.join_seconds){declined}"
+                "; ".join([*missing, *declined[:3]])
+                + f"; waited up to {self.job.time.join_seconds:g} s (time.join_seconds)"
             )
 
-    def _needs_clients(self) -> int:
-        """Devices without which a round of this job could not be committed."""
-        if self.job.strategy.policy == "datacenter":
-            return 0
-        return self.job.federated.needed
+    async def _wait_for(self, clients: int, datacenters: int) -> None:
+        """Wait until so many are ready, or all that this machine starts are ready or declined."""
+        roster = self.roster
+        roles = (
+            (link_pb2.CLIENT, roster.clients, clients, self.job.federated.clients),
+            (link_pb2.DATACENTER, roster.datacenters, datacenters, self.job.datacenter.ranks > 0),
+        )
+
+        def done() -> bool:
+            return all(
+                len(ready) >= wanted
+                or (started_here and len(ready) + roster.have_declined(role) >= started_here)
+                for role, ready, wanted, started_here in roles
+            )
+
+        if not done():
+            self._note("waiting", {"clients": clients, "datacenters": datacenters})
+            await roster.wait(done, self.job.time.join_seconds)
 
     # -- run ---------------------------------------------------------------------------------------
 

@@ -19,9 +19,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from isthmus.job import Job
+from isthmus.wire import link_pb2
 
 MOST_STARTS = 5
 """A process that ends this many times is not started again."""
+
+Gone = Callable[[str, link_pb2.Role, str], None]
 
 _GRACE_SECONDS = 5.0
 
@@ -29,10 +32,8 @@ _GRACE_SECONDS = 5.0
 class Embedded:
     """Starts, restarts and stops the processes of an embedded run."""
 
-    def __init__(
-        self, job: Job, port: int, directory: Path, on_gone: Callable[[str, str], None]
-    ) -> None:
-        """`on_gone(name, reason)` is told when a process is given up."""
+    def __init__(self, job: Job, port: int, directory: Path, on_gone: Gone) -> None:
+        """`on_gone(name, role, reason)` is told when a process is given up."""
         self.job = job
         self.address = f"127.0.0.1:{port}"
         self.directory = directory.absolute()
@@ -87,7 +88,8 @@ class Embedded:
                 raise
             if process.exitcode == 1:  # it said why, and would say so again
                 break
-        self.on_gone(name, f"its process ended: {_last_words(log)}")
+        role = link_pb2.DATACENTER if arguments[0] == "datacenter" else link_pb2.CLIENT
+        self.on_gone(name, role, f"its process ended: {_last_words(log)}")
 
 
 def _become(arguments: list[str], log: str) -> None:

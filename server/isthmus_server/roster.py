@@ -44,7 +44,7 @@ class Roster:
         self.note = note
         self.clients: dict[str, Ready] = {}
         self.datacenters: dict[str, Ready] = {}
-        self.declined: dict[str, str] = {}
+        self.declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self.opening: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
@@ -66,28 +66,26 @@ class Roster:
         closing = [asyncio.create_task(self._close(name)) for name in names]
         await asyncio.gather(*closing)
 
-    def decline(self, name: str, reason: str) -> None:
+    def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
         """Somebody who was expected will not come."""
         if name not in self.clients and name not in self.datacenters:
-            self.declined[name] = reason
+            self.declined[name] = (role, reason)
             self.note("declined", {"participant": name, "reason": reason})
             self._changed.set()
 
-    async def wait(self, clients: int, datacenters: int, seconds: float) -> None:
-        """Wait until so many are ready, all who were expected have declined, or time is over."""
+    def have_declined(self, role: link_pb2.Role) -> int:
+        """How many of a role will not come."""
+        return sum(one == role for one, _ in self.declined.values())
+
+    async def wait(self, done: Callable[[], bool], seconds: float) -> None:
+        """Wait until `done` says so (asked after every change), or time is over."""
         try:
             async with asyncio.timeout(seconds):
-                while (
-                    len(self.clients) + self._declined("client") < clients
-                    or len(self.datacenters) + self._declined("datacenter") < datacenters
-                ):
+                while not done():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass
-
-    def _declined(self, kind: str) -> int:
-        return sum(name.startswith(kind) for name in self.declined)
 
     def _joined(self, peer: Peer) -> None:
         self.declined.pop(peer.name, None)
@@ -110,7 +108,8 @@ class Roster:
             return  # `_left` has noted it, or it never was ready
         self.link.settle(peer.name, request.id, True)
         if reply.WhichOneof("outcome") != "opened":
-            self.decline(peer.name, reply.failure.reason or "it did not open the run")
+            reason = reply.failure.reason or "it did not open the run"
+            self.decline(peer.name, peer.role, reason)
             return
         ready = Ready(peer.name, peer.instance, reply.opened.examples)
         group = self.clients if peer.role == link_pb2.CLIENT else self.datacenters

@@ -65,7 +65,7 @@ async def participants(
 ) -> AsyncIterator[Embedded]:
     """Listen, and have the job's devices and ranks running, for as long as the block lasts."""
     bound = await link.start(host, port)
-    embedded = Embedded(job, bound, directory, lambda name, reason: None)
+    embedded = Embedded(job, bound, directory, lambda name, role, reason: None)
     embedded.start()
     try:
         yield embedded
