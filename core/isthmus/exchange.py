@@ -86,6 +86,8 @@ class Layout:
                     "parameters can be trained here"
                 )
             shapes[name] = tuple(parameter.shape)
+        if not shapes:
+            raise TaskError("the model has nothing to train: no parameter has requires_grad")
         return cls.from_shapes(shapes)
 
     @classmethod
@@ -120,6 +122,7 @@ class Layout:
         except (
             struct.error,
             ValueError,
+            OverflowError,
             TypeError,
             KeyError,
             AttributeError,
