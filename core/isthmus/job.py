@@ -33,7 +33,12 @@ RegimeName = Literal["datacenter", "federated", "hybrid"]
 class Section(BaseModel):
     """A table of the job: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",  # an `inf` in task.settings is one on every participant
+    )
 
 
 class TaskSection(Section):
