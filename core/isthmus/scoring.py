@@ -135,10 +135,24 @@ def evaluate(
             output, values = losses(task, model, inputs, target)
             with user_code("metrics()"):
                 figures = task.metrics(output, target)
+            _check_figures(figures)
             averages.add({"loss": values, **figures})
     finally:
         model.train(was_training)
     return averages
+
+
+def _check_figures(figures: Any) -> None:
+    """Metrics that are averaged already would weigh ragged batches wrongly."""
+    if not isinstance(figures, Mapping):
+        raise TaskError(
+            f"metrics() must return a dictionary of tensors, not {type(figures).__name__}"
+        )
+    for name, values in figures.items():
+        if not isinstance(values, torch.Tensor) or values.ndim == 0:
+            raise TaskError(
+                f"metrics() must return one value per example for {name!r}, not a single number"
+            )
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -147,5 +161,6 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _to(inner, device) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_to(inner, device) for inner in value)
+        moved = [_to(inner, device) for inner in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
