@@ -38,6 +38,7 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -173,13 +174,16 @@ def _load_file(path: Path, source: str) -> Any:
 
 
 def _load_module(name: str, source: str) -> Any:
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise TaskError(f"task.source={source!r}: no module {name!r} can be imported here")
     with user_code(f"import of {name}"):
+        try:
+            found = importlib.util.find_spec(name)  # imports the packages above it
+        except ModuleNotFoundError as error:
+            if f"{name}.".startswith(f"{error.name}."):
+                found = None
+            else:
+                raise
+        if found is None:
+            raise TaskError(f"task.source={source!r}: no module {name!r} can be imported here")
         return importlib.import_module(name)
 
 
@@ -215,7 +219,7 @@ def _at_user_line(what: str, error: Exception) -> str:
         frame
         for frame in frames
         if "site-packages" not in frame.filename
-        and not frame.filename.startswith((ours, "<frozen", sys.base_prefix))
+        and not frame.filename.startswith((ours, "<frozen", sysconfig.get_path("stdlib")))
     ]
     message = " ".join(str(error).split()) or "no message"
     kind = type(error).__name__
