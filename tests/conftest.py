@@ -1,0 +1,69 @@
+"""What most tests start from: a small task on disk and a job that names it."""
+
+import sys
+from textwrap import dedent, indent
+
+import pytest
+
+from isthmus.job import parse_job
+
+TABLE = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import isthmus
+
+
+class Table(isthmus.Task):
+    """Which of four numbers is the largest: three classes, for the last two count as one."""
+
+    def model(self):
+        return nn.Linear(4, 3)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.argmax(-1) == target).float()}
+
+    def local_data(self, participant):
+        return rows(20, seed=sum(participant.name.encode()))
+
+    def eval_data(self):
+        return rows(30, seed=0)
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.SGD(parameters, lr=self.settings.get("lr", 0.1))
+
+
+def rows(count, seed):
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, inputs.argmax(1).clamp(max=2))
+
+
+class Learn(Table):
+'''
+
+
+@pytest.fixture
+def write_task(tmp_path, monkeypatch):
+    """Write `task.py` into `tmp_path`: its class `Learn` is a table task with methods replaced."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading a task file extends it
+
+    def write(methods="pass"):
+        path = tmp_path / "task.py"
+        path.write_text(TABLE + indent(dedent(methods).strip(), "    ") + "\n")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_job():
+    """A job of that task, with some keys changed."""
+
+    def make(*overrides):
+        return parse_job('name = "table"\n[task]\nsource = "task.py:Learn"', overrides)
+
+    return make

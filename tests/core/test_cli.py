@@ -1,0 +1,95 @@
+import json
+
+import click
+import pytest
+
+from isthmus import __version__, cli
+
+
+@pytest.fixture
+def isthmus(capsys, monkeypatch):
+    """Type a command; get its exit code, output and error output."""
+
+    def typed(*arguments):
+        monkeypatch.setattr("sys.argv", ["isthmus", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return typed
+
+
+@pytest.fixture
+def job_file(write_task, tmp_path):
+    write_task()
+    path = tmp_path / "job.toml"
+    path.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    return path
+
+
+def test_version(isthmus):
+    assert isthmus("--version") == (0, f"isthmus, version {__version__}\n", "")
+
+
+def test_check_says_what_a_job_would_do(isthmus, job_file):
+    code, out, _ = isthmus("job", "check", job_file, "--set", "federated.clients=3")
+    assert code == 0
+    assert out == (
+        f"{job_file} is fine: 10 rounds of Learn, policy alternate, 3 clients, 0 datacenter ranks\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("sed=1", "unknown key sed; did you mean seed?"),
+        ("task.source=nowhere.py:Learn", "there is no file"),
+        ("nonsense", "--set 'nonsense' is not of the form key.sub=value"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_1(isthmus, job_file, setting, sentence):
+    code, out, err = isthmus("job", "check", job_file, "--set", setting)
+    assert (code, out) == (1, "")
+    assert err.startswith("isthmus: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_the_schema_is_json(isthmus):
+    code, out, _ = isthmus("job", "schema")
+    assert code == 0
+    assert json.loads(out)["title"] == "Job"
+
+
+def test_a_command_that_does_not_exist_is_exit_code_2(isthmus):
+    code, _, err = isthmus("jbo")
+    assert code == 2
+    assert "No such command 'jbo'" in err
+
+
+def test_a_command_whose_packages_are_missing_says_what_to_install(isthmus, monkeypatch):
+    class Absent:
+        module = "isthmus_datacenter.commands"
+
+        def load(self):
+            raise ModuleNotFoundError("no numpy", name="numpy")
+
+    monkeypatch.setattr(cli, "entry_points", lambda **kwargs: [Absent()])
+    code, _, err = isthmus("datacenter")
+    assert code == 1
+    assert "needs the package 'numpy', which is not installed" in err
+    assert "pip install 'isthmus[datacenter]'" in err
+
+
+def test_an_interrupt_is_exit_code_130(isthmus, monkeypatch):
+    @click.command()
+    def interrupted():
+        raise click.Abort
+
+    monkeypatch.setattr(cli, "isthmus", interrupted)
+    code, _, _ = isthmus()
+    assert code == 130

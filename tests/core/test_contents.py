@@ -1,0 +1,113 @@
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.contents import CHUNK_BYTES, Assembly, chunks, describe, into
+from isthmus.errors import UpdateError
+from isthmus.wire import link_pb2
+
+payloads = st.binary(max_size=3000)
+chunk_sizes = st.integers(1, 1000)
+
+
+def read(messages):
+    return [link_pb2.Envelope.FromString(message).chunk for message in messages]
+
+
+@given(payloads, chunk_sizes, st.data())
+def test_a_transfer_broken_anywhere_goes_on_from_there(payload, chunk_bytes, data):
+    content = describe(payload)
+    copy = bytearray(content.size)
+    assembly = Assembly(content, into(copy))
+    while not assembly.complete:
+        sent = read(
+            chunks(content.sha256, payload, offset=assembly.offset, chunk_bytes=chunk_bytes)
+        )
+        arriving = data.draw(st.integers(1, len(sent)))
+        for chunk in sent[:arriving]:
+            assembly.add(chunk)
+    assert copy == payload
+
+
+@given(payloads, chunk_sizes, st.integers(0, 3500))
+def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset):
+    content = describe(payload)
+    ours = list(chunks(content.sha256, payload, offset=offset, chunk_bytes=chunk_bytes))
+    theirs = [
+        link_pb2.Envelope(
+            chunk=link_pb2.Chunk(
+                sha256=content.sha256, offset=start, data=payload[start : start + chunk_bytes]
+            )
+        ).SerializeToString()
+        for start in range(offset, len(payload), chunk_bytes)
+    ]
+    assert ours == theirs
+
+
+def test_a_full_chunk_is_protobufs_own_too():
+    payload = bytes(CHUNK_BYTES)
+    (ours,) = chunks(bytes(32), payload, offset=0)
+    theirs = link_pb2.Envelope(chunk=link_pb2.Chunk(sha256=bytes(32), data=payload))
+    assert ours == theirs.SerializeToString()
+
+
+def test_a_content_is_named_by_its_sha256_and_size():
+    content = describe(bytearray(b"abc"))
+    assert (content.sha256, content.size) == (hashlib.sha256(b"abc").digest(), 3)
+
+
+def assembly_of(payload):
+    copy = bytearray(len(payload))
+    return Assembly(describe(payload), into(copy)), copy
+
+
+def chunk(offset, data):
+    return link_pb2.Chunk(offset=offset, data=data)
+
+
+@given(st.binary(min_size=1, max_size=500), st.data())
+def test_one_damaged_byte_is_noticed(payload, data):
+    assembly, _ = assembly_of(payload)
+    damaged = bytearray(payload)
+    damaged[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(UpdateError, match="does not match its SHA-256"):
+        assembly.add(chunk(0, bytes(damaged)))
+    assert not assembly.complete
+
+
+def test_a_chunk_that_came_before_is_passed_over():
+    assembly, copy = assembly_of(b"abcdef")
+    for piece in (chunk(0, b"abc"), chunk(0, b"abc"), chunk(1, b"b"), chunk(3, b"def")):
+        assembly.add(piece)
+    assert assembly.complete
+    assert copy == b"abcdef"
+
+
+@pytest.mark.parametrize(
+    ("offset", "data"), [(4, b"ef"), (3, b""), (2, b"cde"), (2**63, b"x")], ids=repr
+)
+def test_a_gap_or_an_overlap_is_refused(offset, data):
+    assembly, _ = assembly_of(b"abcdef")
+    assembly.add(chunk(0, b"abc"))
+    if data:
+        with pytest.raises(UpdateError, match="has a gap: at byte 3"):
+            assembly.add(chunk(offset, data))
+    else:
+        assembly.add(chunk(offset, data))
+    assert assembly.offset == 3
+
+
+def test_nothing_is_written_beyond_the_agreed_size():
+    written = []
+    assembly = Assembly(describe(b"abc"), lambda offset, data: written.append(data))
+    with pytest.raises(UpdateError, match="a transfer of 3 bytes went on to byte 4"):
+        assembly.add(chunk(0, b"abcd"))
+    assert written == []
+
+
+def test_no_bytes_are_complete_at_once():
+    assembly, _ = assembly_of(b"")
+    assert assembly.complete
+    assert list(chunks(describe(b"").sha256, b"", offset=0)) == []

@@ -1,0 +1,243 @@
+import json
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from isthmus.errors import TaskError, UpdateError
+from isthmus.exchange import MAX_HEADER_BYTES, Layout, digest
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
+    lambda name: name != "__metadata__"
+)
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+layouts = st.dictionaries(names, shapes, max_size=6).map(Layout.from_shapes)
+
+
+@st.composite
+def layouts_with_vectors(draw):
+    layout = draw(layouts)
+    bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=layout.size, max_size=layout.size))
+    raw = bytearray(struct.pack(f"<{layout.size}I", *bits))
+    vector = torch.frombuffer(raw, dtype=torch.float32) if bits else torch.empty(0)
+    return layout, vector
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def framed(text):
+    return struct.pack("<Q", len(text)) + text
+
+
+# -- round trips ---------------------------------------------------------------------------------
+
+
+@given(layouts)
+def test_a_header_gives_its_layout_back(layout):
+    assert Layout.from_header(layout.header) == layout
+    assert len(layout.header) % 8 == 0
+
+
+@given(layouts_with_vectors())
+def test_a_vector_survives_its_encoding_bit_by_bit_nan_payloads_included(pair):
+    layout, vector = pair
+    payload = layout.encode(vector)
+    assert len(payload) == layout.nbytes
+    assert same_bits(layout.decode(payload), vector)
+
+
+@given(layouts_with_vectors())
+def test_the_encoding_is_a_safetensors_file_with_the_same_tensors(pair):
+    layout, vector = pair
+    opened = safetensors.torch.load(bytes(layout.encode(vector)))
+    assert opened.keys() == {entry.name for entry in layout.entries}
+    for name, part in layout.parts(vector):
+        assert same_bits(opened[name], part.contiguous())
+
+
+def test_a_models_encoding_agrees_with_what_safetensors_would_have_written():
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+    layout = Layout.of(model)
+    theirs = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
+    ours = dict(layout.parts(layout.decode(layout.encode(layout.gather(model)))))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_gather_and_scatter_carry_a_model_into_another():
+    one, other = (nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)) for _ in range(2))
+    layout = Layout.of(one)
+    assert layout == Layout.of(other)
+    layout.scatter(layout.gather(one), other)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def test_a_decoded_vector_is_the_payloads_own_memory():
+    layout = Layout.from_shapes({"a": (2,)})
+    payload = layout.encode(torch.zeros(2))
+    layout.decode(payload).fill_(1.0)
+    assert layout.decode(payload).tolist() == [1.0, 1.0]
+
+
+# -- hostile bytes -------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=64) | st.binary(max_size=64).map(framed))
+def test_bytes_that_are_no_header_are_refused_without_a_crash(raw):
+    with pytest.raises(UpdateError):
+        Layout.from_header(raw)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=3), json_values | st.fixed_dictionaries({"shape": json_values})
+    )
+)
+def test_json_that_is_no_header_is_refused_without_a_crash(table):
+    raw = framed(json.dumps(table).encode())
+    try:
+        layout = Layout.from_header(raw)
+    except UpdateError:
+        return
+    assert layout.header == raw
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\0" * 7,
+        struct.pack("<Q", 2**64 - 1) + b"{}",
+        struct.pack("<Q", MAX_HEADER_BYTES + 8),
+        framed(b"[" * 100_000),
+        framed(b'{"a":{"shape":[-1]}}'),
+        framed(b'{"a":{"shape":[1e999]}}'),
+        framed(b'{"a":{"shape":[' + b"9" * 10_000 + b"]}}"),
+        framed(b'{"a":{"shape":"12"}}'),
+        framed(b"[]"),
+        framed(b"null"),
+    ],
+    ids=lambda raw: repr(raw[:24]),
+)
+def test_a_header_made_to_hurt_is_refused(raw):
+    with pytest.raises(UpdateError):
+        Layout.from_header(raw)
+
+
+def test_only_one_form_of_a_header_is_taken():
+    header = Layout.from_shapes({"a": (1,), "b": (1,)}).header
+    table = json.loads(header[8:])
+    for other in (
+        json.dumps(table).encode(),
+        json.dumps({"__metadata__": {}, **table}, separators=(",", ":")).encode(),
+        json.dumps(dict(reversed(table.items())), separators=(",", ":")).encode(),
+        json.dumps(table, separators=(",", ":")).replace("F32", "F64").encode(),
+    ):
+        with pytest.raises(UpdateError, match="not in the one form Isthmus writes"):
+            Layout.from_header(framed(other))
+
+
+def test_a_payload_cut_short_or_of_another_model_is_refused():
+    layout = Layout.from_shapes({"a": (2,)})
+    other = Layout.from_shapes({"b": (2,)})
+    assert layout.nbytes == other.nbytes == 72
+    payload = layout.encode(torch.zeros(2))
+    with pytest.raises(UpdateError, match=r"71 bytes came where .* takes 72 \(2 float32 p"):
+        layout.decode(payload[:-1])
+    with pytest.raises(UpdateError, match="another exchange set came: parameter 'a' is there and"):
+        layout.decode(other.encode(torch.zeros(2)))
+    payload[20] ^= 1
+    with pytest.raises(UpdateError):
+        layout.decode(payload)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "half_a_sentence"),
+    [
+        ({"a": (2,), "b": (3,)}, None),
+        ({"a": (2,)}, "parameter 'b' is here and not there"),
+        ({"a": (2,), "b": (3,), "c": ()}, "parameter 'c' is there and not here"),
+        ({"a": (2,), "b": (3, 1)}, "parameter 'b' has shape (3,) here and (3, 1) there"),
+    ],
+)
+def test_the_difference_of_two_layouts_is_explained(theirs, half_a_sentence):
+    mine = Layout.from_shapes({"a": (2,), "b": (3,)})
+    assert mine.explain_difference(Layout.from_shapes(theirs)) == half_a_sentence
+
+
+# -- what travels --------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_weights_travel_once():
+    model = Tied()
+    layout = Layout.of(model)
+    assert [entry.name for entry in layout.entries] == ["embedding.weight"]
+    layout.scatter(torch.ones(8), model)
+    assert model.head.weight.tolist() == [[1.0, 1.0]] * 4
+
+
+def test_frozen_parameters_stay_where_they_are():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    assert [entry.name for entry in Layout.of(model).entries] == ["1.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_parameters_of_every_precision_travel_as_float32(dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    layout = Layout.of(model)
+    vector = layout.gather(model)
+    assert vector.dtype == torch.float32
+    assert torch.equal(vector, torch.cat([model.bias, model.weight.flatten()]).float())
+    layout.scatter(torch.full((8,), 0.5), model)
+    assert model.weight.dtype == dtype
+    assert model.bias.tolist() == [0.5, 0.5]
+
+
+def test_parameters_that_are_not_real_numbers_are_refused():
+    model = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
+    with pytest.raises(TaskError, match=r"'phase' is of dtype torch\.complex64"):
+        Layout.of(model)
+
+
+def test_batch_norm_is_refused_and_says_what_to_use():
+    with pytest.raises(TaskError, match=r"'1' \(BatchNorm1d\) keeps running batch statistics"):
+        Layout.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    Layout.of(nn.BatchNorm1d(2, track_running_stats=False))
+    Layout.of(nn.GroupNorm(1, 2))
+    Layout.of(nn.InstanceNorm1d(2, affine=True))
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(TaskError, match="nothing to train"):
+        Layout.of(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(TaskError, match="nothing to train"):
+        Layout.of(nn.ReLU())
+
+
+def test_the_digest_is_sha256():
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert digest(b"").hex() == digest(bytearray()).hex() == empty

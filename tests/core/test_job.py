@@ -1,0 +1,237 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import JobError
+from isthmus.job import Job, Section, job_schema, load_job, parse_job, with_changes
+
+SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
+
+
+def test_the_smallest_job_has_a_name_and_a_task():
+    job = parse_job(SMALLEST)
+    assert (job.name, job.task.source, job.rounds) == ("digits", "task.py:Digits", 10)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("sed=1", "job: unknown key sed; did you mean seed?"),
+        ("federated.cohrt=1", "job: unknown key federated.cohrt; did you mean cohort?"),
+        (
+            "time.zzz=1",
+            "job: unknown key time.zzz; known here: join_seconds, round_seconds, lease_seconds",
+        ),
+        (
+            "strategy.server_optimizer.nam='Adam'",
+            "job: unknown key strategy.server_optimizer.nam; did you mean name?",
+        ),
+        (
+            "strategy.schedule=[{regime='hybrid', rounds=1, zzz=1}]",
+            "job: unknown key strategy.schedule.0.zzz",
+        ),
+        ("rounds=0", "job: rounds=0: input should be greater than or equal to 1"),
+        ("seed=-1", "job: seed=-1: input should be greater than or equal to 0"),
+        ("seed=4294967296", "job: seed=4294967296: input should be less than 4294967296"),
+        ("budget=0", "job: budget=0: input should be greater than 0"),
+        ("budget=inf", "job: budget=inf: input should be a finite number"),
+        ("prices.client_update=nan", "job: prices.client_update=nan: input should be"),
+        ("time.join_seconds=inf", "job: time.join_seconds=inf: input should be a finite number"),
+        (
+            "federated.cohort=many",
+            "job: federated.cohort='many': input should be a valid integer",
+        ),
+        ("federated=3", "job: federated=3: input should be a valid dictionary"),
+        (
+            "datacenter.zero_stage=4",
+            "job: datacenter.zero_stage=4: input should be less than or equal to 3",
+        ),
+        (
+            "datacenter.optimizer_on_load=forget",
+            "job: datacenter.optimizer_on_load='forget': input should be 'reset' or 'keep'",
+        ),
+        ("name=../escape", "job: name='../escape': string should match pattern"),
+        (
+            "strategy.schedule=[{regime='edge', rounds=1}]",
+            "job: strategy.schedule.0.regime='edge': input should be 'datacenter', 'federated'",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_sentence(override, sentence):
+    with pytest.raises(JobError) as caught:
+        parse_job(SMALLEST, [override])
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["federated.cohort=8", "federated.quorum=9"],
+            "job: federated: quorum=9 is above cohort=8; lower one or raise the other",
+        ),
+        (
+            ["federated.local_epochs=1", "federated.local_steps=1"],
+            "job: federated: set local_epochs or local_steps, not both",
+        ),
+        (
+            ["strategy.policy=schedule"],
+            "job: strategy: policy='schedule' needs at least one phase in strategy.schedule",
+        ),
+        (
+            ["time.lease_seconds=60", "time.round_seconds=60"],
+            "job: time: lease_seconds=60 must be below round_seconds=60, or a lost participant "
+            "is never noticed within its round",
+        ),
+    ],
+)
+def test_values_that_cannot_go_together_are_named_together(overrides, sentence):
+    with pytest.raises(JobError) as caught:
+        parse_job(SMALLEST, overrides)
+    assert str(caught.value) == sentence
+
+
+def test_every_finding_is_told_at_once():
+    with pytest.raises(JobError, match=r"rounds=0: .*; unknown key sed; did you mean seed\?"):
+        parse_job(SMALLEST, ["rounds=0", "sed=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "job: name is missing; task is missing"),
+        ('name = "a"\n[task]', "job: task.source is missing"),
+    ],
+)
+def test_what_has_no_default_must_be_there(text, sentence):
+    with pytest.raises(JobError) as caught:
+        parse_job(text)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("rounds=3", "rounds", 3),
+        ("rounds = 3", "rounds", 3),
+        ("name=other", "name", "other"),
+        ("name='other'", "name", "other"),
+        ("task.source=a.py:B", "task.source", "a.py:B"),
+        ("strategy.datacenter_weight=0.5", "strategy.datacenter_weight", 0.5),
+        ("task.settings.deep.deeper=[1, 2]", "task.settings", {"deep": {"deeper": [1, 2]}}),
+        (
+            "strategy.server_optimizer.options={lr=0.1}",
+            "strategy.server_optimizer.options",
+            {"lr": 0.1},
+        ),
+    ],
+)
+def test_set_takes_toml_values_and_bare_words(override, key, value):
+    found = parse_job(SMALLEST, [override])
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("override", ["rounds", "=3", "", "federated..cohort=3", ".rounds=3"])
+def test_set_without_a_key_and_a_value_is_refused(override):
+    with pytest.raises(JobError, match=r"--set .* is not of the form key\.sub=value"):
+        parse_job(SMALLEST, [override])
+
+
+def test_set_cannot_descend_into_a_value():
+    with pytest.raises(JobError, match="'source' is a value, not a table"):
+        parse_job(SMALLEST, ["task.source.deeper=1"])
+
+
+def test_the_last_set_wins_over_the_first_and_over_the_file(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("rounds = 1\n" + SMALLEST)
+    assert load_job(path).rounds == 1
+    assert load_job(path, ["rounds=2", "rounds=3"]).rounds == 3
+
+
+def test_errors_name_the_file(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("rounds = 0\n" + SMALLEST)
+    with pytest.raises(JobError, match=rf"^{path}: rounds=0"):
+        load_job(path)
+    path.write_text("rounds = = 0")
+    with pytest.raises(JobError, match=rf"^{path} is not valid TOML: .*line 1"):
+        load_job(path)
+    path.write_bytes(b"name = '\xff'")
+    with pytest.raises(JobError, match=rf"^{path} cannot be read: "):
+        load_job(path)
+
+
+def test_a_job_file_that_is_missing_or_a_folder_is_one_sentence(tmp_path):
+    with pytest.raises(JobError, match=r"^there is no job file .*nowhere\.toml$"):
+        load_job(tmp_path / "nowhere.toml")
+    with pytest.raises(JobError, match="cannot be read"):
+        load_job(tmp_path)
+
+
+@pytest.mark.parametrize(("cohort", "needed"), [(1, 1), (2, 2), (4, 3), (8, 6), (10, 8)])
+def test_the_quorum_is_three_quarters_of_the_cohort_unless_set(cohort, needed):
+    assert parse_job(SMALLEST, [f"federated.cohort={cohort}"]).federated.needed == needed
+
+
+def test_a_quorum_that_is_set_is_the_one_that_counts():
+    job = parse_job(SMALLEST, ["federated.cohort=8", "federated.quorum=2"])
+    assert job.federated.needed == 2
+
+
+def test_with_changes_leaves_the_original_alone():
+    job = parse_job(SMALLEST, ["budget=5"])
+    other = with_changes(job, {"strategy.policy": "federated", "seed": 7, "budget": None})
+    assert (other.strategy.policy, other.seed, other.budget) == ("federated", 7, None)
+    assert (job.strategy.policy, job.seed, job.budget) == ("alternate", 0, 5)
+
+
+def test_with_changes_validates():
+    job = parse_job(SMALLEST)
+    with pytest.raises(JobError, match=r"^federated: quorum=99 is above cohort=8"):
+        with_changes(job, {"federated.quorum": 99})
+
+
+def test_a_job_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        parse_job(SMALLEST).rounds = 3
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1),
+        st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none(),
+    )
+)
+def test_a_participant_reads_the_job_that_the_server_validated(settings):
+    job = with_changes(parse_job(SMALLEST), {"task.settings": settings})
+    assert Job.model_validate_json(job.model_dump_json()) == job
+    assert Job.model_validate(json.loads(json.dumps(job.model_dump(mode="json")))) == job
+
+
+def sections(kind):
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from sections(inner)
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [(kind, name) for kind in sections(Section) for name in kind.model_fields],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_every_field_says_what_it_means(section, field):
+    if section is Job and section.model_fields[field].annotation.__name__.endswith("Section"):
+        assert section.model_fields[field].annotation.__doc__
+    else:
+        assert section.model_fields[field].description
+
+
+def test_the_schema_carries_the_descriptions():
+    cohort = job_schema()["$defs"]["FederatedSection"]["properties"]["cohort"]
+    assert cohort["description"] == "Updates wanted each round."

@@ -1,0 +1,155 @@
+import sys
+
+import pytest
+
+from isthmus import Participant, Task, TaskError, load_task
+from isthmus.scoring import build_model, losses
+from isthmus.task import user_code
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Write files, load one of the tasks in them."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+    def load(source, files, data=None):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return load_task(source, {"width": 3}, base=tmp_path, data=data)
+
+    return load
+
+
+GOOD = "import isthmus\nclass Good(isthmus.Task):\n    pass\n"
+
+
+def test_a_task_in_a_file_gets_its_settings(load):
+    task = load("folder/task.py:Good", {"folder/task.py": GOOD})
+    assert isinstance(task, Task)
+    assert task.settings == {"width": 3}
+
+
+def test_a_task_in_a_file_imports_what_lies_beside_it(load):
+    task = load(
+        "folder/task.py:Good",
+        {
+            "folder/task.py": "from beside_the_task import x\n" + GOOD,
+            "folder/beside_the_task.py": "x = 1",
+        },
+    )
+    assert type(task).__name__ == "Good"
+
+
+def test_a_task_in_a_module(load, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(load("task_in_a_module:Good", {"task_in_a_module.py": GOOD}), Task)
+
+
+@pytest.mark.parametrize("source", ["task.py", ":Good", "task.py:", "task.py:not a name", ""])
+def test_a_source_of_another_form_is_refused(load, source):
+    with pytest.raises(TaskError, match=r"is not of the form path/to/file\.py:Name or package"):
+        load(source, {"task.py": GOOD})
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("nowhere.py:Good", r"task\.source='nowhere\.py:Good': there is no file /.*/nowhere\.py"),
+        ("task.py:Other", r"task\.source='task\.py:Other': task\.py has no class 'Other'"),
+        ("task.py:isthmus", "isthmus is not a subclass of isthmus.Task"),
+        ("task.py:Plain", "Plain is not a subclass of isthmus.Task"),
+        ("no_such_package:Good", "no module 'no_such_package' can be imported here"),
+        ("no_such_package.deep:Good", "no module 'no_such_package.deep' can be imported here"),
+    ],
+)
+def test_a_source_that_leads_nowhere_is_one_sentence(load, source, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        load(source, {"task.py": GOOD + "class Plain:\n    pass\n"})
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "error"),
+    [
+        ("import isthmus\n\nimport no_such_package_at_all\n", 3, "ModuleNotFoundError"),
+        ("x = 1\ny = (\n", 2, "SyntaxError"),
+        (GOOD + "x = 1 / 0\n", 4, "ZeroDivisionError: division by zero"),
+        (GOOD + "    def __init__(self, *args):\n        {}['a']\n", 5, "KeyError"),
+        (GOOD + "    def __init__(self):\n        pass\n", None, "TypeError"),
+    ],
+)
+def test_what_the_users_code_raises_names_the_users_line(load, tmp_path, text, line, error):
+    with pytest.raises(TaskError) as caught:
+        load("task.py:Good", {"task.py": text})
+    at = f" failed at {tmp_path}/task.py:{line}: " if line else " failed: "
+    assert at in str(caught.value)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_whose_package_raises_names_the_users_line(load, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for package, text in (("broken_package", "1 / 0"), ("needy_package", "import no_such_thing")):
+        with pytest.raises(
+            TaskError, match=rf"{package}/__init__\.py:1: .*(by zero|no_such_thing)"
+        ):
+            load(
+                f"{package}.task:Good", {f"{package}/__init__.py": text, f"{package}/task.py": GOOD}
+            )
+
+
+def test_a_method_that_raises_names_the_users_line_however_deep(write_task, tmp_path):
+    import torch
+
+    path = write_task("""
+        def loss(self, output, target):
+            return nn.functional.cross_entropy(output, target.float().view(2, 4))
+    """)
+    line = (
+        path.read_text()
+        .splitlines()
+        .index("        return nn.functional.cross_entropy(output, target.float().view(2, 4))")
+    )
+    task = load_task("task.py:Learn", {}, base=tmp_path)
+    model = build_model(task, 0)
+    with pytest.raises(TaskError, match=rf"^loss\(\) failed at {path}:{line + 1}: RuntimeError: "):
+        losses(task, model, torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
+
+
+def test_a_method_that_is_not_defined_is_named(load):
+    task = load("task.py:Good", {"task.py": GOOD})
+    with pytest.raises(TaskError, match=r"^the task does not define model\(\), and it must$"):
+        build_model(task, 0)
+
+
+def test_a_task_may_refuse_in_its_own_words():
+    with pytest.raises(TaskError, match="^bring a shard$"), user_code("local_data()"):
+        raise TaskError("bring a shard")
+    with pytest.raises(TaskError, match=r"NotImplementedError: only on Tuesdays$"):  # noqa: SIM117
+        with user_code("local_data()"):
+            raise NotImplementedError("only on Tuesdays")
+
+
+def test_an_interrupt_is_not_the_users_mistake():
+    with pytest.raises(KeyboardInterrupt), user_code("loss()"):
+        raise KeyboardInterrupt
+
+
+def test_data_is_where_this_machine_keeps_it(load, tmp_path):
+    assert load("task.py:Good", {"task.py": GOOD}, tmp_path).data == tmp_path
+    with pytest.raises(TaskError, match=r"set task\.data in the job or start the client with"):
+        _ = load("task.py:Good", {"task.py": GOOD}).data
+
+
+def test_the_parts_with_a_default(load):
+    task = load("task.py:Good", {"task.py": GOOD})
+    assert task.metrics(1, 2) == {}
+    assert task.forward(lambda inputs: inputs + 1, 1) == 2
+    for call in (task.model, task.eval_data, lambda: task.loss(1, 2)):
+        with pytest.raises(NotImplementedError):
+            call()
+    with pytest.raises(NotImplementedError):
+        task.local_data(Participant(name="a", regime="federated"))
+    with pytest.raises(NotImplementedError):
+        task.optimizer([], Participant(name="a", regime="federated"))
