@@ -4,8 +4,13 @@ import sys
 from textwrap import dedent, indent
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from isthmus.job import parse_job
+
+# A busy machine is slow, not wrong.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 TABLE = '''
 import torch

@@ -90,13 +90,11 @@ def test_what_the_users_code_raises_names_the_users_line(load, tmp_path, text, l
 
 def test_a_module_whose_package_raises_names_the_users_line(load, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    for package, text in (("broken_package", "1 / 0"), ("needy_package", "import no_such_thing")):
-        with pytest.raises(
-            TaskError, match=rf"{package}/__init__\.py:1: .*(by zero|no_such_thing)"
-        ):
-            load(
-                f"{package}.task:Good", {f"{package}/__init__.py": text, f"{package}/task.py": GOOD}
-            )
+    good = {"raising/task.py": GOOD, "needy/task.py": GOOD}
+    with pytest.raises(TaskError, match=r"raising/__init__\.py:1: ZeroDivisionError"):
+        load("raising.task:Good", {"raising/__init__.py": "1 / 0", **good})
+    with pytest.raises(TaskError, match=r"needy/__init__\.py:1: .*'no_such_thing'"):
+        load("needy.task:Good", {"needy/__init__.py": "import no_such_thing", **good})
 
 
 def test_a_method_that_raises_names_the_users_line_however_deep(write_task, tmp_path):
@@ -124,7 +122,7 @@ def test_a_method_that_is_not_defined_is_named(load):
 
 
 def test_a_task_may_refuse_in_its_own_words():
-    with pytest.raises(TaskError, match="^bring a shard$"), user_code("local_data()"):
+    with pytest.raises(TaskError, match=r"^bring a shard$"), user_code("local_data()"):
         raise TaskError("bring a shard")
     with pytest.raises(TaskError, match=r"NotImplementedError: only on Tuesdays$"):  # noqa: SIM117
         with user_code("local_data()"):
