@@ -20,7 +20,7 @@ from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
-from isthmus_server.receipts import Receipt, count
+from isthmus_server.receipts import Receipt, attempt_row
 from isthmus_server.regimes import (
     AttemptFailed,
     Datacenter,
@@ -59,6 +59,12 @@ class Trained:
         parts: list[DatacenterResult | FederatedResult | None] = [self.datacenter, self.federated]
         return [receipt for part in parts if part is not None for receipt in part.receipts]
 
+    @property
+    def training(self) -> dict[str, dict[str, float]]:
+        """The figures of the training itself, by regime."""
+        parts = (("federated", self.federated), ("datacenter", self.datacenter))
+        return {name: dict(part.training) for name, part in parts if part is not None}
+
 
 class Coordinator:
     """Runs one job to its end.
@@ -87,6 +93,7 @@ class Coordinator:
         self.at = self._restore(store.resume_point())
         self.roster = Roster(
             link,
+            self.job,
             link_pb2.OpenRun(
                 run_id=store.run_id,
                 job=self.job.model_dump_json(),
@@ -110,7 +117,7 @@ class Coordinator:
         self.store.reopen()
         self.roster.start()
         try:
-            await self._gather_embedded()
+            await self.roster.wait_for_embedded()
             reason = "all rounds are done"
             while self.at.round < self.job.rounds:
                 plan = self._plan()
@@ -132,7 +139,7 @@ class Coordinator:
         round_ = self.at.round + 1
         while True:
             attempt = self.at.attempts + 1
-            await self._gather(plan)
+            await self.roster.require(plan.regime)
             started = time.monotonic()
             try:
                 await self._one_attempt(plan, round_, attempt, started)
@@ -219,57 +226,6 @@ class Coordinator:
             round_=round_,
         )
         return {name: self.roster.clients[name].examples for name in names}
-
-    async def _gather_embedded(self) -> None:
-        """At the start, wait for everyone this machine starts; who does not come says why later."""
-        clients, datacenters = self.job.federated.clients, int(self.job.datacenter.ranks > 0)
-        await self._wait_for(clients, datacenters)
-
-    async def _gather(self, plan: Plan) -> None:
-        """Wait for those without whom the planned round cannot be committed.
-
-        Raises:
-            UserError: too few are ready in time.
-        """
-        clients = 0 if plan.regime == "datacenter" else self.job.federated.needed
-        datacenters = 0 if plan.regime == "federated" else 1
-        await self._wait_for(clients, datacenters)
-        roster = self.roster
-        missing = []
-        if len(roster.clients) < clients:
-            missing.append(
-                f"{len(roster.clients)} edge clients are ready and a {plan.regime} round needs "
-                f"{clients} (federated.quorum)"
-            )
-        if len(roster.datacenters) < datacenters:
-            missing.append(f"no datacenter is ready and a {plan.regime} round needs one")
-        if missing:
-            declined = [
-                f"{name} declined: {why}" for name, (_, why) in sorted(roster.declined.items())
-            ]
-            raise UserError(
-                "; ".join([*missing, *declined[:3]])
-                + f"; waited up to {self.job.time.join_seconds:g} s (time.join_seconds)"
-            )
-
-    async def _wait_for(self, clients: int, datacenters: int) -> None:
-        """Wait until so many are ready, or all that this machine starts are ready or declined."""
-        roster = self.roster
-        roles = (
-            (link_pb2.CLIENT, roster.clients, clients, self.job.federated.clients),
-            (link_pb2.DATACENTER, roster.datacenters, datacenters, self.job.datacenter.ranks > 0),
-        )
-
-        def done() -> bool:
-            return all(
-                len(ready) >= wanted
-                or (started_here and len(ready) + roster.have_declined(role) >= started_here)
-                for role, ready, wanted, started_here in roles
-            )
-
-        if not done():
-            self._note("waiting", {"clients": clients, "datacenters": datacenters})
-            await roster.wait(done, self.job.time.join_seconds)
 
     # -- run ---------------------------------------------------------------------------------------
 
@@ -367,17 +323,13 @@ class Coordinator:
         started: float,
     ) -> None:
         away = plan.regime == "datacenter"
-        row = self._row(plan, round_, attempt, trained.receipts, started)
+        row = attempt_row(plan, round_, attempt, trained.receipts, started)
         row["cost"]["price"] = self._price(
             sum(receipt.regime == "federated" for receipt in trained.receipts),
             trained.datacenter_steps,
         )
         row["metrics"] = dict(evaluation)
-        row["training"] = {
-            name: dict(part.training)
-            for name, part in (("federated", trained.federated), ("datacenter", trained.datacenter))
-            if part is not None
-        }
+        row["training"] = trained.training
         row["model_sha256"] = None if away else self.model.sha256
         tensors, numbers = self.model.optimizer_state()
         self.at = dataclasses.replace(
@@ -423,7 +375,7 @@ class Coordinator:
         reason: str,
         receipts: Sequence[Receipt],
     ) -> None:
-        row = self._row(plan, round_, attempt, receipts, started)
+        row = attempt_row(plan, round_, attempt, receipts, started)
         # Devices that were reached have been paid for; what the ranks did is not known.
         reached = sum(r.started for r in receipts if r.regime == "federated")
         row["cost"]["price"] = self._price(reached, 0)
@@ -433,31 +385,6 @@ class Coordinator:
             self.at, attempts=attempt, spent=self.at.spent + row["cost"]["price"]
         )
         self._note("attempt_failed", row)
-
-    def _row(
-        self, plan: Plan, round_: int, attempt: int, receipts: Sequence[Receipt], started: float
-    ) -> dict[str, Any]:
-        seconds = time.monotonic() - started
-        return {
-            "round": round_,
-            "attempt": attempt,
-            "regime": plan.regime,
-            "reason": plan.reason,
-            "started_at": time.time() - seconds,
-            "seconds": seconds,
-            "participants": count(receipts),
-            "receipts": [receipt.to_json() for receipt in receipts],
-            "metrics": {},
-            "cost": {
-                "price": 0.0,
-                "bytes_up": sum(receipt.bytes_in for receipt in receipts),
-                "bytes_down": sum(receipt.bytes_out for receipt in receipts),
-                "device_seconds": sum(r.seconds for r in receipts if r.regime == "federated"),
-                "datacenter_seconds": sum(r.seconds for r in receipts if r.regime == "datacenter"),
-            },
-            "epsilon": None,
-            "model_sha256": None,
-        }
 
     # -- beginning and end -------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
-"""What became of each participant in a round, and why."""
+"""What became of each participant in a round, and why; and of the round."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
+
+from isthmus_server.strategy.policy import Plan
 
 Status = Literal["accepted", "rejected", "dropped"]
 
@@ -51,4 +54,31 @@ def count(receipts: Iterable[Receipt]) -> dict[str, int]:
             status: sum(receipt.status == status for receipt in listed)
             for status in ("accepted", "rejected", "dropped")
         },
+    }
+
+
+def attempt_row(
+    plan: Plan, round_: int, attempt: int, receipts: Sequence[Receipt], started: float
+) -> dict[str, Any]:
+    """What the log and the report say of one attempt; `started` is of `time.monotonic()`."""
+    seconds = time.monotonic() - started
+    return {
+        "round": round_,
+        "attempt": attempt,
+        "regime": plan.regime,
+        "reason": plan.reason,
+        "started_at": time.time() - seconds,
+        "seconds": seconds,
+        "participants": count(receipts),
+        "receipts": [receipt.to_json() for receipt in receipts],
+        "metrics": {},
+        "cost": {
+            "price": 0.0,
+            "bytes_up": sum(receipt.bytes_in for receipt in receipts),
+            "bytes_down": sum(receipt.bytes_out for receipt in receipts),
+            "device_seconds": sum(r.seconds for r in receipts if r.regime == "federated"),
+            "datacenter_seconds": sum(r.seconds for r in receipts if r.regime == "datacenter"),
+        },
+        "epsilon": None,
+        "model_sha256": None,
     }

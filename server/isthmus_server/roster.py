@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from isthmus.errors import ParticipantLost
+from isthmus.errors import ParticipantLost, UserError
+from isthmus.job import Job, RegimeName
 from isthmus.wire import link_pb2
 from isthmus_server.link import Link, Peer
 
@@ -35,11 +36,13 @@ class Roster:
     def __init__(
         self,
         link: Link,
+        job: Job,
         run: link_pb2.OpenRun,
         note: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         """`note(kind, data)` is told of everyone who joins, leaves or declines."""
         self.link = link
+        self.job = job
         self.run = run
         self.note = note
         self.clients: dict[str, Ready] = {}
@@ -73,19 +76,65 @@ class Roster:
             self.note("declined", {"participant": name, "reason": reason})
             self._changed.set()
 
-    def have_declined(self, role: link_pb2.Role) -> int:
-        """How many of a role will not come."""
-        return sum(one == role for one, _ in self.declined.values())
+    # -- waiting -----------------------------------------------------------------------------------
 
-    async def wait(self, done: Callable[[], bool], seconds: float) -> None:
-        """Wait until `done` says so (asked after every change), or time is over."""
+    async def wait_for_embedded(self) -> None:
+        """At the start, wait for everyone this machine starts; who does not come says why later."""
+        await self._wait_for(self.job.federated.clients, int(self.job.datacenter.ranks > 0))
+
+    async def require(self, regime: RegimeName) -> None:
+        """Wait for those without whom a round in a regime cannot be committed.
+
+        Raises:
+            UserError: too few are ready in time.
+        """
+        clients = 0 if regime == "datacenter" else self.job.federated.needed
+        datacenters = 0 if regime == "federated" else 1
+        await self._wait_for(clients, datacenters)
+        missing = []
+        if len(self.clients) < clients:
+            missing.append(
+                f"{len(self.clients)} edge clients are ready and a {regime} round needs "
+                f"{clients} (federated.quorum)"
+            )
+        if len(self.datacenters) < datacenters:
+            missing.append(f"no datacenter is ready and a {regime} round needs one")
+        if missing:
+            declined = [f"{name} declined: {why}" for name, (_, why) in self.declined.items()]
+            raise UserError(
+                "; ".join([*missing, *sorted(declined)[:3]])
+                + f"; waited up to {self.job.time.join_seconds:g} s (time.join_seconds)"
+            )
+
+    async def _wait_for(self, clients: int, datacenters: int) -> None:
+        """Wait until so many are ready, or all that this machine starts are ready or declined."""
+        roles = (
+            (link_pb2.CLIENT, self.clients, clients, self.job.federated.clients),
+            (link_pb2.DATACENTER, self.datacenters, datacenters, self.job.datacenter.ranks > 0),
+        )
+
+        def done() -> bool:
+            return all(
+                len(ready) >= wanted
+                or (started_here and len(ready) + self._have_declined(role) >= started_here)
+                for role, ready, wanted, started_here in roles
+            )
+
+        if done():
+            return
+        self.note("waiting", {"clients": clients, "datacenters": datacenters})
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self.job.time.join_seconds):
                 while not done():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass
+
+    def _have_declined(self, role: link_pb2.Role) -> int:
+        return sum(one == role for one, _ in self.declined.values())
+
+    # -- coming and going --------------------------------------------------------------------------
 
     def _joined(self, peer: Peer) -> None:
         self.declined.pop(peer.name, None)
