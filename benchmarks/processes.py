@@ -69,7 +69,7 @@ class Tree:
 
     def _stats(self) -> dict[int, _Stat]:
         everybody = {}
-        for entry in os.listdir("/proc"):  # noqa: PTH208 - only names are wanted, a hundred times a second
+        for entry in os.listdir("/proc"):  # noqa: PTH208 - only names are wanted, and quickly
             if entry.isdigit() and (stat := _stat(int(entry))) is not None:
                 everybody[int(entry)] = stat
         # A pid that was given to a stranger meanwhile is not ours any more.

@@ -94,7 +94,7 @@ def main() -> None:
                         figures.times(saving),
                     )
                 )
-    header = ("a round of", "Flower, wall", "ours, wall", "ratio", "CPU", "CPU", "ratio")
+    header = ("a round of", "Flower, wall", "ours", "ratio", "Flower, CPU", "ours", "ratio")
     print(figures.table(header, rows))
     figures.write(asked.json, "round_overhead", figures.machine("flwr"), found)
 
