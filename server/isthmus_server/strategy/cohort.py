@@ -1,7 +1,7 @@
 """Whom to invite.
 
 >>> select(["a", "b", "c", "d"], cohort=2, over_selection=1.5, seed=7, round_=1)
-['a', 'b', 'c']
+['a', 'c', 'd']
 """
 
 from __future__ import annotations
