@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -110,11 +111,9 @@ def load_policy(strategy: StrategySection) -> Policy:
                 f"strategy.policy={strategy.policy!r} is not known; there are "
                 f"{', '.join(sorted(BUILT_IN))}, or module:Name for one of your own"
             )
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise JobError(f"strategy.policy={strategy.policy!r}: {error}") from error
     try:
+        if factory is None:
+            factory = getattr(importlib.import_module(module), name)
         policy: Policy = factory(strategy)
     except Exception as error:  # it may be anybody's code
         raise JobError(
@@ -125,6 +124,8 @@ def load_policy(strategy: StrategySection) -> Policy:
 
 def checked_plan(policy: Policy, name: str, observation: Observation) -> Plan:
     """Ask a policy, and hold it to its contract.
+
+    Its state comes back as it will be read after a crash, so that a resumed run sees no other.
 
     Raises:
         JobError: it raised, or answered something that is not a plan; says which policy.
@@ -141,4 +142,10 @@ def checked_plan(policy: Policy, name: str, observation: Observation) -> Plan:
             f"the policy {name!r} answered {plan!r} in round {observation.round}, which is not a "
             f"Plan with one of the regimes {', '.join(KINDS)} and a reason"
         )
-    return plan
+    try:
+        return dataclasses.replace(plan, state=json.loads(json.dumps(dict(plan.state))))
+    except (TypeError, ValueError) as error:
+        raise JobError(
+            f"the policy {name!r} answered with the state {plan.state!r} in round "
+            f"{observation.round}, which is not a JSON object: {error}"
+        ) from error
