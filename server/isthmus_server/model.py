@@ -157,7 +157,12 @@ def _make_optimizer(
         )
     if kind is torch.optim.LBFGS:
         raise JobError("strategy.server_optimizer.name='LBFGS' needs a closure; choose another")
+    if kind is torch.optim.SparseAdam:
+        raise JobError(
+            "strategy.server_optimizer.name='SparseAdam' takes sparse gradients only; "
+            "choose another"
+        )
     try:
         return kind(parameters, **config.options)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise JobError(f"strategy.server_optimizer.options: {config.name}: {error}") from error
