@@ -131,10 +131,12 @@ class Store:
         try:
             table = json.loads((directory / "job.json").read_text())
             job = Job.model_validate(table["job"])
+            if not (directory / "run.sqlite").exists():
+                raise ValueError("run.sqlite is missing")
             return cls(directory, job, Path(table["base"]), table["run_id"])
         except FileNotFoundError:
             raise UserError(f"{directory} does not hold a run (no job.json)") from None
-        except (OSError, sqlite3.Error, KeyError, ValueError) as error:
+        except (OSError, sqlite3.Error, KeyError, TypeError, ValueError) as error:
             raise UserError(f"the run in {directory} cannot be read: {error}") from error
 
     def close(self) -> None:
@@ -294,8 +296,16 @@ class Store:
         return name
 
     def read_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Read back what `write_tensors` wrote."""
-        payload = bytearray((self.directory / "checkpoints" / name).read_bytes())
+        """Read back what `write_tensors` wrote.
+
+        Raises:
+            UserError: it is missing or damaged.
+        """
+        path = self.directory / "checkpoints" / name
+        try:
+            payload = bytearray(path.read_bytes())
+        except OSError as error:
+            raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
         length = 8 + int.from_bytes(payload[:8], "little")
         layout = Layout.from_header(memoryview(payload)[:length])
         return dict(layout.parts(layout.decode(payload)))
