@@ -1,0 +1,146 @@
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import UpdateError
+from isthmus.exchange import Layout
+from isthmus_server.aggregate import TILE, Spool, WeightedSum
+
+LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
+
+values = st.floats(-4095, 4095, width=32)
+updates = st.tuples(st.tuples(values, values, values), st.integers(1, 1000))
+
+
+def spooled(tmp_path, payload, in_memory=1 << 20):
+    spool = Spool(tmp_path, in_memory)
+    for start in range(0, len(payload), 7):
+        spool.write(start, bytes(payload[start : start + 7]))
+    return spool
+
+
+def add(tmp_path, total, vector, weight, layout=LAYOUT, in_memory=1 << 20):
+    payload = layout.encode(torch.as_tensor(vector, dtype=torch.float32))
+    with spooled(tmp_path, payload, in_memory) as spool:
+        spool.add_to(total, layout, weight)
+
+
+def mean_of(listed):
+    total = WeightedSum(3, sum(weight for _, weight in listed))
+    for vector, weight in listed:
+        total.add([(0, torch.tensor(vector, dtype=torch.float32))], weight)
+    return total
+
+
+@given(st.lists(updates, min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_any_order_of_arrival_gives_the_same_bytes(listed, random):
+    one = mean_of(listed).mean()
+    random.shuffle(listed)
+    other = mean_of(listed).mean()
+    assert one.numpy().tobytes() == other.numpy().tobytes()
+
+
+@given(st.lists(updates, min_size=1, max_size=8))
+def test_the_mean_is_the_weighted_mean(listed):
+    total = mean_of(listed)
+    vectors = torch.tensor([vector for vector, _ in listed], dtype=torch.float64)
+    weights = torch.tensor([weight for _, weight in listed], dtype=torch.float64)
+    expected = (vectors * weights[:, None]).sum(0) / weights.sum()
+    torch.testing.assert_close(
+        total.mean().double(), expected, rtol=1e-6, atol=2.0**-total.fraction_bits
+    )
+
+
+@pytest.mark.parametrize("declared", [1, 3, 1000, 2**31, 2**48])
+def test_the_largest_values_and_weights_do_not_wrap(declared):
+    total = WeightedSum(2, declared)
+    most = torch.tensor([4095.999, -4095.999])
+    total.add([(0, most)], declared)
+    total.add([(0, most)], declared)
+    torch.testing.assert_close(total.mean(), most)
+
+
+@pytest.mark.parametrize("in_memory", [1 << 20, 16], ids=["in memory", "on disk"])
+def test_an_update_is_spooled_and_added(tmp_path, in_memory):
+    total = WeightedSum(3, 30)
+    add(tmp_path, total, [1.0, 2.0, 3.0], 10, in_memory=in_memory)
+    add(tmp_path, total, [4.0, 5.0, 6.0], 20, in_memory=in_memory)
+    assert total.mean().tolist() == [3.0, 4.0, 5.0]
+    assert total.weight == 30
+
+
+def test_a_large_update_waits_in_a_file_without_a_name(tmp_path):
+    with spooled(tmp_path, LAYOUT.encode(torch.zeros(3)), in_memory=16):
+        opened = [
+            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        ]
+        assert [name for name in opened if name.startswith(str(tmp_path))]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_update_of_more_than_one_tile(tmp_path):
+    layout = Layout.from_shapes({"a": (TILE,), "b": (3,)})
+    vector = torch.arange(TILE + 3, dtype=torch.float32) / 128
+    total = WeightedSum(layout.size, 5)
+    add(tmp_path, total, vector, 5, layout)
+    assert torch.equal(total.mean(), vector)
+    vector[TILE + 1] = torch.nan
+    with pytest.raises(UpdateError, match=r"^its update of 'b' is not finite \(nan\)$"):
+        add(tmp_path, total, vector, 1, layout)
+    assert torch.equal(total.mean(), torch.arange(TILE + 3, dtype=torch.float32) / 128)
+
+
+@pytest.mark.parametrize(
+    ("vector", "weight", "sentence"),
+    [
+        ([0, torch.nan, 0], 1, r"^its update of 'weight' is not finite \(nan\)$"),
+        ([torch.inf, 0, 0], 1, r"^its update of 'bias' is not finite \(inf\)$"),
+        ([0, 0, -torch.inf], 1, r"^its update of 'weight' is not finite \(-inf\)$"),
+        ([0, 0, 4096], 1, r"^its update of 'weight' is out of range \(4096, allowed is \+-4096\)$"),
+        ([0, 0, -5000], 1, r"^its update of 'weight' is out of range"),
+        ([0, 0, 0], 0, r"^its weight=0 does not fit: it must be at least 1"),
+        ([0, 0, 0], -1, r"^its weight=-1 does not fit"),
+        ([0, 0, 0], 11, r"^its weight=11 does not fit: .* at most 20, twice the examples"),
+    ],
+)
+def test_a_bad_update_is_refused_and_leaves_the_sum_as_it_was(tmp_path, vector, weight, sentence):
+    total = WeightedSum(3, 10)
+    add(tmp_path, total, [1.0, 2.0, 3.0], 10)
+    with pytest.raises(UpdateError, match=sentence):
+        add(tmp_path, total, vector, weight)
+    assert total.weight == 10
+    assert total.mean().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_payload_of_another_size_or_header_is_refused(tmp_path):
+    total = WeightedSum(3, 10)
+    payload = LAYOUT.encode(torch.ones(3))
+    other = Layout.from_shapes({"bias": (2,), "weight": (1,)}).encode(torch.ones(3))
+    assert len(other) == len(payload)
+    for wrong in (b"", payload[:-1], payload + b"\0", other):
+        with (
+            spooled(tmp_path, wrong) as spool,
+            pytest.raises(UpdateError, match=r"^it is not an update of this exchange set"),
+        ):
+            spool.add_to(total, LAYOUT, 1)
+    assert total.weight == 0
+
+
+def test_nothing_is_left_of_an_update_that_is_done_with(tmp_path):
+    for in_memory in (16, 1 << 20):
+        add(tmp_path, WeightedSum(3, 1), [0.0] * 3, 1, in_memory=in_memory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tiles_in_any_order_give_the_same_sum():
+    vector = torch.tensor([1.5, -2.25, 3.0])
+    sums = []
+    for order in itertools.permutations(range(3)):
+        total = WeightedSum(3, 7)
+        total.add([(i, vector[i : i + 1]) for i in order], 7)
+        sums.append(total.mean().tolist())
+    assert sums == [[1.5, -2.25, 3.0]] * 6

@@ -1,0 +1,183 @@
+import pytest
+import torch
+
+from isthmus.errors import JobError, TaskError, UpdateError
+from isthmus.exchange import digest
+from isthmus.job import ServerOptimizer
+from isthmus.task import load_task
+from isthmus_server.model import GlobalModel
+from isthmus_server.store import Store
+
+
+@pytest.fixture
+def make_model(write_task, tmp_path):
+    """The table task's model on the server, with a server optimizer."""
+
+    def make(methods="pass", name="SGD", seed=0, **options):
+        write_task(methods)
+        task = load_task("task.py:Learn", {}, base=tmp_path)
+        config = ServerOptimizer(name=name, options=options or {"lr": 1.0})
+        return GlobalModel(task, seed, config)
+
+    return make
+
+
+def gradients(model, count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(model.layout.size, generator=generator) for _ in range(count)]
+
+
+def test_the_encoding_and_the_module_and_the_vector_are_one_memory(make_model):
+    model = make_model()
+    model.vector.fill_(0.5)
+    assert model.module.bias.tolist() == [0.5, 0.5, 0.5]
+    assert model.layout.decode(model.payload).eq(0.5).all()
+
+
+def test_the_content_always_names_the_bytes(make_model):
+    model = make_model()
+    seen = set()
+    for change in (
+        lambda: None,
+        lambda: model.step(torch.ones(model.layout.size)),
+        lambda: model.replace(torch.zeros(model.layout.size)),
+        lambda: (model.payload.__setitem__(slice(-4, None), b"\0\0\0\1"), model.forget_content()),
+    ):
+        change()
+        assert model.content.sha256 == digest(model.payload)
+        assert model.sha256 == digest(model.payload).hex()
+        seen.add(model.sha256)
+    assert len(seen) == 4
+
+
+def test_sgd_with_a_learning_rate_of_one_is_fedavg(make_model):
+    model = make_model()
+    before, pseudo_gradient = model.vector.clone(), gradients(model, 1)[0]
+    model.step(pseudo_gradient)
+    assert torch.equal(model.vector, before - pseudo_gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 1.0}),
+        ("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("Adam", {"lr": 0.01}),
+        ("AdamW", {"lr": 0.01, "amsgrad": True}),
+        ("Adagrad", {"lr": 0.1}),
+        ("NAdam", {"lr": 0.01}),
+        ("RMSprop", {"lr": 0.01, "centered": True}),
+        ("Rprop", {"lr": 0.01}),
+    ],
+    ids=str,
+)
+def test_stored_optimizer_state_goes_on_bit_by_bit(make_model, make_job, tmp_path, name, options):
+    kept = make_model(name=name, **options)
+    steps = gradients(kept, 6)
+    for step in steps[:3]:
+        kept.step(step)
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    tensors, numbers = kept.optimizer_state()
+    model_file = store.write_model(3, kept.payload)
+    file = store.write_tensors(3, tensors)
+    assert (file is None) == (not tensors)
+
+    resumed = make_model(name=name, seed=9, **options)
+    assert resumed.sha256 != kept.sha256
+    store.read_model(model_file, resumed.payload)
+    resumed.forget_content()
+    resumed.load_optimizer_state(store.read_tensors(file) if file else {}, numbers)
+    for step in steps[3:]:
+        kept.step(step)
+        resumed.step(step)
+    assert resumed.sha256 == kept.sha256
+    store.close()
+
+
+def test_an_optimizer_state_that_is_not_loaded_would_be_noticed(make_model):
+    one, other = make_model(name="Adam", lr=0.1), make_model(name="Adam", lr=0.1)
+    steps = gradients(one, 2)
+    one.step(steps[0])
+    other.replace(one.vector)
+    one.step(steps[1])
+    other.step(steps[1])
+    assert one.sha256 != other.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("Sgd", {}, r"strategy\.server_optimizer\.name='Sgd' is not an optimizer of torch\.optim"),
+        ("Optimizer", {}, r"name='Optimizer' is not an optimizer of torch\.optim"),
+        ("lr_scheduler", {}, r"name='lr_scheduler' is not an optimizer of torch\.optim"),
+        ("LBFGS", {}, r"name='LBFGS' needs a closure; choose another"),
+        ("SparseAdam", {}, r"name='SparseAdam' takes sparse gradients only; choose another"),
+        ("SGD", {"lr": -1.0}, r"server_optimizer\.options: SGD: Invalid learning rate: -1\.0"),
+        ("SGD", {"lrr": 1.0}, r"server_optimizer\.options: SGD: .*'lrr'"),
+        ("SGD", {"lr": "fast"}, r"server_optimizer\.options: SGD: "),
+        ("Adam", {"fused": True, "foreach": True}, r"server_optimizer\.options: Adam: "),
+    ],
+)
+def test_a_server_optimizer_that_cannot_be_made_is_one_sentence(
+    make_model, name, options, sentence
+):
+    with pytest.raises(JobError, match=sentence):
+        make_model(name=name, **options)
+
+
+def test_a_step_to_infinity_is_refused_and_says_what_to_lower(make_model):
+    model = make_model(lr=3e38)
+    with pytest.raises(UpdateError, match=r"not finite; lower its lr \(strategy\.server_opt"):
+        model.step(torch.full((model.layout.size,), 100.0))
+
+
+def test_large_finite_values_whose_sum_overflows_are_finite(make_model):
+    model = make_model()
+    model.replace(torch.full((model.layout.size,), 3e38))
+    model.step(torch.zeros(model.layout.size))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_evaluation_sees_the_vector_whatever_the_modules_precision(make_model, dtype):
+    model = make_model(f"""
+        def model(self):
+            return nn.Linear(4, 3).to(torch.{dtype})
+
+        def forward(self, model, inputs):
+            return model(inputs.to(torch.{dtype}))
+    """)
+    weight = torch.zeros(3, 4)
+    weight[0, 0] = weight[1, 1] = weight[2, 2] = 50.0
+    weight[2, 3] = 25.0
+    before = model.evaluate(7)
+    model.replace(torch.cat([torch.zeros(3), weight.flatten()]))
+    after = model.evaluate(7)
+    assert after["accuracy"] > 0.6 > before["accuracy"]
+    assert after == model.evaluate(30) or dtype != "float64"
+
+
+def test_tied_weights_are_one_in_the_vector_and_in_the_module(make_model):
+    model = make_model("""
+        def model(self):
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+            model[1].weight = model[0].weight
+            return model
+    """)
+    assert model.layout.size == 16
+    model.vector.fill_(2.0)
+    assert model.module[1].weight.eq(2.0).all()
+
+
+@pytest.mark.parametrize(
+    ("methods", "sentence"),
+    [
+        ("def eval_data(self):\n    return rows(0, 0)", r"^eval_data\(\) is empty"),
+        (
+            "def eval_data(self):\n    return 1 / 0",
+            r"^eval_data\(\) failed at .*task\.py:\d+: Zero",
+        ),
+    ],
+)
+def test_held_out_data_that_cannot_be_used_is_one_sentence(make_model, methods, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        make_model(methods).evaluate(10)

@@ -1,0 +1,278 @@
+import pytest
+import torch
+
+from isthmus.errors import UserError
+from isthmus_server.store import Store
+
+
+@pytest.fixture
+def create(make_job, tmp_path):
+    """A run in a directory that did not exist."""
+    opened = []
+
+    def create(name="run"):
+        opened.append(Store.create(tmp_path / name, make_job(), tmp_path))
+        return opened[-1]
+
+    yield create
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def crash():
+    """Open a run anew beside the one that is open, as after a kill."""
+    opened = []
+
+    def crash(store):
+        opened.append(Store.open(store.directory))
+        return opened[-1]
+
+    yield crash
+    for store in opened:
+        store.close()
+
+
+def row(round_, price=1.0):
+    return {"round": round_, "cost": {"price": price}}
+
+
+def plan(store, round_, attempt=1):
+    store.plan(round_, attempt, {"regime": "federated"}, {"round": round_})
+
+
+def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, **resume):
+    plan(store, round_, attempt)
+    model = model or store.write_model(round_, bytes([round_]) * 8)
+    optimizer = optimizer or store.write_tensors(round_, {"0.momentum": torch.ones(2)})
+    resume = {"model_file": model, "optimizer_file": optimizer, **resume}
+    store.commit(round_, attempt, {"round": row(round_, price), "resume": resume})
+
+
+def checkpoints(store):
+    return sorted(path.name for path in (store.directory / "checkpoints").iterdir())
+
+
+def test_a_new_run_stands_before_its_first_round(create):
+    at = create().resume_point()
+    assert (at.round, at.attempts, at.model_file, at.spent, at.outcomes) == (0, 0, None, 0, [])
+    assert (at.datacenter_step, at.model_in_datacenter, at.policy_state) == (0, False, {})
+
+
+def test_a_run_is_found_again_as_it_was_made(create, crash, tmp_path):
+    store = create()
+    again = crash(store)
+    assert (again.run_id, again.job, again.base) == (store.run_id, store.job, tmp_path)
+    assert again.status() == ("running", "", None)
+    assert store.run_id.startswith("table-")
+
+
+def test_creating_over_a_run_is_refused(create, make_job, tmp_path):
+    create()
+    with pytest.raises(UserError, match=r"already holds a run; add --resume to go on with it"):
+        Store.create(tmp_path / "run", make_job(), tmp_path)
+
+
+def test_a_crash_before_the_run_was_made_leaves_the_directory_usable(create, make_job, tmp_path):
+    (create().directory / "job.json").unlink()
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    assert store.status()[0] == "running"
+    store.finish("finished", "done", {"x": 1})
+    assert store.status() == ("finished", "done", {"x": 1})
+    store.close()
+
+
+def test_a_directory_that_cannot_be_used_is_one_sentence(make_job, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^the run directory .* cannot be used"):
+        Store.create(tmp_path / "file" / "run", make_job(), tmp_path)
+
+
+def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
+    store = create()
+    commit(store, 1, datacenter_step=50, policy_state={"turn": 1})
+    plan(store, 2)
+    store.write_model(2, b"half a round")
+    store.write_tensors(2, {"0.momentum": torch.zeros(3)})
+
+    again = crash(store)
+    at = again.resume_point()
+    assert (at.round, at.attempts, at.spent) == (1, 0, 1.0)
+    assert (at.model_file, at.datacenter_step) == ("model-000001.safetensors", 50)
+    assert at.policy_state == {"turn": 1}
+    assert [found["round"] for found in again.attempts("planned")] == [2]
+    payload = bytearray(8)
+    again.read_model(at.model_file, payload)
+    assert payload == b"\1" * 8
+
+
+def test_a_round_is_repeated_over_its_own_leftovers(create, crash):
+    store = create()
+    commit(store, 1)
+    plan(store, 2)
+    store.write_model(2, b"an interrupted attempt")
+    (store.directory / "checkpoints" / "model-000002.safetensors.tmp").write_bytes(b"cut sho")
+
+    again = crash(store)
+    commit(again, 2)
+    assert again.attempts("planned") == []
+    assert [found["round"] for found in again.attempts("committed")] == [1, 2]
+    assert checkpoints(again) == [
+        "model-000001.safetensors",
+        "model-000002.safetensors",
+        "optimizer-000001.safetensors",
+        "optimizer-000002.safetensors",
+    ]
+
+
+def test_a_file_no_recent_commit_names_is_dropped(create):
+    store = create()
+    store.write_model(9, b"of an attempt that ended")
+    for round_ in (1, 2, 3):
+        commit(store, round_)
+    assert checkpoints(store) == [
+        "model-000002.safetensors",
+        "model-000003.safetensors",
+        "optimizer-000002.safetensors",
+        "optimizer-000003.safetensors",
+    ]
+
+
+def test_a_model_the_datacenter_rounds_still_stand_on_is_kept(create):
+    store = create()
+    commit(store, 1)
+    names = {"model": "model-000001.safetensors", "optimizer": "optimizer-000001.safetensors"}
+    for round_ in (2, 3, 4, 5):
+        commit(store, round_, **names, model_in_datacenter=True)
+    assert checkpoints(store) == ["model-000001.safetensors", "optimizer-000001.safetensors"]
+    assert store.resume_point().model_in_datacenter
+
+
+def test_failed_attempts_count_and_cost(create, crash):
+    store = create()
+    commit(store, 1, price=4.0)
+    for attempt in (1, 2):
+        plan(store, 2, attempt)
+        store.fail(2, attempt, {"round": row(2, 3.0)})
+    at = crash(store).resume_point()
+    assert (at.round, at.attempts, at.spent) == (1, 2, 10.0)
+    assert at.outcomes == [row(1, 4.0)]
+    commit(store, 2, attempt=3, price=1.0)
+    at = crash(store).resume_point()
+    assert (at.round, at.attempts, at.spent) == (2, 0, 11.0)
+
+
+def test_an_interrupted_attempt_is_made_again_under_its_number(create, crash):
+    store = create()
+    plan(store, 1, 1)
+    store.fail(1, 1, {"round": row(1)})
+    plan(store, 1, 2)
+    again = crash(store)
+    assert again.resume_point().attempts == 1
+    commit(again, 1, attempt=2)
+    assert [found["attempt"] for found in again.attempts("failed")] == [1]
+    assert [found["attempt"] for found in again.attempts("committed")] == [2]
+
+
+def test_what_was_planned_and_seen_is_read_back(create):
+    store = create()
+    store.plan(1, 1, {"regime": "hybrid", "reason": "why not"}, {"spent": 0.5})
+    (found,) = store.attempts("planned")
+    assert found == {
+        "round": 1,
+        "attempt": 1,
+        "plan": {"regime": "hybrid", "reason": "why not"},
+        "observation": {"spent": 0.5},
+        "outcome": None,
+    }
+
+
+def test_events_are_kept_in_order(create):
+    store = create()
+    store.event("joined", {"participant": "a"})
+    store.event("left", {"participant": "a", "reason": "lost"})
+    assert [(event["kind"], event["participant"]) for event in store.events()] == [
+        ("joined", "a"),
+        ("left", "a"),
+    ]
+
+
+def test_a_run_that_ended_can_go_on(create, crash):
+    store = create()
+    store.finish("failed", "too few devices", None)
+    assert crash(store).status() == ("failed", "too few devices", None)
+    store.reopen()
+    assert crash(store).status() == ("running", "", None)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(0), torch.randn(3, 2).t()])
+def test_tensors_survive_with_their_shapes(create, value):
+    store = create()
+    name = store.write_tensors(
+        1, {"0.step": torch.tensor(7.0), "10.a": value, "2.b": torch.ones(2)}
+    )
+    found = store.read_tensors(name)
+    assert found.keys() == {"0.step", "10.a", "2.b"}
+    assert found["10.a"].shape == value.shape
+    assert torch.equal(found["10.a"], value)
+    assert found["0.step"].item() == 7.0
+
+
+def test_tensors_of_another_precision_are_refused(create):
+    with pytest.raises(UserError, match=r"keeps '0\.a' as torch\.float64, which cannot be stored"):
+        create().write_tensors(1, {"0.a": torch.zeros(1, dtype=torch.float64)})
+
+
+def test_no_tensors_are_no_file(create):
+    store = create()
+    assert store.write_tensors(1, {}) is None
+    assert checkpoints(store) == []
+
+
+def test_the_final_model_lies_beside_the_log(create):
+    store = create()
+    path = store.write_final(b"first")
+    assert store.write_final(b"second") == path
+    assert path.read_bytes() == b"second"
+    assert path == store.directory / "model.safetensors"
+
+
+def test_a_checkpoint_that_is_missing_or_of_another_task_is_one_sentence(create):
+    store = create()
+    with pytest.raises(UserError, match=r"^the checkpoint .*nothing\.safetensors cannot be read"):
+        store.read_model("nothing.safetensors", bytearray(8))
+    with pytest.raises(UserError, match="cannot be read"):
+        store.read_tensors("nothing.safetensors")
+    name = store.write_model(1, b"12345678")
+    with pytest.raises(UserError, match=r"is not a model of this task any more"):
+        store.read_model(name, bytearray(9))
+    with pytest.raises(UserError):
+        store.read_tensors(name)
+
+
+def test_a_directory_without_a_run_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"does not hold a run \(no job\.json\)$"):
+        Store.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("job.json", "{"),
+        ("job.json", "[]"),
+        ("job.json", "{}"),
+        ("job.json", '{"run_id": "a", "base": "/", "job": {"name": "a"}}'),
+        ("run.sqlite", "this is no database, but long enough to look like one" * 100),
+        ("run.sqlite", None),
+    ],
+    ids=str,
+)
+def test_a_damaged_run_is_one_sentence(create, file, content):
+    store = create()
+    store.close()
+    for path in store.directory.glob(file + "*"):
+        path.unlink()
+    if content is not None:
+        (store.directory / file).write_text(content)
+    with pytest.raises(UserError, match=r"^the run in .* cannot be read"):
+        Store.open(store.directory)

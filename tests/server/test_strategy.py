@@ -1,0 +1,209 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import JobError
+from isthmus.job import StrategySection
+from isthmus_server.strategy import Observation, Plan, load_policy
+from isthmus_server.strategy.cohort import select
+from isthmus_server.strategy.policy import PastRound, checked_plan
+
+
+def observe(round_=1, history=(), **changes):
+    seen = {
+        "round": round_,
+        "rounds": 10,
+        "history": history,
+        "clients_ready": 8,
+        "datacenter_ready": True,
+        "spent": 0.0,
+        "budget": None,
+        "state": {},
+    }
+    return Observation(**{**seen, **changes})
+
+
+def regimes(strategy, rounds):
+    policy = load_policy(strategy)
+    return [policy.plan(observe(round_)).regime for round_ in range(1, rounds + 1)]
+
+
+@pytest.mark.parametrize("regime", ["datacenter", "federated", "hybrid"])
+def test_a_policy_of_one_regime_stays_with_it(regime):
+    assert regimes(StrategySection(policy=regime), 4) == [regime] * 4
+
+
+def test_alternate_begins_in_the_datacenter():
+    assert regimes(StrategySection(), 4) == ["datacenter", "federated"] * 2
+
+
+def test_a_schedule_goes_through_its_phases_and_stays_in_the_last():
+    strategy = StrategySection(
+        policy="schedule",
+        schedule=[
+            {"regime": "datacenter", "rounds": 2},
+            {"regime": "hybrid", "rounds": 1},
+            {"regime": "federated", "rounds": 1},
+        ],
+    )
+    assert regimes(strategy, 7) == ["datacenter"] * 2 + ["hybrid"] + ["federated"] * 4
+    policy = load_policy(strategy)
+    assert policy.plan(observe(3)).reason == "phase 2 of 3 is hybrid, from round 3 to 3"
+    assert policy.plan(observe(9)).reason == "phase 3 of 3 is federated, from round 4 to the end"
+
+
+def test_the_gain_of_a_regime_is_of_its_last_evaluated_round():
+    def past(round_, regime, **metrics):
+        return PastRound(
+            round=round_, regime=regime, metrics=metrics, seconds=1.0, price=1.0, accepted=1
+        )
+
+    history = [
+        past(1, "datacenter", loss=2.0),
+        past(2, "federated", loss=1.5),
+        past(3, "datacenter"),
+        past(4, "datacenter", loss=1.25),
+        past(5, "federated", accuracy=0.5),
+    ]
+    seen = observe(6, history)
+    assert seen.last_gain("federated") == 0.5
+    assert seen.last_gain("datacenter") == 0.25
+    assert seen.last_gain("hybrid") == 0.0
+    assert observe().last_gain("federated") == 0.0
+    assert observe(2, history[:1]).last_gain("datacenter") == 0.0
+
+
+# -- whom to invite ------------------------------------------------------------------------------
+
+NAMES = [f"client-{i}" for i in range(20)]
+
+
+@given(
+    st.sets(st.text(max_size=4), max_size=12),
+    st.integers(1, 6),
+    st.floats(1, 3),
+    st.integers(0, 5),
+    st.randoms(use_true_random=False),
+)
+def test_the_same_names_seed_and_round_give_the_same_cohort(ready, cohort, more, round_, random):
+    listed = list(ready)
+    chosen = select(listed, cohort=cohort, over_selection=more, seed=1, round_=round_)
+    random.shuffle(listed)
+    again = select(listed, cohort=cohort, over_selection=more, seed=1, round_=round_)
+    assert chosen == again == sorted(set(chosen))
+    assert set(chosen) <= ready
+    assert min(cohort, len(ready)) <= len(chosen) <= min(-(-cohort * more // 1), len(ready))
+
+
+def test_every_device_is_invited_about_as_often():
+    counts = Counter()
+    for round_ in range(2000):
+        counts.update(select(NAMES, cohort=5, over_selection=1.0, seed=3, round_=round_))
+    # Binomial(2000, 1/4): mean 500, deviation 19.4; five of them hold it with p > 0.9999.
+    assert set(counts) == set(NAMES)
+    assert all(abs(count - 500) < 97 for count in counts.values())
+
+
+def test_rounds_and_seeds_draw_anew():
+    one, round_, seed = (
+        select(NAMES, cohort=5, over_selection=1.0, seed=s, round_=r)
+        for s, r in ((0, 1), (0, 2), (1, 1))
+    )
+    assert len({tuple(one), tuple(round_), tuple(seed)}) == 3
+
+
+def test_over_selection_rounds_up():
+    assert len(select(NAMES, cohort=5, over_selection=1.1, seed=0, round_=1)) == 6
+
+
+# -- a policy of one's own -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def write_policy(tmp_path, monkeypatch):
+    """Put a module with a policy on the path; returns its name for a job."""
+    monkeypatch.syspath_prepend(tmp_path)
+    written = []
+
+    def write(body, init="pass"):
+        module = f"policy_{tmp_path.name}_{len(written)}"
+        written.append(module)
+        (tmp_path / f"{module}.py").write_text(
+            "from isthmus_server.strategy import Plan\n"
+            "class Mine:\n"
+            f"    def __init__(self, strategy):\n        self.strategy = strategy; {init}\n"
+            f"    def plan(self, observation):\n        {body}\n"
+        )
+        return f"{module}:Mine"
+
+    return write
+
+
+def test_a_policy_of_ones_own_is_loaded_by_name(write_policy):
+    name = write_policy(
+        "return Plan('hybrid', 'I like it', {'turns': observation.state.get('turns', 0) + 1})"
+    )
+    strategy = StrategySection(policy=name)
+    policy = load_policy(strategy)
+    assert policy.strategy is strategy
+    plan = checked_plan(policy, name, observe(state={"turns": 2}))
+    assert plan == Plan("hybrid", "I like it", {"turns": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("adaptve", r"strategy\.policy='adaptve' is not known; there are alternate, .*module:Name"),
+        (
+            "no_such_module:Mine",
+            r"='no_such_module:Mine' cannot be made: ModuleNotFoundError: No mod",
+        ),
+        ("json:Mine", r"='json:Mine' cannot be made: AttributeError: module 'json' has no"),
+        ("json:", r"strategy\.policy='json:' cannot be made: "),
+        (":Mine", r"strategy\.policy=':Mine' cannot be made: "),
+    ],
+)
+def test_a_policy_that_is_not_there_is_one_sentence(name, sentence):
+    with pytest.raises(JobError, match=sentence):
+        load_policy(StrategySection(policy=name))
+
+
+def test_a_policy_that_cannot_be_made_is_one_sentence(write_policy, tmp_path):
+    name = write_policy("pass", init="raise KeyError('greed')")
+    with pytest.raises(JobError, match=r"cannot be made: KeyError: 'greed'"):
+        load_policy(StrategySection(policy=name))
+    (tmp_path / "policy_that_raises.py").write_text("1 / 0")
+    with pytest.raises(JobError, match=r"'policy_that_raises:Mine' .*division by zero"):
+        load_policy(StrategySection(policy="policy_that_raises:Mine"))
+
+
+def test_a_policy_finds_its_state_as_it_would_after_a_resume(write_policy):
+    name = write_policy("return Plan('hybrid', 'x', {'seen': (1, 2), 3: None})")
+    plan = checked_plan(load_policy(StrategySection(policy=name)), name, observe())
+    assert plan.state == {"seen": [1, 2], "3": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("1 / 0", r"failed in round 3: ZeroDivisionError: division by zero"),
+        ("return None", r"answered None in round 3, which is not a Plan"),
+        ("return 'federated'", r"answered 'federated' in round 3"),
+        ("return Plan('edge', 'why')", r"one of the regimes datacenter, federated, hybrid"),
+        ("return Plan('hybrid', '')", r"and a reason"),
+        (
+            "return Plan('hybrid', 'x', {'a': {1, 2}})",
+            r"the state .* in round 3, which is not a JSON object",
+        ),
+        ("return Plan('hybrid', 'x', [1])", r"the state .* in round 3, which is not a JSON object"),
+        ("return Plan(['hybrid'], 'x')", r"is not a Plan"),
+    ],
+)
+def test_a_policy_that_breaks_its_contract_is_named(write_policy, body, sentence):
+    name = write_policy(body)
+    policy = load_policy(StrategySection(policy=name))
+    with pytest.raises(JobError, match=sentence) as caught:
+        checked_plan(policy, name, observe(3))
+    assert f"the policy {name!r}" in str(caught.value)
