@@ -33,6 +33,8 @@ _SLICE_SECONDS = 0.1
 _LOOK_SECONDS = 0.5
 """Between two looks at heartbeats and progress."""
 
+_AGENT_RESTARTS = 100
+"""Before the agent ends itself, which costs the next command a cold start."""
 _AGENT = "from isthmus_datacenter.agent import main; main()"
 """Not `-m`: every rank would run that module again, to have what was defined in it."""
 
@@ -94,7 +96,7 @@ class Group:
             participant=self.participant,
             state=str(self.state),
             ranks=self.ranks,
-            restarts=RESTARTS,
+            restarts=_AGENT_RESTARTS,
             logs=str(logs),
         )
         environment = {
@@ -147,6 +149,7 @@ class Group:
         losses: list[str] = []
         await self._acknowledge()
         while True:
+            attempt = None
             try:
                 attempt = await self._ready_attempt()
                 if command.op != "open" and self._opened != (attempt, self._open):
@@ -162,7 +165,8 @@ class Group:
                 losses.append(str(lost))
                 log.warning("%s", lost)
                 if len(losses) > RESTARTS:
-                    self.stop()
+                    if attempt is None:
+                        self.stop()  # or it would go on trying to start ranks that cannot
                     raise GroupError(
                         f"the datacenter's ranks failed {len(losses)} times in one request; "
                         f"the last time, {lost}; their output is in {self.state / 'logs'}"

@@ -30,7 +30,7 @@ from isthmus_datacenter.engine import AgreedError, Engine, Place
 _SLICE_SECONDS = 1.0
 _COLLECTIVE = timedelta(minutes=30)
 """For one collective: longer than any pause of another rank that is still alive."""
-_LAST_SECONDS = 10.0
+_LAST_SECONDS = 5.0
 """For the agent to end a rank that lost another one."""
 
 
@@ -52,10 +52,13 @@ class Settings:
 def main(settings: str) -> None:
     """Entry point of a rank, called by the elastic agent."""
     die_with_parent()
+    rank = None
     try:
-        _Rank(Settings(**json.loads(settings))).serve()
+        rank = _Rank(Settings(**json.loads(settings)))
+        rank.join()
+        rank.serve()
     except BaseException as error:  # noqa: BLE001 - a rank has nobody above it to tell
-        if _lost_a_peer(error):
+        if rank is not None and rank.joined and _lost_a_peer(error):
             # The peer's end is the news. Ours would hide it if the agent saw us first.
             print(f"lost another rank: {error}", file=sys.stderr, flush=True)
             time.sleep(_LAST_SECONDS)
@@ -77,10 +80,11 @@ class _Rank:
         self.number = 0
         self.engine: Engine | None = None
         self.run_id: str | None = None
+        self.joined = False
         self._stop = False
 
-    def serve(self) -> None:
-        """Join the group and take commands for ever."""
+    def join(self) -> None:
+        """Start to beat, and meet the other ranks."""
         processors = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, processors // int(os.environ["LOCAL_WORLD_SIZE"])))
         self.control.join(self.attempt, self.rank, os.getpid())
@@ -94,7 +98,11 @@ class _Rank:
             world_size=self.ranks,
             timeout=_COLLECTIVE,
         )
+        self.joined = True
         self.control.ready(self.attempt)
+
+    def serve(self) -> None:
+        """Take commands for ever."""
         while True:
             command = self.control.receive(self.attempt, self.number, _SLICE_SECONDS)
             if command is None:

@@ -1,0 +1,165 @@
+"""A service with warm ranks that tests share, driven as the link would drive it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.exchange import Layout
+from isthmus.job import Job, with_changes
+from isthmus.scoring import build_model
+from isthmus.task import Task, load_task
+from isthmus.wire import link_pb2
+from isthmus_datacenter.service import Service
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A job on one of the tasks here, and what a server would know of it."""
+
+    job: Job
+
+    @property
+    def task(self) -> Task:
+        return load_task(self.job.task.source, self.job.task.settings, base=HERE)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(build_model(self.task, self.job.seed))
+
+    def opening(self, run_id: str, layout: Layout | None = None) -> link_pb2.OpenRun:
+        return link_pb2.OpenRun(
+            run_id=run_id,
+            job=self.job.model_dump_json(),
+            base=str(HERE),
+            layout=(layout or self.layout).header,
+        )
+
+    def command(self) -> dict[str, Any]:
+        """The command by which ranks open this job."""
+        return {
+            "op": "open",
+            "run_id": "run",
+            "job": self.job.model_dump_json(),
+            "base": str(HERE),
+            "layout": self.layout.header.decode("latin-1"),
+        }
+
+
+def make_setup(
+    name: str = "Table", settings: Mapping[str, Any] | None = None, **datacenter: Any
+) -> Setup:
+    job = Job.model_validate(
+        {
+            "name": "test",
+            "seed": 5,
+            "task": {"source": f"tasks.py:{name}", "settings": dict(settings or {})},
+            "datacenter": {"ranks": 2, "batch_size": 4, **datacenter},
+            "time": {"lease_seconds": 2.0},
+        }
+    )
+    return Setup(with_changes(job, {}))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """The models here are so small that a second thread only waits."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(name="setup", scope="session")
+def setup_() -> Any:
+    """`setup("Table", {settings}, zero_stage=3)`."""
+    return make_setup
+
+
+class Driver:
+    """Asks a service for things, one at a time, as the link does."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._runner = asyncio.Runner()
+        self._count = 0
+
+    def ask(self, model: bytes | None = None, **work: Any) -> tuple[link_pb2.Reply, bytes | None]:
+        """One request; its reply and a copy of its content."""
+        return self._runner.run(self.request(model, **work))
+
+    def run(self, work: Any) -> Any:
+        return self._runner.run(work)
+
+    async def request(
+        self, model: bytes | None = None, **work: Any
+    ) -> tuple[link_pb2.Reply, bytes | None]:
+        self._count += 1
+        request = link_pb2.Request(id=f"request-{self._count}", **work)
+        buffer = None
+        if model is not None:
+            buffer = self.service.buffer(request, len(model))
+            buffer[:] = model
+        reply, payload = await self.service.work(request, buffer, lambda steps, loss: None)
+        content = None if payload is None else bytes(payload)
+        self.service.settled(request, True, "")
+        return reply, content
+
+    def open(self, run_id: str, setup: Setup) -> int:
+        return self.ask(open=setup.opening(run_id))[0].opened.examples
+
+    def train(
+        self, run_id: str, first: int, until: int, model: bytes | None = None, **more: Any
+    ) -> tuple[link_pb2.Trained, bytes | None]:
+        train = link_pb2.TrainSteps(run_id=run_id, from_step=first, until_step=until, **more)
+        reply, content = self.ask(model, train_steps=train)
+        return reply.trained, content
+
+    def export(self, run_id: str, step: int) -> bytes:
+        _, content = self.ask(export=link_pb2.Export(run_id=run_id, step=step))
+        assert content is not None
+        return content
+
+    def close(self) -> None:
+        self._runner.close()
+        self.service.close()
+
+
+@pytest.fixture(name="start")
+def start_(tmp_path: Path) -> Iterator[Any]:
+    """`start(state=...)`: a service of this test's own."""
+    started: list[Driver] = []
+
+    def start(state: Path | None = None, ranks: int = 2) -> Driver:
+        driver = Driver(Service("own", ranks, state or tmp_path / "state"))
+        started.append(driver)
+        driver.service.start()
+        return driver
+
+    yield start
+    for driver in started:
+        driver.close()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """A service with two ranks, shared by all tests; each opens runs of its own."""
+    driver = Driver(Service("shared", 2, tmp_path_factory.mktemp("datacenter")))
+    driver.service.start()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="session")
+def vector() -> Any:
+    """`vector(content, layout)`: the flat parameters in a content."""
+
+    def read(content: bytes, layout: Layout) -> torch.Tensor:
+        return layout.decode(bytearray(content)).clone()
+
+    return read

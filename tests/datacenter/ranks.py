@@ -1,0 +1,81 @@
+"""What the ranks of these tests do."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import isthmus_datacenter.engine
+from isthmus_datacenter.control import Command
+from isthmus_datacenter.engine import Engine, Place
+from isthmus_datacenter.exchange import load_shards, store_shards
+from isthmus_datacenter.parallelize import parallelize
+
+
+def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
+    place = Place(
+        rank=rank,
+        ranks=dist.get_world_size(),
+        device=torch.device("cpu"),
+        participant="test",
+        state=Path(state),
+    )
+    return Engine(Command(**command), place)
+
+
+def shard_everything() -> None:
+    """Have each block be a unit of its own, however small."""
+
+    def wrapped(model: Any, layout: Any, device: Any) -> None:
+        parallelize(model, layout, device, smallest_unit=1)
+
+    isthmus_datacenter.engine.parallelize = wrapped
+
+
+def train(
+    rank: int, works: list[tuple[dict[str, Any], dict[str, Any], str]]
+) -> list[dict[str, object]]:
+    """Train several runs, one after the other: `(how to open it, what to do, state)`."""
+    shard_everything()
+    return [
+        engine(rank, opened, state).train(
+            Command(**command), lambda steps, loss: None, lambda: False
+        )
+        for opened, command, state in works
+    ]
+
+
+def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> list[int]:
+    """Load a model and write it again; the size of each local shard."""
+    shard_everything()
+    made = engine(rank, opened, target + ".state")
+    load_shards(Path(source), made.layout, made.model)
+    store_shards(Path(target), made.layout, made.model)
+    dist.barrier()
+    return [
+        getattr(parameter, "_local_tensor", parameter).numel()
+        for parameter in made.model.parameters()
+    ]
+
+
+def state_at(
+    rank: int, openeds: list[dict[str, Any]], state: str, step: int
+) -> list[dict[str, dict[str, Any]]]:
+    """Parameters and optimizer state of a step, whole, by name; once for each way to open it."""
+    shard_everything()
+    return [_state_at(engine(rank, opened, state), step) for opened in openeds]
+
+
+def _state_at(made: Engine, step: int) -> dict[str, dict[str, Any]]:
+    made._go_to(step)
+    return {
+        name: {
+            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy()
+            for key, value in {
+                "value": parameter.detach(),
+                **made.optimizer.state[parameter],
+            }.items()
+        }
+        for name, parameter in made.model.named_parameters()
+    }

@@ -1,0 +1,143 @@
+"""Tasks that the ranks of these tests train: small, and able to misbehave when told to."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from isthmus import Participant, Task
+
+CLASSES = 3
+WORDS = 11
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="none")
+
+
+class _Small(Task):
+    """What the tasks here share; `settings` choose the optimizer."""
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], participant: Participant
+    ) -> torch.optim.Optimizer:
+        kind = getattr(torch.optim, self.settings.get("optimizer", "AdamW"))
+        options = self.settings.get("options", {})
+        optimizer: torch.optim.Optimizer = kind(parameters, **{"lr": 0.01, **options})
+        return optimizer
+
+    def local_data(self, participant: Participant) -> Dataset[Any]:
+        return self.rows(50, seed=1)
+
+    def eval_data(self) -> Dataset[Any]:
+        return self.rows(23, seed=2)
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        raise NotImplementedError
+
+
+class Table(_Small):
+    """An MLP on random tables; odd sizes, so that no shard is even."""
+
+    def model(self) -> nn.Module:
+        dropout = nn.Dropout(self.settings.get("dropout", 0.0))
+        return nn.Sequential(
+            nn.Linear(6, 17), nn.ReLU(), dropout, nn.Linear(17, 9), nn.Tanh(), nn.Linear(9, CLASSES)
+        )
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target)
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"accuracy": (output.argmax(-1) == target).float()}
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(inputs, inputs.abs().sum(1).long() % CLASSES)
+
+
+class Language(_Small):
+    """A transformer with tied embeddings; padding is not scored, so ranks score unequally."""
+
+    def model(self) -> nn.Module:
+        return _Transformer()
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scored = target >= 0
+        return cross_entropy(output[scored], target[scored])
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(WORDS, (count, 8), generator=generator)
+        target = words.roll(-1, 1)
+        lengths = torch.randint(1, 8, (count, 1), generator=generator)
+        target[torch.arange(8).expand(count, 8) >= lengths] = -1
+        return TensorDataset(words, target)
+
+
+class _Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 12)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output
+
+
+class Faulty(Table):
+    """Does once, or always, what `settings` say, on one rank and at one of its training steps.
+
+    fault: kill, stop, exit, raise; at: `model`, `data` or the number of a loss; rank; once: a file
+    that is made when it happened.
+    """
+
+    def __init__(self, settings: Any, data: Path | None = None) -> None:
+        super().__init__(settings, data)
+        self.losses = 0
+
+    def model(self) -> nn.Module:
+        self.maybe_fail("model")
+        return super().model()
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        self.maybe_fail("data")
+        return super().rows(count, seed)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.losses += 1
+        self.maybe_fail(str(self.losses))
+        return super().loss(output, target)
+
+    def maybe_fail(self, place: str) -> None:
+        if self.settings.get("at") != place:
+            return
+        if os.environ.get("RANK", "none") != self.settings.get("rank", os.environ.get("RANK")):
+            return
+        once = self.settings.get("once")
+        if once is not None and Path(once).exists():
+            return
+        if once is not None:
+            Path(once).touch()
+        fault = self.settings["fault"]
+        if fault == "raise":
+            raise ValueError("the shelf is empty")
+        if fault == "exit":
+            print("the accelerator is on fire", file=sys.stderr, flush=True)
+            os._exit(7)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])

@@ -1,0 +1,216 @@
+"""The service with real elastic ranks, asked as the link asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.errors import IsthmusError, UpdateError, UserError
+from isthmus.exchange import Layout
+from isthmus.scoring import build_model, evaluate
+from isthmus.wire import link_pb2
+from isthmus_datacenter.service import Service
+
+STEPS = 6
+
+
+def seeded(layout: Layout, seed: int) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    return bytes(layout.encode(0.1 * torch.randn(layout.size, generator=generator)))
+
+
+def test_a_run_from_its_first_step(warm: Any, setup: Any, vector: Any) -> None:
+    made = setup("Table", {"dropout": 0.2})
+    assert warm.open("first", made) == 50
+    start = warm.export("first", 0)
+    assert start == bytes(made.layout.encode(made.layout.gather(build_model(made.task, 5))))
+
+    trained, content = warm.train("first", 0, STEPS, evaluate=True, hand_back=True)
+    assert (trained.steps, trained.examples) == (STEPS, STEPS * 2 * 4)
+    assert trained.seconds > 0
+    assert not trained.events
+    assert 0 < trained.training["loss"] < 3
+    assert warm.export("first", STEPS) == content
+    model = build_model(made.task, 0)
+    made.layout.scatter(vector(content, made.layout), model)
+    held_out = made.task.eval_data()
+    alone = evaluate(made.task, model, held_out, range(23), 8, torch.device("cpu")).result()
+    assert dict(trained.evaluation) == pytest.approx(alone, abs=1e-6)
+
+    quiet, nothing = warm.train("first", STEPS, 2 * STEPS)
+    assert nothing is None
+    assert not quiet.HasField("result")
+    assert not quiet.evaluation
+    assert not list((warm.service.state / "exchange").iterdir())
+
+
+def test_a_model_that_comes_is_the_model(warm: Any, setup: Any) -> None:
+    made = setup("Table", zero_stage=3)
+    warm.open("comes", made)
+    sent = seeded(made.layout, 3)
+    assert warm.train("comes", 0, 0, sent, hand_back=True)[1] == sent
+    # Trained from there, whatever was trained before it came.
+    _, first = warm.train("comes", 0, STEPS, sent, hand_back=True)
+    warm.train("comes", STEPS, STEPS + 3)
+    _, again = warm.train("comes", 0, STEPS, sent, hand_back=True)
+    assert again == first != sent
+
+
+def test_a_model_that_comes_resets_or_keeps_the_optimizer(warm: Any, setup: Any) -> None:
+    found = {}
+    for rule in ("reset", "keep"):
+        made = setup("Table", optimizer_on_load=rule)
+        warm.open(f"on-load-{rule}", made)
+        warm.train(f"on-load-{rule}", 0, STEPS)
+        sent = seeded(made.layout, 4)
+        _, content = warm.train(f"on-load-{rule}", STEPS, 2 * STEPS, sent, hand_back=True)
+        found[rule] = content
+    assert found["reset"] != found["keep"]
+
+
+def test_an_attempt_that_did_not_count_leaves_no_trace(warm: Any, setup: Any) -> None:
+    made = setup("Table", {"dropout": 0.2})
+    warm.open("lineage", made)
+    warm.train("lineage", 0, 4)
+    _, once = warm.train("lineage", 4, 8, hand_back=True)
+    warm.train("lineage", 4, 8, seeded(made.layout, 6))
+    _, twice = warm.train("lineage", 4, 8, hand_back=True)
+    assert twice == once
+    warm.train("lineage", 8, 12)
+    kept = sorted(path.name for path in (warm.service.state / "lineage").glob("step-*"))
+    assert kept == ["step-12", "step-8"]
+    assert len(list((warm.service.state / "lineage").glob("data-*"))) == 2
+    with pytest.raises(UserError, match="no checkpoint of step 4 "):
+        warm.train("lineage", 4, 8)
+    assert warm.export("lineage", 8) == once
+
+
+def test_a_new_run_starts_clean(warm: Any, setup: Any) -> None:
+    contents = []
+    for run_id in ("clean-a", "clean-b"):
+        warm.open(run_id, setup("Table"))
+        contents.append(warm.train(run_id, 0, STEPS, hand_back=True)[1])
+    assert contents[0] == contents[1]
+    with pytest.raises(UserError, match="'clean-a' is not open"):
+        warm.train("clean-a", STEPS, STEPS + 1)
+    warm.ask(close=link_pb2.CloseRun(run_id="clean-b"))
+    with pytest.raises(UserError, match="'clean-b' is not open"):
+        warm.export("clean-b", STEPS)
+
+
+def test_another_model_than_the_servers_is_refused(warm: Any, setup: Any) -> None:
+    made = setup("Table")
+    with pytest.raises(
+        UserError, match=r"differs between the datacenter and the server.*is here and not"
+    ):
+        warm.ask(open=made.opening("other", setup("Language").layout))
+    warm.open("other", made)
+    with pytest.raises(UpdateError, match="bytes came where"):
+        warm.train("other", 0, 1, b"short")
+    with pytest.raises(UserError, match="cannot name a directory"):
+        warm.ask(open=made.opening("../elsewhere"))
+
+
+def test_a_loss_that_is_not_finite(warm: Any, setup: Any) -> None:
+    warm.open("diverges", setup("Table", {"optimizer": "SGD", "options": {"lr": 1e30}}))
+    sentence = r"^the (loss|model) is not finite.* between steps 0 and 6; lower the learning rate"
+    with pytest.raises(UserError, match=sentence):
+        warm.train("diverges", 0, STEPS)
+    # Everybody knew, so nobody had to be restarted.
+    started = time.monotonic()
+    warm.open("sane", setup("Table"))
+    warm.train("sane", 0, 1)
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"at": "model"}, r"model\(\) failed at .*tasks.py:\d+: ValueError: the shelf is empty"),
+        ({"at": "model", "rank": "1"}, r"model\(\) failed at .*: the shelf is empty"),
+        ({"at": "data"}, r"local_data\(\) failed at .*: the shelf is empty"),
+    ],
+)
+def test_a_task_that_cannot_be_opened(
+    settings: dict[str, str], sentence: str, warm: Any, setup: Any
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        warm.open("broken", setup("Faulty", {"fault": "raise", **settings}))
+    started = time.monotonic()
+    warm.open("repaired", setup("Table"))
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("rank", [{}, {"rank": "1"}], ids=["all ranks", "one rank"])
+def test_a_task_that_raises_while_it_trains(rank: dict[str, str], warm: Any, setup: Any) -> None:
+    warm.open("raises", setup("Faulty", {"fault": "raise", "at": "3", **rank}))
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"loss\(\) failed at .*: the shelf is empty"):
+        warm.train("raises", 0, STEPS)
+    assert time.monotonic() - started < 2.0
+    warm.open("goes-on", setup("Table"))
+    assert warm.train("goes-on", 0, STEPS)[0].steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("fault", "event"),
+    [
+        ("kill", "rank 1 died (signal 9)"),
+        ("stop", "rank 1 did not answer for 2 s and was ended"),
+    ],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_is_lost_changes_nothing(
+    fault: str, event: str, stage: int, warm: Any, setup: Any, tmp_path: Path
+) -> None:
+    contents = []
+    settings = {"dropout": 0.2, "fault": fault, "rank": "1", "once": str(tmp_path / "once")}
+    for name, more in (("undisturbed", {}), ("disturbed", {"at": "5"})):
+        run_id = f"{name}-{fault}-{stage}"
+        warm.open(run_id, setup("Faulty", {**settings, **more}, zero_stage=stage))
+        warm.train(run_id, 0, 2, seeded(setup("Table").layout, 8))
+        trained, content = warm.train(run_id, 2, 7, hand_back=True)
+        contents.append(content)
+    assert contents[0] == contents[1]
+    assert list(trained.events) == [f"{event}; the group restarted and repeated steps 2 to 7"]
+
+
+def test_a_rank_that_dies_again_and_again(warm: Any, setup: Any) -> None:
+    sentence = (
+        r"failed 4 times in one request; the last time, rank \d ended \(exit code 7\): "
+        r"the accelerator is on fire"
+    )
+    with pytest.raises(IsthmusError, match=sentence):
+        warm.open("dies", setup("Faulty", {"fault": "exit", "at": "model"}))
+    warm.open("lives", setup("Table"))
+
+
+def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
+    warm.open("unwanted", setup("Table"))
+    train = link_pb2.TrainSteps(run_id="unwanted", from_step=0, until_step=10**6)
+    request = link_pb2.Request(id="cancelled", train_steps=train)
+
+    async def cancel_soon() -> None:
+        begun = asyncio.Event()
+        work = asyncio.create_task(
+            warm.service.work(request, None, lambda steps, loss: begun.set())
+        )
+        await asyncio.wait_for(begun.wait(), 30.0)
+        warm.service.cancel(request, "the round is over")
+        await work
+
+    started = time.monotonic()
+    with pytest.raises(UserError, match="the result is not wanted"):
+        warm.run(cancel_soon())
+    assert time.monotonic() - started < 10.0
+    assert warm.train("unwanted", 0, 2)[0].steps == 2
+
+
+def test_a_state_directory_has_one_service(warm: Any) -> None:
+    with pytest.raises(UserError, match="another datacenter service uses the state directory"):
+        Service("second", 2, warm.service.state)
