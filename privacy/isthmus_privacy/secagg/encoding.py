@@ -1,0 +1,256 @@
+"""Between an update and the ring: clip, weigh, round at random; and back to the weighted mean.
+
+An element x of a client with weight w becomes
+
+    u = floor((clip(x) * w / W + C) * s + dither),   0 <= u <= levels,   s = (levels - 1) / 2C
+
+with W the largest weight and a uniform dither from the operating system's randomness, which makes
+the rounding unbiased. `levels` is chosen so that no sum of n clients wraps, so the ring's sum is
+the integers' sum, and `sum(u) / s - mC` is the sum of x * w / W over the m survivors.
+
+Behind the N elements follow the weight (exact), the share of elements that were clipped, and the
+configured slots. So nothing about one client travels in clear, and the server learns from the sum
+when its clipping bound is too tight.
+
+>>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32), size=2,
+...                      clients_max=3, weight_max=10, clip=2.0)
+>>> one = encode(config, torch.tensor([1.0, -1.0]), weight=10)
+>>> other = encode(config, torch.tensor([0.5, 9.0]), weight=5)
+>>> mean = decode(config, one.vector + other.vector, clients=2)
+>>> [round(x, 4) for x in mean.vector.tolist()], mean.weight, round(mean.clipped, 4)
+([0.8333, 0.0], 15, 0.25)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+
+from isthmus_privacy.secagg import refusal
+from isthmus_privacy.secagg.config import RoundConfig, Slot
+from isthmus_privacy.secagg.masking import TILE, add_masks, ring_vector
+
+_NONE: Mapping[str, float] = MappingProxyType({})
+_DITHER_BITS = 32
+
+
+@dataclasses.dataclass
+class Encoded:
+    """One client's update in the ring: plaintext until it is masked in place, once."""
+
+    config_hash: bytes
+    payload: bytearray
+    """Little-endian words: what is sent, after masking."""
+    vector: torch.Tensor
+    """(length) the same memory as ring elements."""
+    masked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregate:
+    """The weighted mean of the survivors' updates and figures."""
+
+    vector: torch.Tensor
+    """(N) float32: sum of weight x update, by sum of weights."""
+    weight: int
+    """Sum of weights, exact."""
+    clients: int
+    """In the sum."""
+    figures: dict[str, float]
+    """The slots: exact sums of counts, weighted means of averages."""
+    clipped: float
+    """Mean over clients of the share of elements that were clipped."""
+
+
+def encode(
+    config: RoundConfig,
+    update: torch.Tensor,
+    *,
+    weight: int,
+    figures: Mapping[str, float] = _NONE,
+) -> Encoded:
+    """Put a client's update and figures into a fresh ring vector.
+
+    Args:
+        config: the round's configuration, checked.
+        update: (N) any real floating type, on the CPU; it is not changed.
+        weight: number of examples, 0 .. config.weight_max.
+        figures: a value for each slot.
+
+    Raises:
+        UpdateError: a wrong length, something not finite, or a weight or figure out of range.
+    """
+    _check(config, update, weight, figures)
+    payload = bytearray(config.payload_bytes)
+    vector = ring_vector(payload, config.bits)
+    clipped = _quantise(config, update, weight / config.weight_max, vector[: config.size])
+    vector[config.size] = weight
+    share = clipped / max(1, config.size)
+    vector[config.size + 1] = math.ceil(share * config.levels)
+    for i, slot in enumerate(config.slots, start=config.size + 2):
+        if slot.exact:
+            vector[i] = int(figures[slot.name])
+        else:
+            value = torch.tensor([figures[slot.name]], dtype=torch.float64)
+            _quantise(
+                dataclasses.replace(config, clip=slot.maximum),
+                value,
+                weight / config.weight_max,
+                vector[i : i + 1],
+            )
+    return Encoded(config.hash, payload, vector)
+
+
+def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggregate:
+    """The weighted mean from the ring's sum.
+
+    Args:
+        config: the round's configuration.
+        total: (length) sum of the survivors' encoded vectors.
+        clients: m, how many are in it.
+
+    Raises:
+        AggregationAborted: the sum is one that no honest clients' vectors have, or nobody's
+            update has any weight.
+    """
+    slots = total[config.size :].to(torch.int64)
+    if config.bits < 64:
+        slots &= (1 << config.bits) - 1
+    weight, clipped, *rest = slots.tolist()
+    if not _possible(config, total, weight, clients):
+        refusal.refuse(
+            "sum-out-of-range",
+            f"the opened sum of {clients} clients is beyond what they can add up to: somebody "
+            "sent a vector that is not of the agreed form",
+        )
+    if weight == 0:
+        refusal.refuse("nothing-weighed", f"all {clients} clients report a weight of 0")
+    vector = torch.empty(config.size, dtype=torch.float32)
+    scale = config.weight_max / weight
+    for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
+        out.copy_(_dequantise(config, values, clients).mul_(scale))
+    figures: dict[str, float] = {}
+    for slot, value in zip(config.slots, rest, strict=True):
+        figures[slot.name] = float(value) if slot.exact else _average(config, slot, value, clients)
+        if not slot.exact:
+            figures[slot.name] *= scale
+    return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients)
+
+
+def _check(
+    config: RoundConfig, update: torch.Tensor, weight: int, figures: Mapping[str, float]
+) -> None:
+    """Refuse what cannot be encoded, before anything is."""
+    if update.shape != (config.size,) or not update.is_floating_point():
+        refusal.refuse(
+            "update-wrong-length",
+            f"an update of {tuple(update.shape)} {update.dtype} came where {config.size} "
+            "floating-point elements are to be masked",
+        )
+    for i, part in enumerate(_parts(update)):
+        # Extremes of a tile with a NaN are NaN, and this is an order faster than isfinite().
+        if not all(math.isfinite(end) for end in torch.aminmax(part)):
+            where = i * TILE + int((~torch.isfinite(part)).nonzero()[0])
+            refusal.refuse(
+                "update-not-finite",
+                f"element {where} of the update is {float(update[where])}: training diverged on "
+                "this device, so it does not take part",
+            )
+    if isinstance(weight, bool) or not 0 <= weight <= config.weight_max or weight != int(weight):
+        refusal.refuse(
+            "weight-out-of-range",
+            f"weight={weight} is not a whole number of 0 .. weight_max={config.weight_max}",
+        )
+    if sorted(figures) != [slot.name for slot in config.slots]:
+        refusal.refuse(
+            "slot-names-differ",
+            f"figures {sorted(figures)} came for the slots {[s.name for s in config.slots]}",
+        )
+    for slot in config.slots:
+        value = figures[slot.name]
+        if not math.isfinite(value):
+            refusal.refuse("slot-not-finite", f"figure {slot.name}={value} is not finite")
+        if slot.exact and not (0 <= value <= slot.maximum and value == int(value)):
+            refusal.refuse(
+                "count-out-of-range",
+                f"figure {slot.name}={value} is not a whole number of 0 .. {slot.maximum:.0f}",
+            )
+
+
+def _quantise(config: RoundConfig, values: torch.Tensor, share: float, out: torch.Tensor) -> int:
+    """Write the quantised values into `out` and say how many were clipped.
+
+    One tile of scratch, whatever the length.
+
+    Args:
+        config: for `clip`, `levels`.
+        values: (N) finite.
+        share: w / W.
+        out: (N) of the ring.
+    """
+    clip, fine = config.clip, (config.levels - 1) / (2 * config.clip)
+    scratch = torch.empty(2, min(TILE, len(values)), dtype=torch.float64)
+    # Half of the dither's range is added here: its words are read as signed.
+    shift = clip * fine + 0.5
+    clipped = 0
+    tiles = zip(_parts(values), _parts(out), _dither(len(values)), strict=True)
+    for part, target, dither in tiles:
+        x, y = scratch[0, : len(part)], scratch[1, : len(part)]
+        x.copy_(part)
+        low, high = torch.aminmax(x)
+        if low < -clip or high > clip:
+            clipped += int((x.abs() > clip).sum())
+            x.clamp_(-clip, clip)
+        y.copy_(dither).mul_(2.0**-_DITHER_BITS).add_(shift).add_(x, alpha=share * fine)
+        target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
+    return clipped
+
+
+def _dither(count: int) -> Iterator[torch.Tensor]:
+    """Tiles of uniform signed 32-bit words, of a key that is drawn and forgotten here."""
+    words = ring_vector(bytearray(4 * min(count, TILE)), 32)
+    for start in range(0, count, TILE):
+        part = words[: min(TILE, count - start)]
+        part.zero_()
+        add_masks(part, [os.urandom(32)], [], threads=1)
+        yield part
+
+
+def _tiles(config: RoundConfig, total: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The update's part of a sum, tile by tile, as non-negative int64 where the ring allows."""
+    mask = (1 << config.bits) - 1 if config.bits < 64 else -1
+    for part in _parts(total[: config.size]):
+        yield part.to(torch.int64) & mask
+
+
+def _parts(vector: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The vector's tiles, as views."""
+    for start in range(0, len(vector), TILE):
+        yield vector[start : start + TILE]
+
+
+def _possible(config: RoundConfig, total: torch.Tensor, weight: int, clients: int) -> bool:
+    """Whether honest vectors can add up to this."""
+    if not 0 <= weight <= clients * config.weight_max:
+        return False
+    most = clients * config.levels
+    return all(int(t.min()) >= 0 and int(t.max()) <= most for t in _tiles(config, total))
+
+
+def _dequantise(config: RoundConfig, values: torch.Tensor, clients: int) -> torch.Tensor:
+    """Sums of x * w / W, float64."""
+    return (
+        values.to(torch.float64)
+        .mul_(2 * config.clip / (config.levels - 1))
+        .sub_(clients * config.clip)
+    )
+
+
+def _average(config: RoundConfig, slot: Slot, value: int, clients: int) -> float:
+    one = torch.tensor([value])
+    return float(_dequantise(dataclasses.replace(config, clip=slot.maximum), one, clients))
