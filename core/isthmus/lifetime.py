@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them."""
+"""What Linux does for a process as a whole: when it ends, and what it does with freed memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 
 def die_with_parent() -> None:
@@ -21,3 +24,16 @@ def die_with_parent() -> None:
         raise OSError(error, os.strerror(error))
     if os.getppid() != parent or parent == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def return_freed_memory() -> None:
+    """Have glibc give large blocks back when they are freed, instead of keeping them for later.
+
+    Left to itself it raises its threshold with the first large block it sees, and a server that
+    handles models one after another ends up holding several of them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 20)
+        libc.mallopt(_M_ARENA_MAX, 2)

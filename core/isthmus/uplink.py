@@ -33,6 +33,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
+    # Windows that grow with what arrives would add up to a model for each of many participants.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 20),
 )
 _FINAL = {
     grpc.StatusCode.FAILED_PRECONDITION,

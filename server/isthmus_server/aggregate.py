@@ -49,7 +49,7 @@ class WeightedSum:
         self.most_weight = 2 * max(declared_weight, 1)
         self.fraction_bits = 63 - MAGNITUDE_BITS - self.most_weight.bit_length()
         self.weight = 0
-        self._sum = torch.zeros(size, dtype=torch.int64)
+        self._sum = torch.empty(size, dtype=torch.int64)  # the first update fills it
 
     def check_weight(self, weight: int) -> None:
         """Refuse a weight that could not be added.
@@ -66,16 +66,20 @@ class WeightedSum:
     def add(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
         """Add `weight * update`, the update given as `(offset, stretch of it)` in any order."""
         for offset, tile in tiles:
-            scaled = tile.double().mul_(2.0**self.fraction_bits).round_()
+            fixed = tile.double().mul_(2.0**self.fraction_bits).round_().to(torch.int64)
             part = self._sum[offset : offset + len(tile)]
-            part.add_(scaled.to(torch.int64), alpha=weight)
+            if self.weight:
+                part.add_(fixed, alpha=weight)
+            else:
+                torch.mul(fixed, weight, out=part)
         self.weight += weight
 
     def mean(self) -> torch.Tensor:
-        """The weighted mean, float32 (N)."""
+        """The weighted mean, float32 (N), in the memory of the sum, which is gone with it."""
         assert self.weight > 0
         scale = 2.0**-self.fraction_bits / self.weight
-        mean = torch.empty(len(self._sum), dtype=torch.float32)
+        # Each tile of the mean takes the place of sums that have been read already.
+        mean = self._sum.view(torch.float32)[: len(self._sum)]
         for start in range(0, len(mean), TILE):
             part = self._sum[start : start + TILE]
             mean[start : start + TILE] = part.double().mul_(scale)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job
+from isthmus.lifetime import return_freed_memory
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key."
@@ -53,7 +54,7 @@ def run(
     """
     from isthmus_server.session import Session
 
-    _quiet()
+    _prepare()
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory of the run to go on with")
@@ -94,7 +95,7 @@ def compare(
     """Train JOB under several policies and print what each reaches for the same cost."""
     from isthmus_server.comparison import compare_policies
 
-    _quiet()
+    _prepare()
     loaded = load_job(job, overrides)
     names = [loaded.strategy.policy]
     names += [name for name in policies.split(",") if name and name not in names]
@@ -141,7 +142,8 @@ def _run_until_stopped(work: Any) -> Any:
         raise click.Abort from None
 
 
-def _quiet() -> None:
+def _prepare() -> None:
+    return_freed_memory()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.getLogger("isthmus").setLevel(logging.WARNING)
     logging.getLogger("isthmus_server").setLevel(logging.WARNING)

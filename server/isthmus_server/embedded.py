@@ -59,6 +59,8 @@ class Embedded:
 
     def start(self) -> None:
         """Start them all."""
+        if not self.commands():
+            return
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
         # From this thread, because the template dies with the thread that started it.
