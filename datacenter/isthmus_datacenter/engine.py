@@ -102,7 +102,7 @@ class Engine:
             TaskError: the task raised on this rank, maybe on this one only.
         """
         reset = self.job.datacenter.optimizer_on_load == "reset"
-        if command.model is None or not reset:
+        if command.model is None or not reset or self._has_buffers():
             self._go_to(command.from_step)
         self.at = None
         if command.model is not None:
@@ -202,6 +202,10 @@ class Engine:
                 )
         self.checkpoints.restore(step, self.model, self.optimizer)
         self.at = step
+
+    def _has_buffers(self) -> bool:
+        """Whether training may have changed something that no model that comes would replace."""
+        return any(True for _ in self.model.buffers())
 
     def _seed(self, step: int) -> None:
         """Make whatever is drawn from here on depend on the step and the rank alone."""

@@ -18,6 +18,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from isthmus.contents import Buffer, describe
 from isthmus.errors import UpdateError, UserError
 from isthmus.exchange import Layout
@@ -113,6 +115,9 @@ class Service:
                     raise UserError("cancelled before it began")
                 self._working = request.id
                 return await self._work(request, model, progress)
+            except BaseException:
+                self._drop(self._outgoing, request.id)
+                raise
             finally:
                 self._working = None
                 self._unwanted.discard(request.id)
@@ -148,7 +153,12 @@ class Service:
     async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
         if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _OURS:
             raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
-        job = Job.model_validate_json(open_.job)
+        try:
+            job = Job.model_validate_json(open_.job)
+        except ValidationError as error:
+            raise UserError(
+                f"the job cannot be read here, maybe it is of a newer version: {error.errors()[0]}"
+            ) from None
         layout = Layout.from_header(open_.layout)
         base = Path(open_.base)
         data = self.data or (None if job.task.data is None else base / job.task.data)

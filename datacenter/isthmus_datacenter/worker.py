@@ -81,7 +81,8 @@ class _Rank:
         self.engine: Engine | None = None
         self.run_id: str | None = None
         self.joined = False
-        self._stop = False
+        self._unwanted: int | None = None
+        """Number of the command that should stop."""
 
     def join(self) -> None:
         """Start to beat, and meet the other ranks."""
@@ -107,7 +108,6 @@ class _Rank:
             command = self.control.receive(self.attempt, self.number, _SLICE_SECONDS)
             if command is None:
                 continue
-            self._stop = False
             outcome = self._do(command)
             if outcome.failure is not None or self.rank == 0:
                 self.control.finish(self.attempt, self.number, outcome)
@@ -147,7 +147,7 @@ class _Rank:
         assert self.engine is not None
         assert self.run_id == command.run_id  # the service opens runs before it uses them
         if command.op == "train":
-            return self.engine.train(command, self._report, lambda: self._stop)
+            return self.engine.train(command, self._report, lambda: self._unwanted == self.number)
         self.engine.export(command)
         return {}
 
@@ -161,10 +161,11 @@ class _Rank:
         count = 0
         while True:
             count += 1
+            number = self.number
             try:
                 control.beat(self.attempt, self.rank, count)
-                if control.aborted(self.attempt, self.number):
-                    self._stop = True
+                if control.aborted(self.attempt, number):
+                    self._unwanted = number
             except dist.DistError:
                 _leave()  # nobody is left to work for
             time.sleep(BEAT_SECONDS)

@@ -103,13 +103,15 @@ class _Transformer(nn.Module):
 class Faulty(Table):
     """Does once, or always, what `settings` say, on one rank and at one of its training steps.
 
-    fault: kill, stop, exit, raise; at: `model`, `data` or the number of a loss; rank; once: a file
+    fault: kill, stop, exit, raise; at: `model`, `data`, the number of a loss, or `forward` and
+    the number of a forward pass; rank; once: a file
     that is made when it happened.
     """
 
     def __init__(self, settings: Any, data: Path | None = None) -> None:
         super().__init__(settings, data)
         self.losses = 0
+        self.forwards = 0
 
     def model(self) -> nn.Module:
         self.maybe_fail("model")
@@ -118,6 +120,12 @@ class Faulty(Table):
     def rows(self, count: int, seed: int) -> TensorDataset:
         self.maybe_fail("data")
         return super().rows(count, seed)
+
+    def forward(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        self.maybe_fail(f"forward {self.forwards}")
+        output: torch.Tensor = super().forward(model, inputs)
+        return output
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.losses += 1
