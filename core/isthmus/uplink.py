@@ -18,6 +18,7 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
@@ -35,7 +36,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # Windows that grow with what arrives would add up to a model for each of many participants.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 1 << 20),
+    ("grpc.http2.lookahead_bytes", 512 << 10),
 )
 _FINAL = {
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -88,6 +89,8 @@ class _Job:
     request: link_pb2.Request
     buffer: Buffer | None = None
     assembly: Assembly | None = None
+    wanted_on: _Stream | None = None
+    """Where the model was asked for: chunks on another stream are for another request."""
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
@@ -191,7 +194,7 @@ class Uplink:
         if kind == "request":
             await self._request(stream, message.request)
         elif kind == "chunk":
-            self._chunk(message.chunk)
+            self._chunk(stream, message.chunk)
         elif kind == "want":
             pump = asyncio.create_task(self._pump(stream, message.want))
             pumps.add(pump)
@@ -204,6 +207,8 @@ class Uplink:
             job = self._jobs.get(message.cancel.id)
             if job is not None:
                 self.worker.cancel(job.request, message.cancel.reason)
+                if job.task is None and job.reply is None:
+                    del self._jobs[message.cancel.id]  # it still waits for its model
         # Anything else is a ping, or news from a newer server that is no business of ours.
 
     async def _request(self, stream: _Stream, request: link_pb2.Request) -> None:
@@ -224,13 +229,16 @@ class Uplink:
             if job.assembly is None:
                 self._start(job)
             else:
+                job.wanted_on = stream
                 want = link_pb2.Want(sha256=job.assembly.content.sha256, offset=job.assembly.offset)
                 await stream.send(link_pb2.Envelope(want=want))
 
-    def _chunk(self, chunk: link_pb2.Chunk) -> None:
+    def _chunk(self, stream: _Stream, chunk: link_pb2.Chunk) -> None:
         for job in self._jobs.values():
             assembly = job.assembly
-            if assembly is None or job.task is not None or assembly.content.sha256 != chunk.sha256:
+            if assembly is None or job.task is not None or job.wanted_on is not stream:
+                continue
+            if assembly.content.sha256 != chunk.sha256:
                 continue
             if chunk.absent:
                 job.task = asyncio.create_task(
@@ -314,7 +322,10 @@ class _Stream:
             data = await self._call.read()
         if data is grpc.aio.EOF:
             return None
-        return link_pb2.Envelope.FromString(data)
+        try:
+            return link_pb2.Envelope.FromString(data)
+        except DecodeError:
+            raise UpdateError("what came is not a message of this link") from None
 
 
 async def _beat(stream: _Stream, every: float) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from isthmus.contents import Assembly, Buffer, Write, chunks
 from isthmus.errors import ParticipantLost, UpdateError, UserError
@@ -44,6 +45,8 @@ class Peer:
         self.instance = hello.instance
         self.stream: _Stream | None = None
         self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
+        self.unsettled: set[str] = set()
+        """Requests whose reply is in use."""
         self.fetches: dict[bytes, _Fetch] = {}
         self.bytes_in = 0
         self.bytes_out = 0
@@ -66,8 +69,8 @@ class Link:
     """Everybody who dialled in.
 
     Guarantees:
-      * `ask` and `fetch` end: with a result, or `ParticipantLost` at the latest one lease after
-        the participant was last heard;
+      * `ask` and `fetch` end: with a result, or with `ParticipantLost` one lease after the stream
+        broke; a stream on which nothing is heard for a lease counts as broken;
       * a reply to a request that nobody waits for any more is refused, never used;
       * nothing is read from the network beyond `contents.MAX_MESSAGE_BYTES` at a time.
     """
@@ -169,6 +172,7 @@ class Link:
         """Tell a participant what became of its reply, so that it can let go of its content."""
         peer = self.peers.get(name)
         if peer is not None:
+            peer.unsettled.discard(request_id)
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
             self._tell(peer, link_pb2.Envelope(receipt=receipt))
 
@@ -212,6 +216,8 @@ class Link:
                 await self._resume(peer, stream)
             while (message := await stream.receive(timeout=self.lease_seconds)) is not None:
                 await self._take(peer, stream, message)
+        except UpdateError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             log.info("%s: nothing heard for a lease", peer.name if peer else "a caller")
         finally:
@@ -273,9 +279,12 @@ class Link:
             stream.spawn(self._pump(peer, stream, message.want))
         elif kind == "reply":
             asked = peer.asked.get(message.reply.id)
+            if message.reply.id in peer.unsettled:
+                return  # after a break it was asked again, just when it replied
             if asked is None:
                 self.settle(peer.name, message.reply.id, False, "too late: nobody waits for it")
             elif not asked[1].done():
+                peer.unsettled.add(message.reply.id)
                 asked[1].set_result(message.reply)
         elif kind == "progress":
             self.on_progress(peer.name, message.progress)
@@ -338,7 +347,10 @@ class _Stream:
             data = await self._context.read()
         if data is grpc.aio.EOF:
             return None
-        return link_pb2.Envelope.FromString(data)
+        try:
+            return link_pb2.Envelope.FromString(data)
+        except DecodeError:
+            raise UpdateError("what came is not a message of this link") from None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine for as long as the stream lives."""

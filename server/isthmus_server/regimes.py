@@ -23,7 +23,7 @@ from isthmus_server.aggregate import Spool, WeightedSum
 from isthmus_server.link import Link
 from isthmus_server.receipts import Receipt
 
-UPLOADS_AT_ONCE = 16
+UPLOADS_AT_ONCE = 8
 """Updates under way at the same time; each takes a file, not memory."""
 
 

@@ -14,11 +14,11 @@ when its clipping bound is too tight.
 
 >>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32), size=2,
 ...                      clients_max=3, weight_max=10, clip=2.0)
->>> one = encode(config, torch.tensor([1.0, -1.0]), weight=10)
+>>> one = encode(config, torch.tensor([1.0, -0.5]), weight=10)
 >>> other = encode(config, torch.tensor([0.5, 9.0]), weight=5)
 >>> mean = decode(config, one.vector + other.vector, clients=2)
 >>> [round(x, 4) for x in mean.vector.tolist()], mean.weight, round(mean.clipped, 4)
-([0.8333, 0.0], 15, 0.25)
+([0.8333, 0.3333], 15, 0.25)
 """
 
 from __future__ import annotations
