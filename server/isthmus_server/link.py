@@ -143,7 +143,10 @@ class Link:
                 await peer.stream.send_quietly(link_pb2.Envelope(request=request))
             return await future
         except asyncio.CancelledError:
-            self._tell(peer, link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
+            if request.id in peer.unsettled:
+                self.settle(name, request.id, False, "too late: nobody waits for it")
+            else:
+                self._tell(peer, link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
             raise
         finally:
             peer.asked.pop(request.id, None)
