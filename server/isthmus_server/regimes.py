@@ -173,9 +173,12 @@ class _Attempt:
             self.receipts[name] = self._receipt(name, "dropped", str(lost))
         except UpdateError as error:
             self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
-            link.settle(name, request.id, False, str(error))
-        else:
-            link.settle(name, request.id, True)
+        finally:
+            # Also when the round has ended meanwhile: the device may let go of its update.
+            receipt = self.receipts.get(name)
+            accepted = receipt is not None and receipt.status == "accepted"
+            reason = receipt.reason if receipt is not None else "the round is over"
+            link.settle(name, request.id, accepted, reason)
 
     async def _take(self, name: str, trained: link_pb2.Trained) -> None:
         layout = self.fleet.layout
@@ -305,6 +308,8 @@ class Datacenter:
     async def _ask(
         self, name: str, request: link_pb2.Request, with_model: bool
     ) -> tuple[link_pb2.Reply, torch.Tensor | None]:
+        reply: link_pb2.Reply | None = None
+        accepted, reason = False, "the round is over"
         try:
             async with asyncio.timeout(self.job.time.round_seconds):
                 reply = await self.link.ask(name, request)
@@ -315,15 +320,18 @@ class Datacenter:
                 if with_model:
                     content = reply.trained.result if outcome == "trained" else reply.exported.model
                     vector = await self._fetch(name, content)
+            accepted, reason = True, ""
         except TimeoutError:
             reason = f"it did not answer within the round's {self.job.time.round_seconds:g} s"
             raise self._failed(name, "dropped", reason) from None
         except ParticipantLost as lost:
             raise self._failed(name, "dropped", str(lost)) from lost
         except UpdateError as error:
-            self.link.settle(name, request.id, False, str(error))
-            raise self._failed(name, "rejected", str(error)) from error
-        self.link.settle(name, request.id, True)
+            reason = str(error)
+            raise self._failed(name, "rejected", reason) from error
+        finally:
+            if reply is not None:
+                self.link.settle(name, request.id, accepted, reason)
         return reply, vector
 
     async def _fetch(self, name: str, content: link_pb2.Content) -> torch.Tensor:
