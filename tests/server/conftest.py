@@ -1,0 +1,211 @@
+"""Participants on a real link, over real connections, that do what a test tells them to."""
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+
+from isthmus.contents import describe
+from isthmus.uplink import METHOD, Uplink
+from isthmus.wire import link_pb2
+from isthmus_server.link import Link
+
+
+async def until(condition, seconds=20.0):
+    """Wait for what others make true."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - they know nothing of us
+            await asyncio.sleep(0.002)
+
+
+class Guest:
+    """A participant (an `isthmus.uplink.Worker`) around one coroutine.
+
+    That is `work(guest, request, model)`. The guest keeps what it was asked, and what it was told
+    about its answers.
+    """
+
+    def __init__(self, work):
+        self.answer = work
+        self.asked = []
+        self.receipts = []
+        self.cancelled = []
+        self.buffers = []
+        self.link = None
+
+    def buffer(self, request, size):
+        self.buffers.append(bytearray(size))
+        return self.buffers[-1]
+
+    async def work(self, request, model, progress):
+        self.asked.append(request)
+        self.progress = progress
+        return await self.answer(self, request, model)
+
+    def settled(self, request, accepted, reason):
+        self.receipts.append((accepted, reason))
+
+    def cancel(self, request, reason):
+        self.cancelled.append(request.id)
+
+    async def leave(self):
+        self.link.cancel()
+        await asyncio.gather(self.link, return_exceptions=True)
+
+
+class Wire:
+    """TCP connections to the link, one at a time, that can be held up in the middle and cut.
+
+    `limits` are bytes that the open connection still lets through, `up` to the server and `down`
+    from it; `next` are those of the next one.
+    """
+
+    def __init__(self, port):
+        self.target = port
+        self.limits = self.next = {}
+        self.carried = []
+        self.stalled = asyncio.Event()
+        self.refusing = False
+        self.open = set()
+        self.pipes = set()
+
+    async def start(self):
+        self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
+        return self.server.sockets[0].getsockname()[1]
+
+    async def accept(self, reader, writer):
+        if self.refusing:
+            writer.transport.abort()
+            return
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        self.open |= {writer, inner_writer}
+        self.limits, self.next = self.next, {}
+        count = {"up": 0, "down": 0}
+        self.carried.append(count)
+        for way, source, sink in (("up", reader, inner_writer), ("down", inner_reader, writer)):
+            pipe = asyncio.create_task(self.carry(way, source, sink, count, self.limits))
+            self.pipes.add(pipe)
+
+    async def carry(self, way, source, sink, count, limits):
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                limit = limits.get(way)
+                room = len(data) if limit is None else max(limit - count[way], 0)
+                sink.write(data[:room])
+                count[way] += min(room, len(data))
+                if room < len(data):
+                    self.stalled.set()
+                    return  # the rest waits for ever
+                await sink.drain()
+            sink.close()
+
+    def cut(self, *, for_good=False):
+        """Break what is open."""
+        self.refusing = for_good
+        for writer in self.open:
+            writer.transport.abort()
+        self.open.clear()
+
+    async def stop(self):
+        self.cut(for_good=True)
+        self.server.close()
+        for pipe in self.pipes:
+            pipe.cancel()
+        await asyncio.gather(*self.pipes, return_exceptions=True)
+
+
+class Net:
+    """One link and everybody who dials it."""
+
+    def __init__(self):
+        self.guests = []
+        self.wires = []
+        self.links = []
+
+    async def listen(self, lease_seconds=10.0):
+        self.link = Link(lease_seconds)
+        self.links.append(self.link)
+        self.port = await self.link.start()
+        return self.link
+
+    async def wire(self):
+        wire = Wire(self.port)
+        self.wires.append(wire)
+        return wire, await wire.start()
+
+    def call(self, worker, name, port=None, role=link_pb2.CLIENT):
+        """Start to dial; returns the task."""
+        uplink = Uplink(f"127.0.0.1:{port or self.port}", name, role, worker, longest_pause=0.05)
+        task = asyncio.create_task(uplink.run())
+        self.guests.append(task)
+        return task
+
+    async def join(self, name, work, port=None, role=link_pb2.CLIENT):
+        """Dial, and be there."""
+        guest = Guest(work)
+        guest.link = self.call(guest, name, port, role)
+        await until(lambda: name in self.link.peers)
+        return guest
+
+    @contextlib.asynccontextmanager
+    async def raw(self, **hello):
+        """A stream on which only the test speaks: `(call, send, receive)`."""
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+            call = channel.stream_stream(METHOD)()
+
+            async def send(**body):
+                await call.write(link_pb2.Envelope(**body).SerializeToString())
+
+            async def receive(kind):
+                while True:
+                    message = link_pb2.Envelope.FromString(await call.read())
+                    if message.WhichOneof("body") == kind:
+                        return getattr(message, kind)
+
+            fields = {"version_min": 1, "version_max": 1, "name": "raw", "role": link_pb2.CLIENT}
+            await send(hello=link_pb2.Hello(**{**fields, "instance": "one", **hello}))
+            yield call, send, receive
+            call.cancel()
+
+    async def close(self):
+        for guest in self.guests:
+            guest.cancel()
+        await asyncio.gather(*self.guests, return_exceptions=True)
+        for wire in self.wires:
+            await wire.stop()
+        for link in self.links:
+            await link.stop()
+
+
+async def refusal(call):
+    """How the server ended a call: the status code and its sentence."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return caught.value.code(), caught.value.details()
+
+
+@pytest.fixture
+async def net():
+    """An empty net; `await net.listen()` first."""
+    net = Net()
+    net.until = until
+    net.refusal = refusal
+    yield net
+    await net.close()
+
+
+@pytest.fixture
+def update():
+    """The reply that carries an update (or a model), and its content."""
+
+    def make(layout, vector, examples=10, **more):
+        payload = layout.encode(torch.as_tensor(vector, dtype=torch.float32))
+        trained = link_pb2.Trained(
+            result=describe(payload), examples=examples, steps=1, seconds=0.5, **more
+        )
+        return link_pb2.Reply(trained=trained), payload
+
+    return make

@@ -1,0 +1,376 @@
+import asyncio
+
+import pytest
+import torch
+
+from isthmus.contents import CHUNK_BYTES, describe
+from isthmus.errors import TaskError
+from isthmus.exchange import Layout
+from isthmus.wire import link_pb2
+from isthmus_server.receipts import count
+from isthmus_server.regimes import AttemptFailed, Datacenter, Fleet
+
+LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
+OTHER = Layout.from_shapes({"bias": (2,), "weight": (1,)})
+LARGER = Layout.from_shapes({"bias": (1,), "weight": (3,)})
+NEVER = asyncio.Event
+
+
+class Round:
+    """A fleet on a net, and a model that it trains from."""
+
+    def __init__(self, net, job, layout, directory):
+        self.net = net
+        self.link = net.link
+        self.layout = layout
+        self.fleet = Fleet(net.link, job, "run", layout, directory)
+        self.model = layout.encode(torch.ones(layout.size))
+        self.content = describe(self.model)
+        self.link.publish(self.content, self.model)
+
+    async def train(self, *names, examples=10):
+        return await self.fleet.train(1, 1, self.content, dict.fromkeys(names, examples))
+
+
+@pytest.fixture
+def begin(net, make_job, tmp_path):
+    """A fleet with a job's settings."""
+
+    async def begin(*overrides, layout=LAYOUT, lease=0.3):
+        await net.listen(lease)
+        return Round(net, make_job(*overrides), layout, tmp_path)
+
+    return begin
+
+
+@pytest.fixture
+def good(update):
+    """Work that answers with a fine update."""
+
+    def good(vector=(1.0, 2.0, 3.0), **more):
+        async def work(guest, request, model):
+            return update(LAYOUT, vector, **more)
+
+        return work
+
+    return good
+
+
+def statuses(receipts):
+    return {receipt.participant: receipt.status for receipt in receipts}
+
+
+async def test_a_cohorts_updates_become_their_weighted_mean(begin, good):
+    round_ = await begin("federated.cohort=2")
+    a = await round_.net.join("a", good([1.0, 2.0, 3.0], examples=10, training={"loss": 1.0}))
+    b = await round_.net.join("b", good([4.0, 5.0, 6.0], examples=20, training={"loss": 4.0}))
+    result = await round_.train("a", "b", examples=20)
+    assert result.pseudo_gradient.tolist() == [3.0, 4.0, 5.0]
+    assert result.training == {"loss": 3.0}
+    for guest in (a, b):
+        (work,) = (request.train_local for request in guest.asked)
+        assert (work.run_id, work.round, work.attempt) == ("run", 1, 1)
+        assert guest.buffers == [round_.model]
+        await round_.net.until(lambda guest=guest: guest.receipts == [(True, "")])
+    receipt = result.receipts[0]
+    assert (receipt.participant, receipt.status, receipt.reason) == ("a", "accepted", "")
+    assert (receipt.examples, receipt.steps, receipt.seconds) == (10, 1, 0.5)
+    assert (receipt.bytes_in, receipt.bytes_out) == (LAYOUT.nbytes, LAYOUT.nbytes)
+
+
+async def test_a_model_of_many_chunks(begin, net, update):
+    layout = Layout.from_shapes({"weight": (CHUNK_BYTES,)})
+    round_ = await begin("federated.cohort=3", layout=layout, lease=10.0)
+    vector = torch.arange(layout.size) / 1024
+
+    async def work(guest, request, model):
+        return update(layout, vector)
+
+    for name in "abc":
+        await net.join(name, work)
+    result = await round_.train("a", "b", "c")
+    assert torch.equal(result.pseudo_gradient, vector)
+
+
+def misbehaviours(update):
+    """Each a coroutine function, and what its receipt says."""
+
+    def answer(layout=LAYOUT, vector=(1.0, 2.0, 3.0), **more):
+        async def work(guest, request, model):
+            return update(layout, vector, **more)
+
+        return work
+
+    async def fail(guest, request, model):
+        raise TaskError("loss() failed at task.py:7")
+
+    async def something_else(guest, request, model):
+        return link_pb2.Reply(opened=link_pb2.Opened(examples=1)), None
+
+    async def hold_nothing(guest, request, model):
+        reply, _ = update(LAYOUT, [0.0] * 3)
+        return reply, None
+
+    async def lie(guest, request, model):
+        reply, payload = update(LAYOUT, [0.0] * 3)
+        payload[-1] ^= 1
+        return reply, payload
+
+    async def die(guest, request, model):
+        asyncio.get_running_loop().call_soon(guest.link.cancel)
+        await NEVER().wait()
+
+    async def sleep(guest, request, model):
+        await NEVER().wait()
+
+    return {
+        "another size": (answer(LARGER, [0.0] * 4), "rejected", "its update has 168 bytes where"),
+        "another header": (answer(OTHER), "rejected", "it is not an update of this exchange set"),
+        "nan": (answer(vector=[0, torch.nan, 0]), "rejected", "its update of 'weight' is not fin"),
+        "infinity": (answer(vector=[torch.inf, 0, 0]), "rejected", "its update of 'bias' is not"),
+        "huge": (answer(vector=[0, 0, 1e6]), "rejected", "its update of 'weight' is out of range"),
+        "no weight": (answer(examples=0), "rejected", "its weight=0 does not fit"),
+        "too much weight": (answer(examples=2**63), "rejected", "its weight=9223372036854775808 d"),
+        "failure": (fail, "rejected", "loss() failed at task.py:7"),
+        "another answer": (something_else, "rejected", "it answered something else than was asked"),
+        "no content": (hold_nothing, "rejected", "bad does not hold the content it named"),
+        "another content": (lie, "rejected", "a transfer does not match its SHA-256"),
+        "death": (die, "dropped", "lost: silent for longer than the lease of 0.3 s"),
+        "silence": (sleep, "dropped", "the round's 1 s were over"),
+    }
+
+
+@pytest.mark.parametrize("how", list(misbehaviours(None)))
+async def test_one_bad_device_does_not_spoil_the_round(begin, good, update, how):
+    work, status, reason = misbehaviours(update)[how]
+    round_ = await begin("federated.cohort=4", "time.round_seconds=1", "time.lease_seconds=0.3")
+    guests = [await round_.net.join(name, good()) for name in ("x", "y", "z")]
+    bad = await round_.net.join("bad", work)
+    result = await round_.train("bad", "x", "y", "z")
+    assert result.pseudo_gradient.tolist() == [1.0, 2.0, 3.0]
+    assert [receipt.participant for receipt in result.receipts] == ["bad", "x", "y", "z"]
+    receipt = result.receipts[0]
+    assert receipt.status == status
+    assert receipt.reason.startswith(reason)
+    assert receipt.sent == (status == "rejected")
+    assert count(result.receipts)["accepted"] == 3
+    for guest in guests:
+        await round_.net.until(lambda guest=guest: guest.receipts == [(True, "")])
+    if status == "rejected":
+        await round_.net.until(lambda: bad.receipts)
+        assert bad.receipts == [(False, receipt.reason)]
+    elif how == "silence":
+        await round_.net.until(lambda: bad.cancelled)
+
+
+async def test_below_the_quorum_the_attempt_fails_with_a_receipt_for_everyone(begin, good):
+    round_ = await begin("federated.cohort=4", "federated.quorum=3")
+
+    async def fail(guest, request, model):
+        raise TaskError("no power")
+
+    works = {"a": good(), "b": fail, "c": fail, "d": good()}
+    for name, work in works.items():
+        await round_.net.join(name, work)
+    with pytest.raises(AttemptFailed) as caught:
+        await round_.train(*works)
+    assert str(caught.value).endswith(
+        "updates were accepted and the quorum is 3 (b: no power; c: no power)"
+    ) or "the quorum could not be" in str(caught.value)
+    assert [receipt.participant for receipt in caught.value.receipts] == list(works)
+    assert statuses(caught.value.receipts)["b"] == "rejected"
+
+
+async def test_an_attempt_ends_as_soon_as_its_quorum_cannot_be_reached(begin):
+    round_ = await begin("federated.cohort=2", "federated.quorum=2", lease=10.0)
+
+    async def fail(guest, request, model):
+        raise TaskError("no power")
+
+    async def sleep(guest, request, model):
+        await NEVER().wait()
+
+    await round_.net.join("a", fail)
+    asleep = await round_.net.join("b", sleep)
+    with pytest.raises(AttemptFailed) as caught:
+        await round_.train("a", "b")
+    assert str(caught.value) == (
+        "0 of 2 updates were accepted and the quorum is 2 "
+        "(a: no power; b: the quorum could not be reached any more)"
+    )
+    assert statuses(caught.value.receipts) == {"a": "rejected", "b": "dropped"}
+    await round_.net.until(lambda: asleep.cancelled)
+
+
+async def test_too_few_devices_are_not_even_asked(begin):
+    round_ = await begin("federated.cohort=4")
+    with pytest.raises(AttemptFailed, match=r"^2 devices are ready and the quorum is 3$") as caught:
+        await round_.train("a", "b")
+    assert caught.value.receipts == []
+
+
+async def test_the_first_to_report_are_taken_and_the_others_are_told(begin, good):
+    round_ = await begin("federated.cohort=2", "federated.over_selection=2", lease=10.0)
+    released = asyncio.Event()
+
+    async def late(guest, request, model):
+        await released.wait()
+        return await good([9.0, 9.0, 9.0])(guest, request, model)
+
+    first = [await round_.net.join(name, good()) for name in "ab"]
+    others = [await round_.net.join(name, late) for name in "cd"]
+    result = await round_.train("a", "b", "c", "d")
+    assert result.pseudo_gradient.tolist() == [1.0, 2.0, 3.0]
+    assert statuses(result.receipts) == {
+        "a": "accepted",
+        "b": "accepted",
+        "c": "dropped",
+        "d": "dropped",
+    }
+    assert result.receipts[2].reason == "enough updates were in"
+    released.set()
+    for guest in first:
+        await round_.net.until(lambda guest=guest: guest.receipts == [(True, "")])
+    for guest in others:
+        await round_.net.until(lambda guest=guest: guest.cancelled)
+        await round_.net.until(
+            lambda guest=guest: guest.receipts == [(False, "too late: nobody waits for it")]
+        )
+
+
+async def test_no_more_than_the_cohort_is_taken_when_all_report_at_once(begin, good):
+    round_ = await begin("federated.cohort=2", "federated.over_selection=4", lease=10.0)
+    names = [f"device-{i}" for i in range(8)]
+    guests = [await round_.net.join(name, good()) for name in names]
+    result = await round_.train(*names)
+    assert count(result.receipts)["accepted"] == 2
+    assert len(result.receipts) == 8
+    for guest in guests:
+        await round_.net.until(lambda guest=guest: guest.receipts or not guest.asked)
+    assert sum(guest.receipts == [(True, "")] for guest in guests) == 2
+
+
+async def test_a_device_whose_upload_is_held_up_is_told_when_the_round_is_over(begin, net, update):
+    layout = Layout.from_shapes({"weight": (CHUNK_BYTES,)})
+    round_ = await begin("federated.cohort=1", layout=layout, lease=10.0)
+    wire, port = await net.wire()
+    wire.next["up"] = CHUNK_BYTES
+
+    async def work(guest, request, model):
+        return update(layout, torch.zeros(layout.size))
+
+    async def wait(guest, request, model):
+        await wire.stalled.wait()
+        return await work(guest, request, model)
+
+    slow = await net.join("slow", work, port)
+    await net.join("fast", wait)
+    result = await round_.train("slow", "fast")
+    assert statuses(result.receipts) == {"slow": "dropped", "fast": "accepted"}
+    await net.until(lambda: slow.receipts == [(False, "the round is over")])
+
+
+async def test_the_same_updates_give_the_same_bytes_in_any_order_of_arrival(begin, good):
+    round_ = await begin("federated.cohort=3", lease=10.0)
+    generator = torch.Generator().manual_seed(0)
+    updates = dict(zip("abc", torch.randn(3, 3, generator=generator), strict=True))
+    means = []
+    for order in ("abc", "cba", "bca"):
+        turn = {name: asyncio.Event() for name in order}
+        turn[order[0]].set()
+        following = dict(zip(order, [*order[1:], None], strict=True))
+
+        def work_of(name, turn=turn, following=following):
+            async def work(guest, request, model):
+                await turn[name].wait()
+                if following[name]:
+                    turn[following[name]].set()
+                return await good(updates[name], examples=7)(guest, request, model)
+
+            return work
+
+        guests = [await round_.net.join(name, work_of(name)) for name in order]
+        means.append((await round_.train("a", "b", "c")).pseudo_gradient)
+        for guest in guests:
+            await guest.leave()
+        await round_.net.until(lambda: not round_.link.peers)
+        round_ = round_ if order == "bca" else await begin("federated.cohort=3", lease=10.0)
+    assert torch.equal(means[0], means[1])
+    assert torch.equal(means[0], means[2])
+
+
+# -- the datacenter ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(net, make_job):
+    """The datacenter regime, with one participant whose work is given."""
+
+    async def ranks(work, *overrides, lease=0.3):
+        await net.listen(lease)
+        guest = await net.join("dc", work, role=link_pb2.DATACENTER)
+        return Datacenter(net.link, make_job(*overrides), "run", LAYOUT), guest
+
+    return ranks
+
+
+WORK = {"from_step": 10, "until_step": 20, "model": None, "evaluate": True, "hand_back": True}
+
+
+async def test_ranks_train_to_a_step_and_hand_their_model_back(ranks, update, net):
+    async def work(guest, request, model):
+        assert model is None
+        return update(LAYOUT, [1.0, 2.0, 3.0], training={"loss": 1.0}, events=["rank 1 came back"])
+
+    datacenter, guest = await ranks(work)
+    result = await datacenter.train("dc", 3, 1, **WORK)
+    assert result.vector.tolist() == [1.0, 2.0, 3.0]
+    assert result.training == {"loss": 1.0}
+    (receipt,) = result.receipts
+    assert (receipt.status, receipt.reason) == ("accepted", "rank 1 came back")
+    (asked,) = guest.asked
+    steps = asked.train_steps
+    assert (steps.round, steps.from_step, steps.until_step) == (3, 10, 20)
+    assert not steps.HasField("model")
+    await net.until(lambda: guest.receipts == [(True, "")])
+
+
+async def test_ranks_export_their_model(ranks, update):
+    async def work(guest, request, model):
+        reply, payload = update(LAYOUT, [4.0, 5.0, 6.0])
+        return link_pb2.Reply(exported=link_pb2.Exported(model=reply.trained.result)), payload
+
+    datacenter, guest = await ranks(work)
+    assert (await datacenter.export("dc", 20)).tolist() == [4.0, 5.0, 6.0]
+    assert guest.asked[0].export.step == 20
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        ("failure", "rejected", "dc: loss() failed at task.py:7"),
+        ("another answer", "rejected", "dc: it answered something else"),
+        ("another size", "rejected", "dc: its model has 168 bytes where"),
+        ("another header", "rejected", "dc: another exchange set came: parameter 'bias' has"),
+        ("nan", "rejected", "dc: its model is not finite"),
+        ("death", "dropped", "dc: lost: silent for longer than the lease of 0.3 s"),
+        ("silence", "dropped", "dc: it did not answer within the round's 1 s"),
+    ],
+)
+async def test_ranks_that_cannot_are_a_failed_attempt(ranks, update, net, how, status, reason):
+    work = misbehaviours(update)[how][0]
+    datacenter, guest = await ranks(work, "time.round_seconds=1", "time.lease_seconds=0.3")
+    with pytest.raises(AttemptFailed) as caught:
+        await datacenter.train("dc", 1, 1, **WORK)
+    assert str(caught.value).startswith(reason)
+    (receipt,) = caught.value.receipts
+    assert (receipt.participant, receipt.regime, receipt.status) == ("dc", "datacenter", status)
+    if status == "rejected":
+        await net.until(lambda: guest.receipts)
+        assert not guest.receipts[0][0]
+
+
+async def test_ranks_that_are_not_there(net, make_job):
+    await net.listen()
+    with pytest.raises(AttemptFailed, match=r"^dc: dc is not connected$"):
+        await Datacenter(net.link, make_job(), "run", LAYOUT).export("dc", 1)
