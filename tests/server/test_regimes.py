@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def misbehaviours(update):
         await NEVER().wait()
 
     return {
-        "another size": (answer(LARGER, [0.0] * 4), "rejected", "its update has 168 bytes where"),
+        "another size": (answer(LARGER, [0.0] * 4), "rejected", "its update has 144 bytes where"),
         "another header": (answer(OTHER), "rejected", "it is not an update of this exchange set"),
         "nan": (answer(vector=[0, torch.nan, 0]), "rejected", "its update of 'weight' is not fin"),
         "infinity": (answer(vector=[torch.inf, 0, 0]), "rejected", "its update of 'bias' is not"),
@@ -169,16 +170,17 @@ async def test_below_the_quorum_the_attempt_fails_with_a_receipt_for_everyone(be
     async def fail(guest, request, model):
         raise TaskError("no power")
 
-    works = {"a": good(), "b": fail, "c": fail, "d": good()}
+    works = {"a": good(), "b": fail, "c": fail, "d": fail}
     for name, work in works.items():
         await round_.net.join(name, work)
     with pytest.raises(AttemptFailed) as caught:
         await round_.train(*works)
-    assert str(caught.value).endswith(
-        "updates were accepted and the quorum is 3 (b: no power; c: no power)"
-    ) or "the quorum could not be" in str(caught.value)
+    assert re.fullmatch(
+        r"[01] of 4 updates were accepted and the quorum is 3 \(.*[bc]: no power.*\)",
+        str(caught.value),
+    )
     assert [receipt.participant for receipt in caught.value.receipts] == list(works)
-    assert statuses(caught.value.receipts)["b"] == "rejected"
+    assert count(caught.value.receipts)["rejected"] >= 2
 
 
 async def test_an_attempt_ends_as_soon_as_its_quorum_cannot_be_reached(begin):
@@ -272,29 +274,25 @@ async def test_a_device_whose_upload_is_held_up_is_told_when_the_round_is_over(b
 
 async def test_the_same_updates_give_the_same_bytes_in_any_order_of_arrival(begin, good):
     round_ = await begin("federated.cohort=3", lease=10.0)
-    generator = torch.Generator().manual_seed(0)
-    updates = dict(zip("abc", torch.randn(3, 3, generator=generator), strict=True))
+    updates = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    fine = {name: good(vector, examples=7) for name, vector in zip("abc", updates, strict=True)}
+    guests = {name: await round_.net.join(name, fine[name]) for name in "abc"}
+
+    def after(name, before, now):
+        async def work(guest, request, model):
+            await before.wait()
+            now.set()
+            return await fine[name](guest, request, model)
+
+        return work
+
     means = []
     for order in ("abc", "cba", "bca"):
-        turn = {name: asyncio.Event() for name in order}
-        turn[order[0]].set()
-        following = dict(zip(order, [*order[1:], None], strict=True))
-
-        def work_of(name, turn=turn, following=following):
-            async def work(guest, request, model):
-                await turn[name].wait()
-                if following[name]:
-                    turn[following[name]].set()
-                return await good(updates[name], examples=7)(guest, request, model)
-
-            return work
-
-        guests = [await round_.net.join(name, work_of(name)) for name in order]
+        turns = [asyncio.Event() for _ in range(4)]
+        turns[0].set()
+        for place, name in enumerate(order):
+            guests[name].answer = after(name, turns[place], turns[place + 1])
         means.append((await round_.train("a", "b", "c")).pseudo_gradient)
-        for guest in guests:
-            await guest.leave()
-        await round_.net.until(lambda: not round_.link.peers)
-        round_ = round_ if order == "bca" else await begin("federated.cohort=3", lease=10.0)
     assert torch.equal(means[0], means[1])
     assert torch.equal(means[0], means[2])
 
@@ -350,7 +348,7 @@ async def test_ranks_export_their_model(ranks, update):
     [
         ("failure", "rejected", "dc: loss() failed at task.py:7"),
         ("another answer", "rejected", "dc: it answered something else"),
-        ("another size", "rejected", "dc: its model has 168 bytes where"),
+        ("another size", "rejected", "dc: its model has 144 bytes where"),
         ("another header", "rejected", "dc: another exchange set came: parameter 'bias' has"),
         ("nan", "rejected", "dc: its model is not finite"),
         ("death", "dropped", "dc: lost: silent for longer than the lease of 0.3 s"),
