@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
-CHUNK_BYTES = 128 << 10
+CHUNK_BYTES = 256 << 10
 """Payload of one message: large enough to be fast, small enough that one on its way to each of
 many participants does not add up to another model."""
 

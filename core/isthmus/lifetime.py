@@ -15,14 +15,15 @@ _M_ARENA_MAX = -8
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies, however it dies (Linux).
 
-    Call it first thing in the child: a parent that is already gone is noticed too.
+    Call it first thing in the child: a parent that dies while this runs is noticed too. In a
+    container the parent may well be process 1.
     """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -34,6 +35,6 @@ def return_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 20)
+        libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 4 << 20)
         libc.mallopt(_M_ARENA_MAX, 2)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MAGNITUDE_BITS = 12
 """Values of an update lie strictly within +-2**12; anything beyond has diverged."""
 
-TILE = 1 << 18
-"""Elements handled at a time: a few MB of working memory, whatever the model's size."""
+TILE = 1 << 16
+"""Elements handled at a time: they stay in the cache from one operation to the next."""
 
 
 class WeightedSum:
