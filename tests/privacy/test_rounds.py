@@ -71,7 +71,7 @@ def exact_or_aborted(parties):
     return True
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_random_rounds_of_up_to_64_clients(data):
     count = data.draw(st.integers(3, 64), label="clients")
@@ -85,7 +85,7 @@ def test_random_rounds_of_up_to_64_clients(data):
         exact_or_aborted(parties)
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(count=st.integers(30, 64), seed=st.integers(0, 2**32), drops=st.floats(0, 0.2))
 def test_random_rounds_on_the_graph_that_clients_draw(count, seed, drops):
     draw = random.Random(seed)
@@ -102,7 +102,7 @@ def remembered_signatures(monkeypatch):
     monkeypatch.setattr(keys, "verify", functools.cache(keys.verify))
 
 
-@pytest.mark.parametrize(("drops", "stages"), [(0, STAGES[1:]), (45, STAGES[1:]), (45, STAGES[2:3])])
+@pytest.mark.parametrize(("drops", "stages"), [(45, STAGES[1:]), (40, STAGES[2:3])])
 def test_300_clients_on_the_graph_that_they_draw(remembered_signatures, drops, stages):
     draw = random.Random(drops)
     lost = {name: draw.choice(stages) for name in draw.sample(names(300), drops)}

@@ -73,7 +73,14 @@ class AdvertiseKeys(Message):
 
     def signed_fields(self, config_hash: bytes) -> tuple[bytes, ...]:
         """What the client signs."""
-        return (config_hash, self.enrolment.to_bytes(), self.sealing_key, self.mask_key)
+        owner = self.enrolment
+        return (
+            config_hash,
+            owner.name.encode(),
+            owner.identity_key,
+            self.sealing_key,
+            self.mask_key,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

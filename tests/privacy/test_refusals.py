@@ -1,0 +1,54 @@
+"""Every refusal is met by an attack, is made in one place, and cannot be lost unnoticed."""
+
+import re
+from pathlib import Path
+
+import mutation
+import pytest
+from attacks import ATTACKS
+
+import isthmus_privacy.secagg
+from isthmus.errors import AggregationAborted, IsthmusError, PeerMisbehaved, UpdateError
+from isthmus_privacy.secagg import REFUSALS
+
+CASES = [(code, attack) for code, attacks in ATTACKS.items() for attack in attacks]
+
+
+@pytest.mark.parametrize(
+    ("code", "attack"), CASES, ids=[f"{code}:{attack.__name__}" for code, attack in CASES]
+)
+def test_attack_is_refused(code, attack):
+    with pytest.raises(IsthmusError) as refusal:
+        attack()
+    assert refusal.value.code == code
+    assert isinstance(refusal.value, REFUSALS[code])
+    assert len(str(refusal.value)) > 15
+    assert "\n" not in str(refusal.value)
+
+
+def test_every_refusal_has_an_attack():
+    assert set(ATTACKS) == set(REFUSALS)
+
+
+def test_every_refusal_is_made_in_exactly_one_place():
+    package = Path(isthmus_privacy.secagg.__file__).parent
+    sources = "\n".join(
+        path.read_text() for path in package.glob("*.py") if path.name != "refusal.py"
+    )
+    made = re.findall(r'\brefusal\.refuse\(\s*"([a-z-]+)"', sources)
+    assert sorted(made) == sorted(REFUSALS)
+    assert len(re.findall(r"\brefuse\(", sources)) == len(made)
+
+
+def test_removing_any_refusal_is_noticed(capsys):
+    report = mutation.check()
+    with capsys.disabled():
+        print(f"\n{report}")
+    assert report.survivors == ()
+    assert report.killed == report.refusals == len(REFUSALS)
+
+
+def test_errors_say_whose_fault_it_is():
+    assert issubclass(REFUSALS["roster-unsorted"], PeerMisbehaved)
+    assert issubclass(REFUSALS["update-not-finite"], UpdateError)
+    assert issubclass(REFUSALS["too-few-masked"], AggregationAborted)
