@@ -41,26 +41,32 @@ class Envelope(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version_min", "version_max", "name", "role", "instance")
+    __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity")
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     version_min: int
     version_max: int
     name: str
     role: Role
     instance: str
-    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ...) -> None: ...
+    identity: bytes
+    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "lease_seconds")
+    __slots__ = ("version", "lease_seconds", "authority", "enrolment")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    ENROLMENT_FIELD_NUMBER: _ClassVar[int]
     version: int
     lease_seconds: float
-    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    authority: bytes
+    enrolment: bytes
+    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()
@@ -95,20 +101,22 @@ class Chunk(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
     TRAIN_STEPS_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    SECURE_STEP_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
     train_local: TrainLocal
     train_steps: TrainSteps
     export: Export
     close: CloseRun
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ...) -> None: ...
+    secure_step: SecureStep
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout")
@@ -123,16 +131,36 @@ class OpenRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     model: Content
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+    secure: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+
+class SecureStep(_message.Message):
+    __slots__ = ("run_id", "round", "attempt", "roster", "inbox", "survivors", "consents")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    INBOX_FIELD_NUMBER: _ClassVar[int]
+    SURVIVORS_FIELD_NUMBER: _ClassVar[int]
+    CONSENTS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    attempt: int
+    roster: bytes
+    inbox: bytes
+    survivors: bytes
+    consents: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[bytes] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consents: _Optional[bytes] = ...) -> None: ...
 
 class TrainSteps(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back")
@@ -169,20 +197,22 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SECURE_STEPPED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
     trained: Trained
     exported: Exported
     closed: Closed
     failure: Failure
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    secure_stepped: SecureStepped
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("examples",)
@@ -191,7 +221,7 @@ class Opened(_message.Message):
     def __init__(self, examples: _Optional[int] = ...) -> None: ...
 
 class Trained(_message.Message):
-    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events")
+    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure")
     class TrainingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +243,7 @@ class Trained(_message.Message):
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
     result: Content
     examples: int
     steps: int
@@ -220,7 +251,16 @@ class Trained(_message.Message):
     training: _containers.ScalarMap[str, float]
     evaluation: _containers.ScalarMap[str, float]
     events: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, result: _Optional[_Union[Content, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ...) -> None: ...
+    secure: bytes
+    def __init__(self, result: _Optional[_Union[Content, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+
+class SecureStepped(_message.Message):
+    __slots__ = ("message", "masked")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
+    message: bytes
+    masked: Content
+    def __init__(self, message: _Optional[bytes] = ..., masked: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
 
 class Exported(_message.Message):
     __slots__ = ("model",)
