@@ -86,9 +86,9 @@ class Coordinator:
         self.job = store.job
         self.link = link
         self.watch = watch
-        self.policy = load_policy(self.job.strategy)
         data = store.base / self.job.task.data if self.job.task.data else None
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
+        self.policy = load_policy(self.job.strategy)  # its module may lie beside the task's
         self.model = GlobalModel(task, self.job.seed, self.job.strategy.server_optimizer)
         self.at = self._restore(store.resume_point())
         self.roster = Roster(
@@ -154,8 +154,6 @@ class Coordinator:
 
     async def _one_attempt(self, plan: Plan, round_: int, attempt: int, started: float) -> None:
         federated = plan.regime in ("federated", "hybrid")
-        if federated and self.at.model_in_datacenter:
-            await self._bring_home()
         cohort = self._cohort(round_) if federated else {}
         self.store.plan(
             round_,
@@ -174,6 +172,8 @@ class Coordinator:
                 "invited": len(cohort) + (plan.regime != "federated"),
             },
         )
+        if federated and self.at.model_in_datacenter:
+            await self._bring_home()
         trained = await self._train(plan, round_, attempt, cohort)
         self._merge(plan, trained)
         evaluation = await self._evaluate(plan, round_, trained)
