@@ -97,6 +97,10 @@ class LocalRun:
             torch.manual_seed(_seed(self.job.seed, round_, self.participant.name))
             with user_code("optimizer()"):
                 optimizer = self.task.optimizer(self.model.parameters(), self.participant)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TaskError(
+                    f"optimizer() returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+                )
             self.model.train()
             anchors = dict(self.layout.parts(start)) if settings.proximal else {}
             step = 0
@@ -116,7 +120,8 @@ class LocalRun:
                 with user_code("the backward pass"):
                     torch.autograd.backward(loss)
                 self._add_proximal(anchors, settings.proximal)
-                optimizer.step()
+                with user_code("the optimizer's step"):
+                    optimizer.step()
                 progress(step, value)
         return step, averages
 
