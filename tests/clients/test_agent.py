@@ -1,0 +1,112 @@
+import asyncio
+import threading
+
+import pytest
+
+from isthmus.contents import describe
+from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.exchange import Layout
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_clients.agent import Agent
+
+LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+
+
+@pytest.fixture
+def opening(write_task, make_job, tmp_path):
+    """A request that opens a run of the table task."""
+
+    def opening(run_id="run", methods="pass", *overrides):
+        write_task(methods)
+        job = make_job(*overrides).model_dump_json()
+        work = link_pb2.OpenRun(run_id=run_id, job=job, base=str(tmp_path), layout=LAYOUT.header)
+        return link_pb2.Request(id=f"open {run_id}", open=work)
+
+    return opening
+
+
+@pytest.fixture
+def agent():
+    return Agent(Participant(name="a", regime="federated"), None)
+
+
+def train(run_id="run", id_="train"):
+    work = link_pb2.TrainLocal(run_id=run_id, round=1, attempt=1)
+    return link_pb2.Request(id=id_, train_local=work)
+
+
+def ignore(steps, loss):
+    pass
+
+
+async def test_open_train_close(agent, opening):
+    reply, content = await agent.work(opening(), None, ignore)
+    assert reply.opened.examples == 20
+    assert content is None
+    model = agent.buffer(train(), LAYOUT.nbytes)
+    model[:] = LAYOUT.encode(LAYOUT.decode(bytearray(LAYOUT.header + bytes(4 * LAYOUT.size))))
+    reply, content = await agent.work(train(), model, ignore)
+    assert content is model
+    assert reply.trained.result == describe(model)
+    assert LAYOUT.decode(model).any()
+    agent.settled(train(), True, "")
+    close = link_pb2.Request(close=link_pb2.CloseRun(run_id="run"))
+    reply, _ = await agent.work(close, None, ignore)
+    assert reply.WhichOneof("outcome") == "closed"
+    with pytest.raises(UpdateError, match=r"^the run 'run' is not open on this device$"):
+        agent.buffer(train(), LAYOUT.nbytes)
+
+
+async def test_memory_is_given_for_exactly_one_model_of_an_open_run(agent, opening):
+    with pytest.raises(UpdateError, match="'run' is not open"):
+        agent.buffer(train(), LAYOUT.nbytes)
+    await agent.work(opening(), None, ignore)
+    for size in (0, LAYOUT.nbytes - 1, 2**60):
+        with pytest.raises(UpdateError, match=f"a model of {size} bytes was announced where"):
+            agent.buffer(train(), size)
+    assert len(agent.buffer(train(), LAYOUT.nbytes)) == LAYOUT.nbytes
+
+
+async def test_opening_another_run_closes_the_first(agent, opening):
+    await agent.work(opening("one"), None, ignore)
+    await agent.work(opening("two"), None, ignore)
+    agent.buffer(train("two"), LAYOUT.nbytes)
+    with pytest.raises(UpdateError, match="'one' is not open"):
+        agent.buffer(train("one"), LAYOUT.nbytes)
+
+
+async def test_a_run_that_cannot_be_opened_leaves_none_half_open(agent, opening):
+    with pytest.raises(TaskError, match="is empty"):
+        await agent.work(
+            opening("run", "def local_data(self, participant):\n    return rows(0, 0)"),
+            None,
+            ignore,
+        )
+    with pytest.raises(UpdateError, match="'run' is not open"):
+        agent.buffer(train(), LAYOUT.nbytes)
+
+
+async def test_a_client_does_not_do_the_datacenters_work(agent):
+    request = link_pb2.Request(train_steps=link_pb2.TrainSteps())
+    with pytest.raises(Refused, match="an edge client does not do 'train_steps'"):
+        await agent.work(request, None, ignore)
+
+
+async def test_cancelled_work_stops_while_the_link_stays_alive(agent, opening):
+    await agent.work(opening("run", "pass", "federated.local_steps=1000000"), None, ignore)
+    model = agent.buffer(train(), LAYOUT.nbytes)
+    model[: len(LAYOUT.header)] = LAYOUT.header
+    started = asyncio.Event()
+    loop, here = asyncio.get_running_loop(), threading.get_ident()
+
+    def report(steps, loss):
+        assert threading.get_ident() != here  # off the event loop
+        loop.call_soon_threadsafe(started.set)
+
+    working = asyncio.create_task(agent.work(train(), model, report))
+    await started.wait()
+    agent.cancel(train(), "")
+    with pytest.raises(TaskError, match="does not want this round's update any more"):
+        await working
+    agent.settled(train(), False, "too late: nobody waits for it")

@@ -1,0 +1,219 @@
+import pytest
+import torch
+
+from isthmus.errors import TaskError
+from isthmus.exchange import Layout
+from isthmus.scoring import build_model
+from isthmus.task import Participant, load_task
+from isthmus.wire import link_pb2
+from isthmus_clients.training import LocalRun
+
+
+class Progress:
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, step, loss):
+        self.steps.append((step, loss))
+
+
+@pytest.fixture
+def open_run(write_task, make_job, tmp_path):
+    """A run opened on a device, and the model the server would send."""
+
+    def open_run(*overrides, methods="pass", name="a", layout=None):
+        write_task(methods)
+        job = make_job(*overrides)
+        if layout is None:
+            layout = Layout.of(build_model(load_task(job.task.source, {}, base=tmp_path), job.seed))
+        work = link_pb2.OpenRun(
+            run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
+        )
+        return LocalRun(work, Participant(name=name, regime="federated"), None)
+
+    return open_run
+
+
+def train(run, round_=1, start=None, stopped=lambda: False):
+    """Train one round; gives the update, what was said about it, and the progress."""
+    start = build_start(run) if start is None else start
+    payload = run.layout.encode(start)
+    progress = Progress()
+    work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
+    trained = run.train(work, payload, progress, stopped)
+    return run.layout.decode(payload).clone(), trained, progress
+
+
+def build_start(run):
+    return run.layout.gather(build_model(run.task, run.job.seed))
+
+
+def test_the_update_is_start_minus_end(open_run):
+    run = open_run("federated.local_steps=1", "federated.batch_size=20", "task.settings.lr=0.5")
+    start = build_start(run)
+    model = build_model(run.task, run.job.seed)
+    inputs, target = run.dataset.tensors
+    run.task.loss(model(inputs), target).mean().backward()
+    gradient = torch.cat([model.bias.grad, model.weight.grad.flatten()])
+    update, trained, _ = train(run, start=start)
+    torch.testing.assert_close(update, 0.5 * gradient)
+    assert (trained.examples, trained.steps) == (20, 1)
+    assert trained.result.size == run.layout.nbytes
+    assert trained.training["loss"] == pytest.approx(
+        run.task.loss(run.layout.scatter(start, model) or model(inputs), target).mean().item()
+    )
+
+
+def test_the_same_seed_round_and_name_give_the_same_bytes(open_run):
+    def update(*overrides, name="a", round_=1):
+        return train(open_run(*overrides, name=name), round_)[0]
+
+    first = update()
+    torch.manual_seed(123)  # nothing of this process's own state goes in
+    assert torch.equal(update(), first)
+    assert not torch.equal(update(round_=2), first)
+    assert not torch.equal(update("seed=1"), first)
+    assert not torch.equal(update(name="b"), first)
+
+
+def test_a_round_does_not_depend_on_the_one_before(open_run):
+    run = open_run()
+    start = build_start(run)
+    train(run, 1)
+    second = train(run, 2, start)[0]
+    assert torch.equal(train(open_run(), 2, start)[0], second)
+
+
+def test_training_leaves_the_random_state_alone(open_run):
+    run = open_run()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    train(run)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "examples"),
+    [
+        ([], 1, 20),
+        (["federated.batch_size=8"], 3, 20),
+        (["federated.batch_size=8", "federated.local_epochs=2"], 6, 40),
+        (["federated.batch_size=8", "federated.local_steps=2"], 2, 16),
+        (["federated.batch_size=8", "federated.local_steps=7"], 7, 48),
+        (["federated.local_steps=0"], 0, 0),
+    ],
+)
+def test_epochs_and_steps_are_counted(open_run, overrides, steps, examples):
+    scored = []
+    run = open_run(*overrides)
+    loss = run.task.loss
+    run.task.loss = lambda output, target: (scored.append(len(target)), loss(output, target))[1]
+    update, trained, progress = train(run)
+    assert trained.steps == steps
+    assert [step for step, _ in progress.steps] == list(range(1, steps + 1))
+    assert sum(scored) == examples
+    if steps == 0:
+        assert not update.any()
+        assert "loss" not in trained.training
+
+
+def test_the_proximal_term_pulls_towards_the_rounds_model(open_run):
+    free = train(open_run("federated.local_epochs=10"))[0].norm()
+    pulled = train(open_run("federated.local_epochs=10", "federated.proximal=1.0"))[0].norm()
+    held = train(open_run("federated.local_epochs=10", "federated.proximal=5.0"))[0].norm()
+    assert held < pulled < free
+
+
+def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
+    # The loss is the weight itself, so that its own gradient is 1.
+    slope = """
+        def model(self):
+            return nn.Linear(1, 1, bias=False)
+
+        def forward(self, model, inputs):
+            return model.weight.expand(len(inputs), 1)
+
+        def loss(self, output, target):
+            return output.sum(1)
+    """
+    run = open_run(
+        "federated.local_steps=2", "federated.proximal=0.5", "task.settings.lr=0.1", methods=slope
+    )
+    update, _, _ = train(run)
+    # d1 = lr; d2 = d1 + lr * (1 - mu * d1)
+    assert update.item() == pytest.approx(0.1 + 0.1 * (1 - 0.5 * 0.1))
+
+
+@pytest.mark.parametrize(
+    ("methods", "sentence"),
+    [
+        (
+            "def loss(self, output, target):\n    return output.sum(1) * float('nan')",
+            r"^the loss of a is nan at step 1; lower the learning rate or check the data$",
+        ),
+        (
+            "def optimizer(self, parameters, participant):\n"
+            "    return torch.optim.SGD(parameters, lr=float('inf'))",
+            r"^the update of a is not finite after 1 steps; lower the learning rate",
+        ),
+        (
+            "def loss(self, output, target):\n    return torch.ones(len(target))",
+            r"^the backward pass failed.*: RuntimeError: element 0 of tensors does not require grad",
+        ),
+        (
+            "def optimizer(self, parameters, participant):\n    return None",
+            r"^optimizer\(\) returned NoneType, not a torch\.optim\.Optimizer$",
+        ),
+        (
+            "def optimizer(self, parameters, participant):\n    return 1 / 0",
+            r"^optimizer\(\) failed at .*task\.py:\d+: ZeroDivisionError",
+        ),
+        (
+            "def optimizer(self, parameters, participant):\n"
+            "    return torch.optim.LBFGS(parameters)",
+            r"^the optimizer's step failed.*: TypeError: .*closure",
+        ),
+    ],
+)
+def test_training_that_goes_wrong_is_one_sentence(open_run, methods, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        train(open_run(methods=methods))
+
+
+def test_a_device_without_data_declines(open_run):
+    with pytest.raises(TaskError, match=r"^local_data\(\) of a is empty: there is no data to work"):
+        open_run(methods="def local_data(self, participant):\n    return rows(0, 0)")
+
+
+def test_a_device_with_another_model_declines(open_run):
+    other = Layout.from_shapes({"bias": (3,), "weight": (3, 5)})
+    with pytest.raises(TaskError) as caught:
+        open_run(layout=other)
+    assert str(caught.value) == (
+        "this device's model is not the server's: parameter 'weight' has shape (3, 4) here and "
+        "(3, 5) there"
+    )
+
+
+def test_work_nobody_wants_stops_at_the_next_step(open_run):
+    run = open_run("federated.local_steps=100")
+    seen = Progress()
+    work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
+    with pytest.raises(TaskError, match="does not want this round's update any more"):
+        run.train(work, run.layout.encode(build_start(run)), seen, lambda: len(seen.steps) == 3)
+    assert len(seen.steps) == 3
+
+
+def test_data_of_the_device_wins_over_the_jobs(write_task, make_job, tmp_path):
+    write_task("""
+        def local_data(self, participant):
+            return rows(int(self.data.read_text()), 0)
+    """)
+    (tmp_path / "job.txt").write_text("3")
+    (tmp_path / "own.txt").write_text("5")
+    job = make_job("task.data=job.txt")
+    layout = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+    work = link_pb2.OpenRun(job=job.model_dump_json(), base=str(tmp_path), layout=layout.header)
+    who = Participant(name="a", regime="federated")
+    assert LocalRun(work, who, None).examples == 3
+    assert LocalRun(work, who, tmp_path / "own.txt").examples == 5

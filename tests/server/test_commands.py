@@ -1,0 +1,69 @@
+import pytest
+from click.testing import CliRunner
+
+from isthmus.errors import UserError
+from isthmus_server import commands
+from isthmus_server.embedded import Embedded
+from isthmus_server.store import Store
+
+
+def typed(command, *arguments):
+    """The exit code and output of a command; its `UserError` is for `isthmus.cli` to show."""
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    return result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], r"^give a job file, or --resume --run-dir DIR$"),
+        (["--resume"], r"^--resume needs --run-dir"),
+        (["--resume", "--run-dir", "x", "--set", "a=1"], r"^--set does not go with --resume"),
+        (["--resume", "--run-dir", "nowhere"], r"^nowhere does not hold a run"),
+        (["nowhere.toml"], r"^there is no job file nowhere\.toml$"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_one_sentence(arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        typed(commands.run, *arguments)
+
+
+@pytest.mark.parametrize("address", ["8080", "127.0.0.1:port", "127.0.0.1:70000", "127.0.0.1:"])
+def test_an_address_of_another_form_is_refused(tmp_path, write_task, address):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    with pytest.raises(UserError, match=r"is not of the form HOST:PORT$"):
+        typed(commands.run, job, "--run-dir", tmp_path / "run", "--address", address)
+
+
+def test_a_comparison_needs_a_budget(tmp_path, write_task):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    with pytest.raises(UserError, match=r"^a comparison needs a budget"):
+        typed(commands.compare, job, "--run-dir", tmp_path / "runs")
+
+
+def test_the_report_of_a_run_that_just_began(make_job, tmp_path):
+    Store.create(tmp_path / "run", make_job(), tmp_path).close()
+    result = typed(commands.report, tmp_path / "run")
+    assert result.exit_code == 0
+    assert "running" in result.output
+    result = typed(commands.report, tmp_path / "run", "--json")
+    assert '"rounds": []' in result.output
+    with pytest.raises(UserError, match="does not hold a run"):
+        typed(commands.report, tmp_path)
+
+
+def test_embedded_participants_run_the_commands_a_user_would_type(make_job, tmp_path):
+    job = make_job("federated.clients=2", "datacenter.ranks=4")
+    found = Embedded(job, 1234, tmp_path, lambda *_: None).commands()
+    assert list(found) == ["datacenter-0", "client-0", "client-1"]
+    assert " ".join(found["client-1"]) == (
+        "client start --name client-1 --shard 1/2 --server 127.0.0.1:1234 --die-with-parent"
+    )
+    assert " ".join(found["datacenter-0"]).startswith("datacenter launch --scheduler local")
+    assert "--ranks 4" in " ".join(found["datacenter-0"])

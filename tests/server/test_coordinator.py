@@ -1,0 +1,431 @@
+import asyncio
+import hashlib
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from isthmus.errors import TaskError, UserError
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_clients.agent import Agent
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.progress import Progress
+from isthmus_server.report import document, show
+from isthmus_server.store import Store
+
+NAMES = ("a", "b", "c")
+
+
+class Device:
+    """An edge client in this process: the agent itself, made to fail in some attempts.
+
+    All in one process share PyTorch's random state, so they take turns at working.
+    """
+
+    def __init__(self, name, turn, faults):
+        self.agent = Agent(Participant(name=name, regime="federated"), None)
+        self.turn = turn
+        self.faults = faults
+        self.buffer, self.settled, self.cancel = (
+            self.agent.buffer,
+            self.agent.settled,
+            self.agent.cancel,
+        )
+
+    async def work(self, request, model, progress):
+        work = request.train_local
+        if reason := self.faults.get((work.round, work.attempt)):
+            raise TaskError(reason)
+        async with self.turn:
+            return await self.agent.work(request, model, progress)
+
+
+class Ranks:
+    """A datacenter without ranks: every step takes 0.001 off every parameter."""
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.vector = None
+        self.step = 0
+        self.asked = []
+        self.fail_exports = 0
+
+    async def work(self, guest, request, model):
+        kind = request.WhichOneof("work")
+        self.asked.append(request)
+        if kind == "open":
+            return link_pb2.Reply(opened=link_pb2.Opened(examples=100)), None
+        if kind == "close":
+            return link_pb2.Reply(closed=link_pb2.Closed()), None
+        if kind == "export":
+            if self.fail_exports:
+                self.fail_exports -= 1
+                raise TaskError("the disk is full")
+            assert request.export.step == self.step
+            return self.answer(self.vector, exported=True)
+        work = request.train_steps
+        if model is not None:
+            self.vector = self.layout.decode(model).clone()
+        assert model is not None or work.from_step == self.step
+        self.step = work.until_step
+        self.vector -= 0.001 * (work.until_step - work.from_step)
+        return self.answer(self.vector if work.hand_back else None, evaluate=work.evaluate)
+
+    def answer(self, vector, exported=False, evaluate=False):
+        payload = self.layout.encode(vector) if vector is not None else None
+        content = link_pb2.Content()
+        if payload is not None:
+            content.sha256, content.size = hashlib.sha256(payload).digest(), len(payload)
+        if exported:
+            return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
+        trained = link_pb2.Trained(result=content, examples=1, steps=50, training={"loss": 1.0})
+        if evaluate:
+            trained.evaluation.update({"loss": 0.75, "accuracy": 0.5})
+        return link_pb2.Reply(trained=trained), payload
+
+
+@pytest.fixture
+def place(net, make_job, write_task, tmp_path):
+    """Where runs happen: devices and ranks on a link, run directories, one task."""
+    stores = []
+
+    class Place:
+        def __init__(self):
+            self.faults = {name: {} for name in NAMES}
+            self.turn = asyncio.Lock()
+
+        async def listen(self, methods="pass", names=NAMES):
+            write_task(methods)
+            self.link = await net.listen()
+            for name in names:
+                net.call(Device(name, self.turn, self.faults[name]), name)
+            await net.until(lambda: set(names) <= self.link.peers.keys())
+
+        def create(self, name, *overrides):
+            job = make_job(
+                "strategy.policy=federated",
+                f"federated.clients={len(self.link.peers)}",
+                "federated.cohort=3",
+                "federated.quorum=3",
+                "rounds=3",
+                *overrides,
+            )
+            stores.append(Store.create(tmp_path / name, job, tmp_path))
+            return stores[-1]
+
+        def reopen(self, store):
+            stores.append(Store.open(store.directory))
+            return stores[-1]
+
+        async def run(self, name, *overrides, **more):
+            store = self.create(name, *overrides)
+            final = await Coordinator(store, self.link, **more).run()
+            return document(store), final
+
+    yield Place()
+    for store in stores:
+        store.close()
+
+
+async def test_a_federated_run_from_start_to_end(place, tmp_path):
+    await place.listen()
+    report, final = await place.run("run", "federated.local_epochs=3")
+    assert report["status"] == "finished"
+    assert report["reason"] == "all rounds are done"
+    assert [row["round"] for row in report["rounds"]] == [1, 2, 3]
+    for row in report["rounds"]:
+        assert (row["regime"], row["attempt"]) == ("federated", 1)
+        assert row["participants"] == {
+            "invited": 3,
+            "started": 3,
+            "sent": 3,
+            "accepted": 3,
+            "rejected": 0,
+            "dropped": 0,
+        }
+        assert [receipt["participant"] for receipt in row["receipts"]] == list(NAMES)
+        assert row["cost"]["price"] == 3.0
+    losses = [row["metrics"]["loss"] for row in report["rounds"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+    assert report["final"] == final
+    assert final["metrics"] == report["rounds"][-1]["metrics"]
+    written = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert final["model_sha256"] == hashlib.sha256(written).hexdigest()
+    assert final["model_sha256"] == report["rounds"][-1]["model_sha256"]
+
+
+async def test_the_report_has_the_keys_programs_rely_on(place):
+    await place.listen()
+    report, _ = await place.run("run", "rounds=1")
+    assert json.loads(json.dumps(report)) == report
+    assert {"run_id", "job", "status", "rounds", "final"} <= report.keys()
+    assert {"metrics", "model_sha256", "model_path"} <= report["final"].keys()
+    (row,) = report["rounds"]
+    assert {
+        "round",
+        "attempt",
+        "regime",
+        "reason",
+        "seconds",
+        "participants",
+        "receipts",
+        "metrics",
+        "cost",
+        "epsilon",
+        "model_sha256",
+    } <= row.keys()
+    assert {"invited", "started", "sent", "accepted", "rejected", "dropped"} == row[
+        "participants"
+    ].keys()
+    kinds = [event["kind"] for event in report["events"]]
+    assert sorted(kinds) == ["joined"] * 3 + ["ready"] * 3
+
+
+async def test_the_same_seed_and_participants_give_the_same_bytes(place):
+    await place.listen()
+    shas = [
+        (await place.run(name, "rounds=2", f"seed={seed}"))[1]["model_sha256"]
+        for name, seed in (("one", 1), ("again", 1), ("other", 2))
+    ]
+    assert shas[0] == shas[1]
+    assert shas[0] != shas[2]
+
+
+class Killed(BaseException):
+    """Ends a coordinator as a signal would: nothing catches it."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "round_"), [("round", 1), ("committed", 1), ("round", 2), ("committed", 3)]
+)
+async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, round_):
+    await place.listen()
+    momentum = (
+        "strategy.server_optimizer.name=Adam",
+        "strategy.server_optimizer.options={lr=0.05}",
+    )
+    whole, final = await place.run("whole", *momentum)
+
+    def kill(seen, data):
+        if (seen, data.get("round")) == (kind, round_):
+            raise Killed
+
+    store = place.create("killed", *momentum)
+    with pytest.raises(Killed):
+        await Coordinator(store, place.link, kill).run()
+    again = place.reopen(store)
+    assert again.status()[0] == "running"
+    assert again.resume_point().round == round_ - (kind == "round")
+    resumed = await Coordinator(again, place.link).run()
+    assert resumed["model_sha256"] == final["model_sha256"]
+    rows = document(again)["rounds"]
+    assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
+
+
+async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
+    await place.listen()
+    place.faults["b"][2, 1] = "no power"
+    output = io.StringIO()
+    with Progress(Console(file=output, width=200)) as progress:
+        report, final = await place.run("run", watch=progress)
+    assert report["status"] == "finished"
+    (failed,) = report["failed_attempts"]
+    assert (failed["round"], failed["attempt"]) == (2, 1)
+    assert "the quorum is 3" in failed["error"]
+    assert "b: no power" in failed["error"]
+    assert [receipt["participant"] for receipt in failed["receipts"]] == list(NAMES)
+    assert [(row["round"], row["attempt"]) for row in report["rounds"]] == [(1, 1), (2, 2), (3, 1)]
+    assert failed["cost"]["price"] == 3.0
+
+    said = output.getvalue()
+    assert "round 2, try 1 failed" in said
+    assert f"sha256  {final['model_sha256']}" in said
+    output = io.StringIO()
+    show(report, Console(file=output, width=200))
+    page = output.getvalue()
+    assert "2 try 2" in page
+    assert "round 2: b rejected: no power" in page
+    assert "cost 12" in page
+
+    place.faults["b"].clear()
+    _, undisturbed = await place.run("undisturbed")
+    assert undisturbed["model_sha256"] == final["model_sha256"]
+
+
+async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
+    await place.listen()
+    place.faults["c"] |= {(1, 1): "no power", (1, 2): "no power"}
+    store = place.create("run", "attempts=2")
+    with pytest.raises(UserError) as caught:
+        await Coordinator(store, place.link).run()
+    sentence = str(caught.value)
+    assert sentence.startswith("round 1 failed 2 times; the last time because: ")
+    assert "c: no power" in sentence
+    report = document(store)
+    assert (report["status"], report["reason"], report["final"]) == ("failed", sentence, None)
+    assert len(report["failed_attempts"]) == 2
+    assert store.resume_point().spent == 6.0
+
+    again = place.reopen(store)
+    await Coordinator(again, place.link).run()
+    assert document(again)["status"] == "finished"
+    assert document(again)["rounds"][0]["attempt"] == 3
+
+
+async def test_a_budget_ends_the_run_before_it_is_overdrawn(place):
+    await place.listen()
+    report, _ = await place.run("run", "budget=7.5")
+    assert report["reason"] == "the budget of 7.5 is used up"
+    assert len(report["rounds"]) == 2
+
+
+async def test_a_budget_for_nothing_still_gives_a_model(place):
+    await place.listen()
+    report, final = await place.run("run", "budget=0.5")
+    assert report["rounds"] == []
+    assert final["metrics"].keys() == {"accuracy", "loss"}
+
+
+async def test_too_few_devices_are_one_sentence(place):
+    await place.listen(names=("a",))
+    store = place.create("run", "federated.clients=3", "time.join_seconds=0.3")
+    with pytest.raises(UserError) as caught:
+        await Coordinator(store, place.link).run()
+    assert str(caught.value) == (
+        "1 edge clients are ready and a federated round needs 3 (federated.quorum); "
+        "waited up to 0.3 s (time.join_seconds)"
+    )
+    assert document(store)["status"] == "failed"
+
+
+async def test_a_device_that_declines_says_why(place):
+    await place.listen("""
+        def local_data(self, participant):
+            return rows(0 if participant.name == "b" else 20, seed=1)
+    """)
+    store = place.create("run")
+    with pytest.raises(UserError, match=r"; b declined: local_data\(\) of b is empty"):
+        await Coordinator(store, place.link).run()
+    (event,) = (event for event in store.events() if event["kind"] == "declined")
+    assert event["participant"] == "b"
+
+
+async def test_evaluation_happens_when_the_job_says_so(place):
+    await place.listen()
+    report, _ = await place.run("run", "evaluation.every=2")
+    assert [bool(row["metrics"]) for row in report["rounds"]] == [False, True, True]
+
+
+async def test_a_policy_may_lie_beside_the_task(place, tmp_path):
+    await place.listen()
+    (tmp_path / "policy_beside_the_task.py").write_text(
+        "from isthmus_server.strategy import Plan\n"
+        "class Mine:\n"
+        "    def __init__(self, strategy): pass\n"
+        "    def plan(self, seen):\n"
+        "        turns = seen.state.get('turns', 0) + 1\n"
+        "        return Plan('federated', f'turn {turns}', {'turns': turns})\n"
+    )
+    report, _ = await place.run("run", "strategy.policy=policy_beside_the_task:Mine", "rounds=2")
+    assert [row["reason"] for row in report["rounds"]] == ["turn 1", "turn 2"]
+
+
+# -- with a datacenter ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_ranks(place, net):
+    """Devices, and a datacenter beside them."""
+
+    async def start(*overrides):
+        await place.listen()
+        settings = ("federated.clients=3", "datacenter.ranks=1", *overrides)
+        store = place.create("run", *settings)
+        coordinator = Coordinator(store, place.link)
+        ranks = Ranks(coordinator.model.layout)
+        await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
+        return store, coordinator, ranks
+
+    return start
+
+
+async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_ranks):
+    store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=5")
+    final = await coordinator.run()
+    report = document(store)
+    regimes = [row["regime"] for row in report["rounds"]]
+    assert regimes == ["datacenter", "federated", "datacenter", "federated", "datacenter"]
+    assert [row["model_sha256"] is None for row in report["rounds"]] == [True, False] * 2 + [True]
+    asked = [request.WhichOneof("work") for request in ranks.asked]
+    assert asked == ["open", *["train_steps", "export"] * 3, "close"]
+    work = [request.train_steps for request in ranks.asked if request.HasField("train_steps")]
+    assert [(one.from_step, one.until_step) for one in work] == [(0, 50), (50, 100), (100, 150)]
+    assert all(one.HasField("model") for one in work)
+    assert not any(one.hand_back for one in work)
+    assert torch.equal(coordinator.model.vector, ranks.vector)
+    assert final["metrics"] == {"loss": 0.75, "accuracy": 0.5}
+    assert report["rounds"][0]["cost"]["price"] == 0.5
+
+
+async def test_datacenter_rounds_in_a_row_move_no_model(with_ranks):
+    store, coordinator, ranks = await with_ranks("strategy.policy=datacenter")
+    await coordinator.run()
+    work = [request.train_steps for request in ranks.asked if request.HasField("train_steps")]
+    assert [one.HasField("model") for one in work] == [True, False, False]
+    assert [request.WhichOneof("work") for request in ranks.asked].count("export") == 1
+    assert len(document(store)["rounds"]) == 3
+
+
+async def test_a_hybrid_round_merges_both_pseudo_gradients(with_ranks):
+    store, coordinator, _ = await with_ranks(
+        "strategy.policy=hybrid",
+        "rounds=1",
+        "strategy.datacenter_weight=0.25",
+        "federated.local_steps=0",
+    )
+    before = coordinator.model.vector.clone()
+    await coordinator.run()
+    # The devices made no step, and the ranks took 0.05 off.
+    torch.testing.assert_close(coordinator.model.vector, before - 0.25 * 0.05)
+    (row,) = document(store)["rounds"]
+    assert row["participants"]["accepted"] == 4
+    assert row["cost"]["price"] == 3.5
+    assert row["training"].keys() == {"federated", "datacenter"}
+
+
+async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(with_ranks):
+    store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=2")
+    ranks.fail_exports = 1
+    await coordinator.run()
+    (failed,) = document(store)["failed_attempts"]
+    assert (failed["round"], failed["error"]) == (2, "dc: the disk is full")
+    assert document(store)["rounds"][1]["attempt"] == 2
+
+
+async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(with_ranks, place):
+    store, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
+
+    def kill(seen, data):
+        if (seen, data.get("round")) == ("committed", 1):
+            raise Killed
+
+    coordinator.watch = kill
+    with pytest.raises(Killed):
+        await coordinator.run()
+    again = place.reopen(store)
+    assert again.resume_point().model_in_datacenter
+    await Coordinator(again, place.link).run()
+    assert [row["regime"] for row in document(again)["rounds"]] == ["datacenter", "federated"]
+
+
+async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place):
+    store, coordinator, _ = await with_ranks("strategy.policy=hybrid", "rounds=1", "attempts=1")
+    place.faults["a"][1, 1] = "no power"
+    with pytest.raises(UserError, match="a: no power"):
+        await coordinator.run()
+    (failed,) = document(store)["failed_attempts"]
+    assert {receipt["participant"] for receipt in failed["receipts"]} >= set(NAMES)

@@ -1,0 +1,114 @@
+"""What holds for the repository as a whole."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import click
+import pytest
+
+from isthmus import cli
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ROOTS = ["core", "privacy", "server", "clients", "datacenter"]
+PACKAGES = [
+    "core/isthmus",
+    "privacy/isthmus_privacy",
+    "server/isthmus_server",
+    "clients/isthmus_clients",
+    "datacenter/isthmus_datacenter",
+]
+NAMES = [path.partition("/")[2] for path in PACKAGES]
+TOOLS = PROJECT["tool"]
+COMMANDS = [
+    "isthmus client start --data --die-with-parent --name --server --shard --threads",
+    "isthmus compare --json --policies --run-dir --seeds --set JOB",
+    (
+        "isthmus datacenter launch --data --die-with-parent --name --ranks --scheduler "
+        "--server --state"
+    ),
+    "isthmus job check --set PATH",
+    "isthmus job schema",
+    "isthmus report --json RUN_DIR",
+    "isthmus run --address --resume --run-dir --set JOB",
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (TOOLS["hatch"]["build"]["dev-mode-dirs"], ROOTS),
+        (TOOLS["hatch"]["build"]["targets"]["wheel"]["packages"], PACKAGES),
+        (TOOLS["ruff"]["src"], ROOTS),
+        (TOOLS["mypy"]["mypy_path"].split(":"), ROOTS),
+        (TOOLS["mypy"]["packages"], NAMES),
+        (TOOLS["coverage"]["run"]["source_pkgs"], NAMES),
+        (TOOLS["importlinter"]["root_packages"], NAMES),
+        (TOOLS["pytest"]["ini_options"]["testpaths"], [*ROOTS, "tests"]),
+    ],
+    ids=["hatch dev", "hatch wheel", "ruff", "mypy path", "mypy", "coverage", "imports", "pytest"],
+)
+def test_the_lists_of_packages_agree(found, expected):
+    assert list(found) == expected
+
+
+def test_no_module_is_a_bag():
+    bags = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "tools"}
+    modules = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
+    assert modules
+    assert [path for path in modules if bags & {path.stem, path.parent.name}] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_typed_and_alone_in_its_folder(package):
+    path = ROOT / package
+    assert (path / "py.typed").is_file()
+    assert not (path.parent / "__init__.py").exists()
+
+
+def test_imports_go_down_only():
+    found = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("module", ["isthmus_clients.agent", "isthmus_clients.commands"])
+def test_an_idle_device_loads_nothing_large(module):
+    heavy = {"torch", "numpy", "rich", "flwr", "pandas", "sklearn", "isthmus_server"}
+    code = f"import sys, {module}; print(*sorted({heavy} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+def test_every_command_belongs_to_the_package_that_registers_it():
+    written = PROJECT["project"]["entry-points"]["isthmus.commands"]
+    installed = {point.name: point.value for point in entry_points(group="isthmus.commands")}
+    assert installed == written
+    assert all(value.split(".")[0].split(":")[0] in NAMES for value in written.values())
+
+
+def surface(command, path):
+    """Every command with its parameters, as a user could type them."""
+    names = [
+        parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.name.upper()
+        for parameter in command.params
+    ]
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from surface(command.get_command(context, name), f"{path} {name}")
+    else:
+        yield " ".join([path, *sorted(names)])
+
+
+def test_the_command_line_is_frozen():
+    """Scripts depend on it: a change here is a change for users, and goes into the changelog."""
+    assert sorted(surface(cli.isthmus, "isthmus")) == COMMANDS
