@@ -1,0 +1,79 @@
+"""Handwritten digits, 8x8: an archive knows some of them well, a fleet of devices the others.
+
+Every training image lies in exactly one place. The setting `fleet_share` says, digit by digit,
+what fraction of the images lies on the devices; the datacenter's public archive has the others.
+"""
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import isthmus
+
+HELD_OUT_PER_DIGIT = 36
+
+
+class Digits(isthmus.Task):
+    def __init__(self, settings, data=None):
+        super().__init__(settings, data)
+        self.images, self.labels = load_digits(return_X_y=True)
+        self.held_out, self.archive, self.fleet = self.split()
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(64, 128),
+            nn.LayerNorm(128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.argmax(-1) == target).float()}
+
+    def local_data(self, participant):
+        if participant.regime == "datacenter":
+            return self.dataset(self.archive)
+        if participant.shard is None:
+            raise isthmus.TaskError("this example splits one data set: each device needs a shard")
+        index, count = participant.shard
+        return self.dataset(self.deal(count)[index])
+
+    def eval_data(self):
+        return self.dataset(self.held_out)
+
+    def optimizer(self, parameters, participant):
+        if participant.regime == "datacenter":
+            return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"])
+        return torch.optim.SGD(parameters, lr=self.settings["client_lr"])
+
+    def dataset(self, rows):
+        images = torch.tensor(self.images[rows] / 16, dtype=torch.float32)
+        return TensorDataset(images, torch.tensor(self.labels[rows]))
+
+    def split(self):
+        """The rows of the held-out set, of the archive and of the fleet."""
+        order = np.random.RandomState(self.settings["split_seed"]).permutation(len(self.labels))
+        parts = []
+        for digit, share in enumerate(self.settings["fleet_share"]):
+            rows = order[self.labels[order] == digit]
+            fleet = round(share * (len(rows) - HELD_OUT_PER_DIGIT))
+            parts.append(np.split(rows, [HELD_OUT_PER_DIGIT, len(rows) - fleet]))
+        return [np.concatenate(rows) for rows in zip(*parts, strict=True)]
+
+    def deal(self, count):
+        """The fleet's rows on each of `count` devices: each digit in shares drawn by Dirichlet."""
+        random = np.random.RandomState(self.settings["split_seed"])
+        order = random.permutation(self.fleet)
+        devices = [order[index : index + 1] for index in range(count)]  # nobody goes without
+        order = order[count:]
+        for digit in range(10):
+            rows = order[self.labels[order] == digit]
+            ends = np.cumsum(random.dirichlet([self.settings["dirichlet"]] * count)) * len(rows)
+            for index, dealt in enumerate(np.split(rows, ends[:-1].round().astype(int))):
+                devices[index] = np.append(devices[index], dealt)
+        return devices
