@@ -117,9 +117,7 @@ class Parties:
     def encoded(self, name):
         """A vector that depends on the name, and is never the same twice."""
         update = torch.empty(self.config.size).uniform_(-1, 1)
-        encoded = encode(
-            self.config, update, weight=self.weight(name) if weight is None else weight
-        )
+        encoded = encode(self.config, update, weight=self.weight(name))
         self.plain[name] = encoded.vector.clone()
         return encoded
 

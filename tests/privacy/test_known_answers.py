@@ -1,0 +1,238 @@
+"""The primitives against the vectors of their standards, and our own against pinned ones."""
+
+import hashlib
+
+import pytest
+import torch
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus_privacy.secagg import graph, keys, shamir
+from isthmus_privacy.secagg.canonical import DOMAIN, Members, tagged
+from isthmus_privacy.secagg.keys import OneTimeKey, SigningKey
+from isthmus_privacy.secagg.masking import TILE, add_masks, keystream, ring_vector
+
+
+def test_x25519_rfc7748_section_5_2():
+    scalar = bytes.fromhex("a546e36bf0527c9d3b16154b82465edd62144c0ac1fc5a18506a2244ba449ac4")
+    point = bytes.fromhex("e6db6867583030db3594c1a424b15f7c726624ec26b3353b10a903a6d0ab1c4c")
+    agreed = X25519PrivateKey.from_private_bytes(scalar).exchange(
+        X25519PublicKey.from_public_bytes(point)
+    )
+    expected = "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552"
+    assert agreed.hex() == expected
+    # Ours is that, and then HKDF.
+    ours = OneTimeKey(scalar).agree(point, bytes(32), "pair", b"x")
+    assert ours == keys.derive(bytes.fromhex(expected), bytes(32), "pair", b"x")
+
+
+def test_x25519_rfc7748_section_6_1():
+    alice = "8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a"
+    bob = OneTimeKey(
+        bytes.fromhex("5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb")
+    )
+    assert bob.public.hex() == "de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f"
+    agreed = bob._key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(alice)))
+    assert agreed.hex() == "4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742"
+
+
+def test_hkdf_rfc5869_a_1():
+    okm = HKDF(
+        hashes.SHA256(),
+        42,
+        salt=bytes.fromhex("000102030405060708090a0b0c"),
+        info=bytes.fromhex("f0f1f2f3f4f5f6f7f8f9"),
+    ).derive(b"\x0b" * 22)
+    assert okm.hex() == (
+        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865"
+    )
+
+
+def test_derive_is_hkdf_with_our_tag_as_info():
+    expected = HKDF(hashes.SHA256(), 32, salt=b"s" * 32, info=tagged("pair", b"a", b"b"))
+    assert keys.derive(b"k" * 32, b"s" * 32, "pair", b"a", b"b") == expected.derive(b"k" * 32)
+
+
+def test_ed25519_rfc8032_section_7_1_test_1():
+    key = SigningKey(
+        bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
+    )
+    assert key.public.hex() == "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"
+    assert key._key.sign(b"").hex() == (
+        "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e06522490155"
+        "5fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b"
+    )
+    assert keys.verify(key.public, key.sign("a", b"b"), "a", b"b")
+    assert not keys.verify(key.public, key.sign("a", b"b"), "b", b"b")
+    assert not keys.verify(key.public, key._key.sign(b""), "a")
+
+
+def test_aes_256_ctr_sp800_38a_f_5_5():
+    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    counter = bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff")
+    plain = bytes.fromhex("6bc1bee22e409f96e93d7e117393172aae2d8a571e03ac9c9eb76fac45af8e51")
+    sealed = Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor().update(plain)
+    assert sealed.hex() == "601ec313775789a5b7a7f504bbf3d228f443e3ca4d62b59aca84e990cacaf5c5"
+
+
+@pytest.mark.parametrize(
+    ("bits", "prefix"),
+    [(16, "eda3a433dfdf8a1f"), (32, "8c3fbd14d1434033"), (64, "1345b96a10720311")],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_masks(bits, prefix, threads):
+    payload = bytearray(100_003 * bits // 8)
+    add_masks(ring_vector(payload, bits), [bytes(range(32))], [], threads=threads)
+    assert hashlib.sha256(payload).hexdigest()[:16] == prefix
+    assert bytes(payload) == keystream(bytes(range(32)), len(payload))
+
+
+@given(
+    size=st.sampled_from([0, 1, 5, TILE - 1, TILE, TILE + 1, 3 * TILE + 17]),
+    bits=st.sampled_from([16, 32, 64]),
+    threads=st.integers(1, 4),
+    plus=st.integers(0, 3),
+    minus=st.integers(0, 70),
+)
+def test_masks_are_added_and_taken_away_in_the_ring(size, bits, threads, plus, minus):
+    added, taken = ([bytes([i + 1, j]) * 16 for j in range(n)] for i, n in enumerate((plus, minus)))
+    vector = ring_vector(bytearray(size * bits // 8), bits)
+    expected = torch.zeros_like(vector)
+    for key in added:
+        expected += ring_vector(bytearray(keystream(key, size * bits // 8)), bits)
+    for key in taken:
+        expected -= ring_vector(bytearray(keystream(key, size * bits // 8)), bits)
+    add_masks(vector, added, taken, threads=threads)
+    assert torch.equal(vector, expected)
+
+
+def test_low_order_points_are_refused():
+    for point in (bytes(32), b"\x01" + bytes(31)):
+        with pytest.raises(Exception, match="low order"):
+            OneTimeKey().agree(point, bytes(32), "pair")
+
+
+def test_sealing_binds_key_and_context():
+    sealed = keys.seal(b"k" * 32, b"share", b"context")
+    assert keys.unseal(b"k" * 32, sealed, b"context") == b"share"
+    assert keys.unseal(b"k" * 32, sealed, b"another") is None
+    assert keys.unseal(b"x" * 32, sealed, b"context") is None
+
+
+def test_tags_separate_every_use():
+    assert tagged("a") == (len(DOMAIN) + 1).to_bytes(4, "little") + b"isthmus/secagg/1/a"
+    assert tagged("t", b"ab", b"c") != tagged("t", b"a", b"bc")
+
+
+# (n, gamma, delta in thousandths): (k, t, c), client-drawn k-out graphs against a lying server.
+GRAPHS = {
+    (10, 50, 50): (6, 4, 0),
+    (30, 50, 50): (9, 6, 1),
+    (100, 50, 50): (16, 11, 5),
+    (300, 50, 50): (37, 26, 14),
+    (1000, 50, 50): (51, 36, 20),
+    (3000, 50, 50): (58, 41, 23),
+    (10000, 50, 50): (61, 43, 24),
+    (10, 50, 100): (9, 5, 0),
+    (30, 50, 100): (12, 7, 1),
+    (100, 50, 100): (26, 16, 5),
+    (300, 50, 100): (52, 34, 15),
+    (1000, 50, 100): (75, 50, 24),
+    (3000, 50, 100): (86, 57, 27),
+    (10000, 50, 100): (95, 63, 30),
+    (10, 100, 100): (9, 6, 1),
+    (30, 100, 100): (14, 9, 3),
+    (100, 100, 100): (31, 21, 10),
+    (300, 100, 100): (66, 46, 25),
+    (1000, 100, 100): (96, 67, 37),
+    (3000, 100, 100): (112, 78, 43),
+    (10000, 100, 100): (121, 84, 46),
+    (10, 100, 200): (9, 6, 1),
+    (30, 100, 200): (17, 11, 3),
+    (100, 100, 200): (51, 31, 10),
+    (300, 100, 200): (117, 74, 30),
+    (1000, 100, 200): (196, 125, 53),
+    (3000, 100, 200): (244, 156, 67),
+    (10000, 100, 200): (277, 177, 76),
+    (10, 200, 200): (9, 6, 2),
+    (30, 200, 200): (22, 15, 6),
+    (100, 200, 200): (61, 41, 20),
+    (300, 200, 200): (160, 109, 57),
+    (1000, 200, 200): (301, 205, 108),
+    (3000, 200, 200): (408, 278, 147),
+    (10000, 200, 200): (479, 326, 172),
+}
+
+
+@pytest.mark.parametrize(("given_", "expected"), GRAPHS.items())
+def test_graph_parameters(given_, expected):
+    clients, corrupt, dropped = given_
+    assert graph.k_out(clients, clients * corrupt // 1000, clients * dropped // 1000) == expected
+
+
+@pytest.mark.parametrize(
+    ("clients", "corrupt", "threshold"),
+    [(10, 50, 5), (30, 50, 16), (100, 50, 53), (128, 100, 70), (10, 200, 6), (30, 200, 18)],
+)
+def test_thresholds_of_the_complete_graph(clients, corrupt, threshold):
+    hood = graph.neighbourhood(clients, corrupt_permille=corrupt, dropout_permille=100, fewest=2)
+    assert hood.complete
+    assert hood.threshold == threshold
+
+
+@given(
+    secret=st.binary(min_size=32, max_size=32),
+    count=st.integers(1, 12),
+    data=st.data(),
+)
+def test_any_threshold_of_shares_gives_the_secret_back(secret, count, data):
+    threshold = data.draw(st.integers(1, count))
+    points = data.draw(
+        st.lists(st.integers(1, shamir.P - 1), min_size=count, max_size=count, unique=True)
+    )
+    shares = shamir.split(secret, points, threshold)
+    assert {len(share) for share in shares} == {shamir.SHARE_BYTES}
+    chosen = data.draw(st.permutations(range(count)))[:threshold]
+    held = [shares[i] for i in chosen]
+    assert shamir.combine([[points[i] for i in chosen]], [held]) == [secret]
+
+
+def test_shares_against_polynomials_in_plain_integers(monkeypatch):
+    """The tensor code against Horner's rule."""
+    coefficients = torch.randint(0, shamir.P, (4 * shamir.LIMBS,))
+    monkeypatch.setattr(shamir, "_uniform", lambda count: coefficients[:count])
+    secret = b"\xff" * 32
+    limbs = shamir._limbs(secret).tolist()
+    for x, share in zip(
+        [1, 77, 2**31 - 2], shamir.split(secret, [1, 77, 2**31 - 2], 5), strict=True
+    ):
+        for j in range(shamir.LIMBS):
+            value = 0
+            for row in reversed(coefficients.view(4, -1).tolist()):
+                value = (value + row[j]) * x % shamir.P
+            assert (
+                int.from_bytes(share[4 * j : 4 * j + 4], "little") == (value + limbs[j]) % shamir.P
+            )
+
+
+def test_many_secrets_in_one_batch():
+    secrets = [bytes([i]) * 32 for i in range(40)]
+    points = [[1 + (i + j) % 50 for j in range(20)] for i in range(40)]
+    shares = [shamir.split(s, p, 20) for s, p in zip(secrets, points, strict=True)]
+    assert shamir.combine(points, shares) == secrets
+    assert shamir.combine([], []) == []
+
+
+def test_random_coefficients_are_below_the_prime(monkeypatch):
+    """The one 31-bit word that is not a field element is drawn again."""
+    drawn = iter([b"\xff" * 4 + bytes(4), b"\1\0\0\0" + bytes(4)])
+    monkeypatch.setattr(shamir.os, "urandom", lambda count: next(drawn))
+    assert shamir._uniform(2).tolist() == [1, 0]
+
+
+def test_sets_of_clients_are_bitmaps():
+    assert Members(10, frozenset({0, 9})).bits() == b"\x01\x02"
