@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.contents import Buffer
 from isthmus.errors import Refused, UpdateError
@@ -17,6 +20,7 @@ from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
 
 if TYPE_CHECKING:
+    from isthmus_clients.secure import Credentials, SecureAttempt
     from isthmus_clients.training import LocalRun
 
 log = logging.getLogger(__name__)
@@ -36,8 +40,21 @@ class Agent:
         self.data = data
         self.threads = threads
         self._runs: dict[str, LocalRun] = {}
+        self._signing_key = Ed25519PrivateKey.generate()
+        self._welcome: link_pb2.Welcome | None = None
+        self._credentials: Credentials | None = None
+        self._secure: SecureAttempt | None = None
         self._working = asyncio.Lock()
         self._stopped: set[str] = set()
+
+    @property
+    def identity(self) -> bytes:
+        """The public key that others know this device by."""
+        return self._signing_key.public_key().public_bytes_raw()
+
+    def welcomed(self, welcome: link_pb2.Welcome) -> None:
+        """The server has enrolled this device's identity."""
+        self._welcome = welcome
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
         """Memory for an arriving model: exactly one model of a run that is open.
@@ -65,10 +82,19 @@ class Agent:
             assert isinstance(model, bytearray)
             stopped = lambda: request.id in self._stopped  # noqa: E731
             async with self._working:
+                if request.train_local.secure:
+                    trained = await asyncio.to_thread(
+                        self._train_securely, run, request.train_local, model, stopped
+                    )
+                    return link_pb2.Reply(trained=trained), None
                 trained = await asyncio.to_thread(
                     run.train, request.train_local, model, progress, stopped
                 )
             return link_pb2.Reply(trained=trained), model
+        if kind == "secure_step":
+            async with self._working:
+                stepped, payload = await asyncio.to_thread(self._step, request.secure_step)
+            return link_pb2.Reply(secure_stepped=stepped), payload
         if kind == "close":
             self._runs.pop(request.close.run_id, None)
             return link_pb2.Reply(closed=link_pb2.Closed()), None
@@ -83,6 +109,41 @@ class Agent:
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training for a result that nobody wants, at the next step."""
         self._stopped.add(request.id)
+
+    def _train_securely(
+        self,
+        run: LocalRun,
+        work: link_pb2.TrainLocal,
+        model: bytearray,
+        stopped: Callable[[], bool],
+    ) -> link_pb2.Trained:
+        """Train, keep the update here, answer with the keys it will be masked with.
+
+        Nothing about this device goes out in clear: no loss, no progress, no number of examples.
+        """
+        from isthmus_clients.secure import Credentials, SecureAttempt
+
+        if self._credentials is None:
+            self._credentials = Credentials(self._signing_key.private_bytes_raw())
+        if self._welcome is not None:
+            self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
+        self._secure = None
+        attempt = SecureAttempt(work, self._credentials)
+        trained = run.train(work, model, lambda steps, loss: None, stopped)
+        advert = attempt.advertise(
+            run.layout.decode(model),
+            examples=trained.examples,
+            loss=trained.training.get("loss", 0.0),
+            seed=run.seed_of(work.round),
+        )
+        self._secure = attempt
+        return link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
+
+    def _step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
+        attempt = self._secure
+        if attempt is None or attempt.key != (work.run_id, work.round, work.attempt):
+            raise UpdateError("this device is not in that attempt of secure aggregation")
+        return attempt.step(work)
 
     def _run(self, run_id: str) -> LocalRun:
         run = self._runs.get(run_id)
@@ -99,7 +160,8 @@ class Agent:
         run = LocalRun(work, self.participant, self.data)
         self._runs = {work.run_id: run}
         log.info("opened %s with %d examples", work.run_id, run.examples)
-        return link_pb2.Reply(opened=link_pb2.Opened(examples=run.examples))
+        secure = run.job.federated.secure_aggregation
+        return link_pb2.Reply(opened=link_pb2.Opened(examples=0 if secure else run.examples))
 
 
 async def serve(address: str, participant: Participant, data: Path | None, threads: int) -> None:
@@ -109,4 +171,12 @@ async def serve(address: str, participant: Participant, data: Path | None, threa
         Refused: the server does not want this device.
     """
     agent = Agent(participant, data, threads)
-    await Uplink(address, participant.name, link_pb2.CLIENT, agent).run()
+    uplink = Uplink(
+        address,
+        participant.name,
+        link_pb2.CLIENT,
+        agent,
+        identity=agent.identity,
+        on_welcome=agent.welcomed,
+    )
+    await uplink.run()

@@ -51,6 +51,11 @@ class LocalRun:
             self.dataset = self.task.local_data(participant)
         self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
 
+    def seed_of(self, round_: int) -> bytes:
+        """Of this device in a round; the same in every attempt, so that they do the same work."""
+        text = f"isthmus/local/{self.job.seed}/{round_}/{self.participant.name}"
+        return hashlib.sha256(text.encode()).digest()
+
     def train(
         self,
         work: link_pb2.TrainLocal,
@@ -94,7 +99,7 @@ class LocalRun:
         settings = self.job.federated
         averages = Averages()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(self.job.seed, round_, self.participant.name))
+            torch.manual_seed(int.from_bytes(self.seed_of(round_)[:8], "little") >> 1)
             with user_code("optimizer()"):
                 optimizer = self.task.optimizer(self.model.parameters(), self.participant)
             if not isinstance(optimizer, torch.optim.Optimizer):
@@ -157,9 +162,3 @@ class LocalRun:
         parameters = dict(self.model.named_parameters())
         for name, part in self.layout.parts(start):
             part.sub_(parameters[name].detach())
-
-
-def _seed(seed: int, round_: int, name: str) -> int:
-    """A seed of its own for each device and round; an attempt repeated is the same work."""
-    text = f"isthmus/local/{seed}/{round_}/{name}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

@@ -111,6 +111,12 @@ class FederatedSection(Section):
     """Examples in one local step."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
+    secure_aggregation: bool = True
+    """The server learns the sum of a round's updates and no single one (Bell et al. 2020)."""
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
+    """With secure aggregation, elements of an update are clipped to +- this."""
+    most_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    """With secure aggregation, a device with more examples weighs as much as one with these."""
 
     @model_validator(mode="after")
     def _work_and_quorum_fit(self) -> FederatedSection:
@@ -119,6 +125,17 @@ class FederatedSection(Section):
         if self.quorum is not None and self.quorum > self.cohort:
             raise ValueError(
                 f"quorum={self.quorum} is above cohort={self.cohort}; lower one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _secure_enough(self) -> FederatedSection:
+        """With fewer, a sum would show somebody's part, or a round could be opened twice."""
+        least = max(3, 56 * self.cohort // 100 + 1)
+        if self.secure_aggregation and self.needed < least:
+            raise ValueError(
+                f"secure_aggregation needs a quorum of at least {least} with cohort={self.cohort}, "
+                f"not {self.needed}; raise it, or set secure_aggregation = false"
             )
         return self
 
@@ -133,14 +150,71 @@ class DatacenterSection(Section):
 
     ranks: Annotated[int, Field(ge=0, le=1024)] = 0
     """Ranks that `isthmus run` starts on this machine; 0 for none."""
+    layout: Literal["given", "auto"] = "given"
+    """`auto` chooses zero_stage and the three degrees below from the model's size and devices."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What is sharded over the ranks: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What is sharded over data_parallel: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    data_parallel: Annotated[int, Field(ge=1)] | None = None
+    """Replicas, each training on examples of its own. Default: the ranks the other two leave."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that each hold a stretch of the layers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of a pipeline's passes; the last two give each rank two stretches of layers."""
+    microbatches: Annotated[int, Field(ge=1)] | None = None
+    """Pieces of a batch in a pipeline. Default: twice its ranks if the batch divides so, or once."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Pieces of a batch trained one after the other before the optimizer steps, to save memory."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What layers compute in; parameters, their gradients' sums and the optimizer stay float32."""
+    compile: bool = False
+    """Compile each block with `torch.compile`."""
+    checkpoint_activations: bool = False
+    """Compute each block again in the backward pass instead of keeping what it made."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Scale the whole gradient down to this 2-norm where it is longer. Default: never."""
     steps: Annotated[int, Field(ge=1)] = 50
     """Optimizer steps in one round."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Examples in one step on one rank."""
+    """Examples in one step on one data-parallel replica."""
     optimizer_on_load: Literal["reset", "keep"] = "reset"
     """Inner optimizer state when a model trained elsewhere arrives: its moments are stale then."""
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> DatacenterSection:
+        pieces = self.accumulate * (self.microbatches or 1)
+        if self.batch_size % pieces:
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot be cut into {pieces} equal pieces "
+                f"(accumulate={self.accumulate} x microbatches={self.microbatches or 1})"
+            )
+        if self.schedule == "zero_bubble" and self.zero_stage == 3 and self.layout == "given":
+            raise ValueError(
+                "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch; "
+                "use zero_stage=2 or another schedule"
+            )
+        if self.ranks and self.layout == "given":
+            self.replicas(self.ranks)
+        return self
+
+    def replicas(self, ranks: int) -> int:
+        """The data-parallel degree on so many ranks.
+
+        Raises:
+            ValueError: the degrees do not multiply to the number of ranks.
+        """
+        others = self.tensor_parallel * self.pipeline_parallel
+        left, rest = divmod(ranks, others)
+        if rest or left == 0 or self.data_parallel not in (None, left):
+            given = "" if self.data_parallel is None else f" x data_parallel={self.data_parallel}"
+            takes = others * (self.data_parallel or 1)
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} x pipeline_parallel="
+                f"{self.pipeline_parallel}{given} takes {takes} ranks"
+                f"{'' if given else ' or a multiple'}, and there are {ranks}"
+            )
+        return left
 
 
 class EvaluationSection(Section):

@@ -113,13 +113,27 @@ class Uplink:
         role: link_pb2.Role,
         worker: Worker,
         *,
+        identity: bytes = b"",
+        on_welcome: Callable[[link_pb2.Welcome], None] = lambda welcome: None,
         longest_pause: float = 5.0,
     ) -> None:
-        """`address` is host:port; `longest_pause` bounds the seconds between two tries to dial."""
+        """Dial `address` (host:port) when `run`.
+
+        Args:
+            address: host:port of the server.
+            name: this participant's name.
+            role: what it does.
+            worker: does it.
+            identity: Ed25519 public key that the server is to enrol; empty for none.
+            on_welcome: told of every welcome, with the enrolment in it.
+            longest_pause: most seconds between two tries to dial.
+        """
         self.address = address
         self.name = name
         self.role = role
         self.worker = worker
+        self.identity = identity
+        self.on_welcome = on_welcome
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
         self._jobs: dict[str, _Job] = {}
@@ -166,6 +180,7 @@ class Uplink:
                         name=self.name,
                         role=self.role,
                         instance=self._instance,
+                        identity=self.identity,
                     )
                 )
             )
@@ -173,6 +188,7 @@ class Uplink:
             if first is None or first.WhichOneof("body") != "welcome":
                 raise UpdateError("the server's first message was not a welcome")
             lease = first.welcome.lease_seconds
+            self.on_welcome(first.welcome)
             log.info("linked to %s as %s", self.address, self.name)
             self._stream = stream
             beat = asyncio.create_task(_beat(stream, lease / 3))
@@ -351,4 +367,6 @@ def _content_of(reply: link_pb2.Reply) -> link_pb2.Content:
     kind = reply.WhichOneof("outcome")
     if kind == "trained":
         return reply.trained.result
+    if kind == "secure_stepped":
+        return reply.secure_stepped.masked
     return reply.exported.model if kind == "exported" else link_pb2.Content()

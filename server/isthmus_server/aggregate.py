@@ -15,7 +15,9 @@ tensor([3., 4.])
 
 from __future__ import annotations
 
+import contextlib
 import io
+import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -94,6 +96,7 @@ class Spool:
 
     def __init__(self, directory: Path, in_memory: int = 1 << 20) -> None:
         """`in_memory`: bytes up to which no file is made."""
+        self._in_memory = in_memory
         self._file = tempfile.SpooledTemporaryFile(max_size=in_memory, dir=str(directory))  # noqa: SIM115
 
     @property
@@ -135,6 +138,22 @@ class Spool:
         for start in range(0, layout.size, TILE):
             raw = self._file.read(4 * min(TILE, layout.size - start))
             yield start, torch.frombuffer(bytearray(raw), dtype=torch.float32)
+
+    @contextlib.contextmanager
+    def view(self) -> Iterator[memoryview]:
+        """All bytes, read-only, without a copy in memory where they are in a file."""
+        self._file.flush()
+        size = self._file.seek(0, io.SEEK_END)
+        self._file.seek(0)
+        if size <= self._in_memory:
+            yield memoryview(self._file.read())
+            return
+        with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+            view = memoryview(mapped)
+            try:
+                yield view
+            finally:
+                view.release()
 
     def __enter__(self) -> Spool:
         return self

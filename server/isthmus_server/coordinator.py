@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +21,9 @@ from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
+from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
 from isthmus_server.receipts import Receipt, attempt_row
-from isthmus_server.regimes import (
-    AttemptFailed,
-    Datacenter,
-    DatacenterResult,
-    FederatedResult,
-    Fleet,
-)
+from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.roster import Roster
 from isthmus_server.store import Resume, Store
 from isthmus_server.strategy.cohort import select
@@ -137,7 +133,7 @@ class Coordinator:
     async def _round(self, plan: Plan) -> None:
         """Try a round until it is committed, or the job's attempts are used up."""
         round_ = self.at.round + 1
-        while True:
+        for tries in itertools.count(1):
             attempt = self.at.attempts + 1
             await self.roster.require(plan.regime)
             started = time.monotonic()
@@ -147,9 +143,9 @@ class Coordinator:
             except RoundFailed as error:
                 receipts = error.receipts if isinstance(error, AttemptFailed) else []
                 self._record_failure(plan, round_, attempt, started, str(error), receipts)
-                if attempt >= self.job.attempts:
+                if tries >= self.job.attempts:
                     raise UserError(
-                        f"round {round_} failed {attempt} times; the last time because: {error}"
+                        f"round {round_} failed {tries} times; the last time because: {error}"
                     ) from None
 
     async def _one_attempt(self, plan: Plan, round_: int, attempt: int, started: float) -> None:

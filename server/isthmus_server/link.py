@@ -21,6 +21,7 @@ from isthmus.contents import Assembly, Buffer, Write, chunks
 from isthmus.errors import ParticipantLost, UpdateError, UserError
 from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
+from isthmus_server.enrolment import Enrolments
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +76,10 @@ class Link:
       * nothing is read from the network beyond `contents.MAX_MESSAGE_BYTES` at a time.
     """
 
-    def __init__(self, lease_seconds: float) -> None:
+    def __init__(self, lease_seconds: float, enrolment: Enrolments | None = None) -> None:
         """`lease_seconds`: silence after which a participant counts as gone."""
         self.lease_seconds = lease_seconds
+        self.enrolments = enrolment or Enrolments()
         self.peers: dict[str, Peer] = {}
         self.on_join: Callable[[Peer], None] = lambda peer: None
         self.on_leave: Callable[[Peer, str], None] = lambda peer, reason: None
@@ -209,7 +211,12 @@ class Link:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
             assert hello is not None
             peer = await self._enter(hello.hello, stream, context)
-            welcome = link_pb2.Welcome(version=version, lease_seconds=self.lease_seconds)
+            welcome = link_pb2.Welcome(
+                version=version,
+                lease_seconds=self.lease_seconds,
+                authority=self.enrolments.authority,
+                enrolment=self.enrolments.enrol(peer.name, hello.hello.identity),
+            )
             await stream.send(link_pb2.Envelope(welcome=welcome))
             stream.spawn(_beat(stream, self.lease_seconds / 3))
             if peer.fresh:

@@ -57,7 +57,7 @@ class Resume:
     round: int
     """Last committed round; 0 if none."""
     attempts: int
-    """Attempts already made at the next round."""
+    """Number of the last attempt at the next round, one that a crash cut short included."""
     model_file: str | None
     optimizer_file: str | None
     optimizer_numbers: Mapping[str, Any]
@@ -223,7 +223,7 @@ class Store:
         last = committed[-1]["outcome"]["resume"] if committed else {}
         number = committed[-1]["round"] if committed else 0
         made = self._db.execute(
-            "SELECT COALESCE(MAX(attempt), 0) FROM attempts WHERE round=? AND state='failed'",
+            "SELECT COALESCE(MAX(attempt), 0) FROM attempts WHERE round=? AND state<>'committed'",
             (number + 1,),
         ).fetchone()[0]
         return Resume(

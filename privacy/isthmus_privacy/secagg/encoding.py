@@ -24,6 +24,8 @@ when its clipping bound is too tight.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -73,6 +75,7 @@ def encode(
     *,
     weight: int,
     figures: Mapping[str, float] = _NONE,
+    dither_key: bytes | None = None,
 ) -> Encoded:
     """Put a client's update and figures into a fresh ring vector.
 
@@ -81,6 +84,8 @@ def encode(
         update: (N) any real floating type, on the CPU; it is not changed.
         weight: number of examples, 0 .. config.weight_max.
         figures: a value for each slot.
+        dither_key: 32 bytes that the stochastic rounding is drawn from, where the same update is
+            to give the same vector again; None draws a key. It need not be secret.
 
     Raises:
         UpdateError: a wrong length, something not finite, or a weight or figure out of range.
@@ -88,7 +93,8 @@ def encode(
     _check(config, update, weight, figures)
     payload = bytearray(config.payload_bytes)
     vector = ring_vector(payload, config.bits)
-    clipped = _quantise(config, update, weight / config.weight_max, vector[: config.size])
+    keys = _dither_keys(dither_key)
+    clipped = _quantise(config, update, weight / config.weight_max, vector[: config.size], keys)
     vector[config.size] = weight
     share = clipped / max(1, config.size)
     vector[config.size + 1] = math.ceil(share * config.levels)
@@ -102,6 +108,7 @@ def encode(
                 value,
                 weight / config.weight_max,
                 vector[i : i + 1],
+                keys,
             )
     return Encoded(config.hash, payload, vector)
 
@@ -182,7 +189,13 @@ def _check(
             )
 
 
-def _quantise(config: RoundConfig, values: torch.Tensor, share: float, out: torch.Tensor) -> int:
+def _quantise(
+    config: RoundConfig,
+    values: torch.Tensor,
+    share: float,
+    out: torch.Tensor,
+    keys: Iterator[bytes],
+) -> int:
     """Write the quantised values into `out` and say how many were clipped.
 
     One tile of scratch, whatever the length.
@@ -192,13 +205,14 @@ def _quantise(config: RoundConfig, values: torch.Tensor, share: float, out: torc
         values: (N) finite.
         share: w / W.
         out: (N) of the ring.
+        keys: one is taken for the rounding of each tile.
     """
     clip, fine = config.clip, (config.levels - 1) / (2 * config.clip)
     scratch = torch.empty(2, min(TILE, len(values)), dtype=torch.float64)
     # Half of the dither's range is added here: its words are read as signed.
     shift = clip * fine + 0.5
     clipped = 0
-    tiles = zip(_parts(values), _parts(out), _dither(len(values)), strict=True)
+    tiles = zip(_parts(values), _parts(out), _dither(len(values), keys), strict=True)
     for part, target, dither in tiles:
         x, y = scratch[0, : len(part)], scratch[1, : len(part)]
         x.copy_(part)
@@ -211,13 +225,22 @@ def _quantise(config: RoundConfig, values: torch.Tensor, share: float, out: torc
     return clipped
 
 
-def _dither(count: int) -> Iterator[torch.Tensor]:
-    """Tiles of uniform signed 32-bit words, of a key that is drawn and forgotten here."""
+def _dither_keys(key: bytes | None) -> Iterator[bytes]:
+    """Keys without end: derived from `key` by counting, or drawn and forgotten."""
+    for counter in itertools.count():
+        if key is None:
+            yield os.urandom(32)
+        else:
+            yield hashlib.sha256(key + counter.to_bytes(8, "little")).digest()
+
+
+def _dither(count: int, keys: Iterator[bytes]) -> Iterator[torch.Tensor]:
+    """Tiles of uniform signed 32-bit words, each of a key of its own."""
     words = ring_vector(bytearray(4 * min(count, TILE)), 32)
     for start in range(0, count, TILE):
         part = words[: min(TILE, count - start)]
         part.zero_()
-        add_masks(part, [os.urandom(32)], [], threads=1)
+        add_masks(part, [next(keys)], [], threads=1)
         yield part
 
 

@@ -1,0 +1,118 @@
+"""A device's part in secure aggregation: one attempt, from the agreement to the released shares."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from isthmus.contents import Buffer, describe
+from isthmus.errors import UpdateError
+from isthmus.wire import link_pb2
+from isthmus_privacy.secagg import (
+    AdvertiseKeys,
+    ClientSession,
+    Consents,
+    Directory,
+    Encoded,
+    Enrolment,
+    History,
+    Inbox,
+    Roster,
+    RoundConfig,
+    SigningKey,
+    Survivors,
+    encode,
+)
+
+
+class Credentials:
+    """Who this device is to the others of a cohort, and what it remembers of earlier rounds."""
+
+    def __init__(self, private: bytes) -> None:
+        """`private` is the device's 32-byte Ed25519 seed."""
+        self.identity = SigningKey(private)
+        self.history = History()
+        self.enrolment: Enrolment | None = None
+        self.directory: Directory | None = None
+
+    def welcomed(self, authority: bytes, enrolment: bytes) -> None:
+        """A server's welcome brought this device's enrolment."""
+        if enrolment:
+            self.enrolment = Enrolment.from_bytes(enrolment)
+        if self.directory is None or self.directory.authority != authority:
+            self.directory = Directory(authority)
+
+
+class SecureAttempt:
+    """One attempt: agree first, train, then answer step by step.
+
+    Guarantees:
+      * a server that proposes something unsafe is refused before anything is trained;
+      * the update in plain is gone from memory once it is masked.
+    """
+
+    def __init__(self, work: link_pb2.TrainLocal, credentials: Credentials) -> None:
+        """Look at what the server proposes.
+
+        Raises:
+            PeerMisbehaved: the proposal is refused, with the reason.
+            UpdateError: this device was never enrolled.
+        """
+        if credentials.enrolment is None or credentials.directory is None:
+            raise UpdateError("this device is not enrolled, so it cannot aggregate securely")
+        self.key = (work.run_id, work.round, work.attempt)
+        self.config = RoundConfig.from_bytes(work.secure)
+        self.session = ClientSession(
+            self.config,
+            identity=credentials.identity,
+            enrolment=credentials.enrolment,
+            directory=credentials.directory,
+            history=credentials.history,
+            model_hash=work.model.sha256,
+        )
+        if (self.config.run_id, self.config.round, self.config.attempt) != self.key:
+            raise UpdateError("the agreement is about another round than the request")
+        self._encoded: Encoded | None = None
+
+    def advertise(
+        self, update: torch.Tensor, *, examples: int, loss: float, seed: bytes
+    ) -> AdvertiseKeys:
+        """Encode a trained update (N) for the ring, and give the keys to mask it with.
+
+        `seed` makes its rounding the same whenever the same round is repeated.
+        """
+        self._encoded = encode(
+            self.config,
+            update,
+            weight=min(examples, self.config.weight_max),
+            figures={slot.name: loss for slot in self.config.slots},
+            dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
+        )
+        return self.session.advertise()
+
+    def step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
+        """Answer the next message.
+
+        Raises:
+            PeerMisbehaved: it is refused, and the attempt is over for this device.
+        """
+        kind = work.WhichOneof("message")
+        session = self.session
+        if kind == "roster":
+            answer = session.deal(Roster.from_bytes(work.roster)).to_bytes()
+            return link_pb2.SecureStepped(message=answer), None
+        if kind == "inbox":
+            if self._encoded is None:
+                raise UpdateError("there is no update to mask")
+            masked, payload = session.mask(Inbox.from_bytes(work.inbox), self._encoded)
+            self._encoded = None
+            stepped = link_pb2.SecureStepped(message=masked.to_bytes(), masked=describe(payload))
+            return stepped, payload
+        if kind == "survivors":
+            answer = session.consent(Survivors.from_bytes(work.survivors)).to_bytes()
+            return link_pb2.SecureStepped(message=answer), None
+        if kind == "consents":
+            answer = session.release(Consents.from_bytes(work.consents)).to_bytes()
+            return link_pb2.SecureStepped(message=answer), None
+        raise UpdateError("this step of secure aggregation is not known here")

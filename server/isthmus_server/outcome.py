@@ -1,0 +1,42 @@
+"""What a regime comes to: a result, or a failed attempt with what became of everyone in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from isthmus.errors import RoundFailed
+from isthmus_server.receipts import Receipt
+
+
+class AttemptFailed(RoundFailed):
+    """An attempt that came to nothing, with what became of everyone in it."""
+
+    def __init__(self, reason: str, receipts: Sequence[Receipt]) -> None:
+        super().__init__(reason)
+        self.receipts = receipts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FederatedResult:
+    """What a cohort came to."""
+
+    pseudo_gradient: torch.Tensor
+    """Weighted mean of start minus end, float32 (N)."""
+    training: Mapping[str, float]
+    """Weighted means of the devices' own figures: loss."""
+    receipts: Sequence[Receipt]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatacenterResult:
+    """What the ranks came to."""
+
+    vector: torch.Tensor | None
+    """The model at the new step, float32 (N), if it was asked for."""
+    training: Mapping[str, float]
+    evaluation: Mapping[str, float]
+    events: Sequence[str]
+    receipts: Sequence[Receipt]

@@ -1,0 +1,162 @@
+"""A federated attempt in which each device sends its update in plain.
+
+For jobs that ask for it: to look at single updates, or with too few devices for a secure sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.wire import link_pb2
+from isthmus_server.aggregate import Spool, WeightedSum
+from isthmus_server.outcome import AttemptFailed, FederatedResult
+from isthmus_server.receipts import Receipt
+from isthmus_server.secure import UPLOADS_AT_ONCE, to_the_end
+
+if TYPE_CHECKING:
+    from isthmus_server.regimes import Fleet
+
+
+class PlainAttempt:
+    """One attempt of a cohort, each update in plain."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        round_: int,
+        attempt: int,
+        model: link_pb2.Content,
+        cohort: Mapping[str, int],
+    ) -> None:
+        self.fleet = fleet
+        self.round = round_
+        self.attempt = attempt
+        self.model = model
+        self.cohort = cohort
+        self.total = WeightedSum(fleet.layout.size, sum(cohort.values()))
+        self.receipts: dict[str, Receipt] = {}
+        self.losses: dict[str, tuple[float, int]] = {}
+        self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
+        self.adding = asyncio.Lock()
+
+    @property
+    def accepted(self) -> int:
+        """Updates in the sum so far."""
+        return sum(receipt.status == "accepted" for receipt in self.receipts.values())
+
+    async def run(self) -> FederatedResult:
+        """Invite, wait, take what comes.
+
+        Raises:
+            AttemptFailed: fewer updates than the quorum.
+        """
+        settings = self.fleet.job.federated
+        tasks = {asyncio.create_task(self._one(name)): name for name in self.cohort}
+        ended_because = f"the round's {self.fleet.job.time.round_seconds:g} s were over"
+        try:
+            async with asyncio.timeout(self.fleet.job.time.round_seconds):
+                for done in asyncio.as_completed(tasks):
+                    await done
+                    if self.accepted >= settings.cohort:
+                        ended_because = "enough updates were in"
+                        break
+                    left = len(self.cohort) - len(self.receipts)
+                    if self.accepted + left < settings.needed:
+                        ended_because = "the quorum could not be reached any more"
+                        break
+        except TimeoutError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for name in self.cohort:
+            self.receipts.setdefault(name, self._receipt(name, "dropped", ended_because))
+        receipts = [self.receipts[name] for name in self.cohort]
+        if self.accepted < settings.needed:
+            reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
+            raise AttemptFailed(
+                f"{self.accepted} of {len(receipts)} updates were accepted and the quorum is "
+                f"{settings.needed} ({'; '.join(reasons[:3])})",
+                receipts,
+            )
+        return FederatedResult(
+            pseudo_gradient=self.total.mean(), training=self._training(), receipts=receipts
+        )
+
+    async def _one(self, name: str) -> None:
+        """One device's part; leaves a receipt, whatever happens."""
+        link = self.fleet.link
+        request = link_pb2.Request(
+            id=link.new_id(),
+            train_local=link_pb2.TrainLocal(
+                run_id=self.fleet.run_id, round=self.round, attempt=self.attempt, model=self.model
+            ),
+        )
+        try:
+            reply = await link.ask(name, request)
+        except ParticipantLost as lost:
+            self.receipts[name] = self._receipt(name, "dropped", str(lost))
+            return
+        if reply.WhichOneof("outcome") != "trained":
+            reason = reply.failure.reason or "it answered something else than was asked"
+            self.receipts[name] = self._receipt(name, "rejected", reason, sent=True)
+            link.settle(name, request.id, False, reason)
+            return
+        try:
+            await self._take(name, reply.trained)
+        except ParticipantLost as lost:
+            self.receipts[name] = self._receipt(name, "dropped", str(lost))
+        except UpdateError as error:
+            self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
+        finally:
+            # Also when the round has ended meanwhile: the device may let go of its update.
+            receipt = self.receipts.get(name)
+            accepted = receipt is not None and receipt.status == "accepted"
+            reason = receipt.reason if receipt is not None else "the round is over"
+            link.settle(name, request.id, accepted, reason)
+
+    async def _take(self, name: str, trained: link_pb2.Trained) -> None:
+        layout = self.fleet.layout
+        if trained.result.size != layout.nbytes:
+            raise UpdateError(
+                f"its update has {trained.result.size} bytes where this exchange set takes "
+                f"{layout.nbytes}"
+            )
+        async with self.uploads:
+            with Spool(self.fleet.spool) as spool:
+                await self.fleet.link.fetch(name, trained.result, spool.write)
+                await to_the_end(self._add(name, trained, spool))
+
+    async def _add(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
+        async with self.adding:
+            if self.accepted >= self.fleet.job.federated.cohort:
+                raise UpdateError("enough updates were in")
+            await asyncio.to_thread(spool.add_to, self.total, self.fleet.layout, trained.examples)
+            self.receipts[name] = self._receipt(
+                name,
+                "accepted",
+                "",
+                sent=True,
+                examples=trained.examples,
+                steps=trained.steps,
+                seconds=trained.seconds,
+                bytes_in=trained.result.size,
+                bytes_out=self.model.size,
+            )
+            if "loss" in trained.training:
+                self.losses[name] = (trained.training["loss"], trained.examples)
+
+    def _receipt(self, name: str, status: str, reason: str, **more: object) -> Receipt:
+        return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)  # type: ignore[arg-type]
+
+    def _training(self) -> dict[str, float]:
+        """In the cohort's order, so that the same losses give the same mean."""
+        listed = [self.losses[name] for name in self.cohort if name in self.losses]
+        weight = sum(examples for _, examples in listed)
+        if not weight:
+            return {}
+        return {"loss": sum(loss * examples for loss, examples in listed) / weight}
