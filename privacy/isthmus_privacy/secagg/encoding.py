@@ -35,7 +35,7 @@ import torch
 
 from isthmus_privacy.secagg import refusal
 from isthmus_privacy.secagg.config import RoundConfig, Slot
-from isthmus_privacy.secagg.masking import TILE, add_masks, ring_vector
+from isthmus_privacy.secagg.masking import TILE, cipher, ring_vector
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 _DITHER_BITS = 32
@@ -208,19 +208,20 @@ def _quantise(
         keys: one is taken for the rounding of each tile.
     """
     clip, fine = config.clip, (config.levels - 1) / (2 * config.clip)
-    scratch = torch.empty(2, min(TILE, len(values)), dtype=torch.float64)
+    scratch = torch.empty(3, min(TILE, len(values)), dtype=torch.float64)
     # Half of the dither's range is added here: its words are read as signed.
-    shift = clip * fine + 0.5
+    scratch[2].fill_(clip * fine + 0.5)
     clipped = 0
     tiles = zip(_parts(values), _parts(out), _dither(len(values), keys), strict=True)
     for part, target, dither in tiles:
-        x, y = scratch[0, : len(part)], scratch[1, : len(part)]
+        x, y, zero = scratch[:, : len(part)]
+        low, high = torch.aminmax(part)
         x.copy_(part)
-        low, high = torch.aminmax(x)
         if low < -clip or high > clip:
             clipped += int((x.abs() > clip).sum())
             x.clamp_(-clip, clip)
-        y.copy_(dither).mul_(2.0**-_DITHER_BITS).add_(shift).add_(x, alpha=share * fine)
+        torch.add(zero, x, alpha=share * fine, out=y)
+        y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS)
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return clipped
 
@@ -236,11 +237,12 @@ def _dither_keys(key: bytes | None) -> Iterator[bytes]:
 
 def _dither(count: int, keys: Iterator[bytes]) -> Iterator[torch.Tensor]:
     """Tiles of uniform signed 32-bit words, each of a key of its own."""
-    words = ring_vector(bytearray(4 * min(count, TILE)), 32)
+    size = 4 * min(count, TILE)
+    blank, stream = memoryview(bytes(size)), bytearray(size)
+    words = ring_vector(stream, 32)
     for start in range(0, count, TILE):
         part = words[: min(TILE, count - start)]
-        part.zero_()
-        add_masks(part, [next(keys)], [], threads=1)
+        cipher(next(keys)).update_into(blank[: 4 * len(part)], stream)
         yield part
 
 

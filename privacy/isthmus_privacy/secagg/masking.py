@@ -79,9 +79,10 @@ def add_masks(
             done.result()
 
 
-def keystream(key: bytes, size: int) -> bytes:
-    """The first `size` bytes of a mask; for tests and tiny vectors."""
-    return _cipher(key, 0).update(bytes(size))
+def cipher(key: bytes | bytearray, block: int = 0) -> CipherContext:
+    """A keystream that begins at a 16-byte block; it is read by encrypting zeros."""
+    counter = block.to_bytes(_BLOCK_BYTES, "big")
+    return Cipher(algorithms.AES(bytes(key)), modes.CTR(counter)).encryptor()
 
 
 def _workers(elements: int) -> int:
@@ -90,12 +91,6 @@ def _workers(elements: int) -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cipher(key: bytes | bytearray, block: int) -> CipherContext:
-    """A keystream that begins at a 16-byte block."""
-    counter = block.to_bytes(_BLOCK_BYTES, "big")
-    return Cipher(algorithms.AES(bytes(key)), modes.CTR(counter)).encryptor()
 
 
 def _groups(
@@ -115,13 +110,13 @@ def _mask_tiles(
     tile = torch.frombuffer(stream, dtype=vector.dtype)
     for group in _groups(signed):
         block = first * TILE * width // _BLOCK_BYTES
-        ciphers = [(_cipher(key, block), plus) for key, plus in group]
+        ciphers = [(cipher(key, block), plus) for key, plus in group]
         for start in range(first * TILE, min(last * TILE, len(vector)), TILE):
             part = vector[start : start + TILE]
             count = len(part)
             blank, mask = zeros[: count * width], tile[:count]
-            for cipher, plus in ciphers:
-                cipher.update_into(blank, stream)
+            for context, plus in ciphers:
+                context.update_into(blank, stream)
                 if plus:
                     part.add_(mask)
                 else:
