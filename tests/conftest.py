@@ -66,9 +66,10 @@ def write_task(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_job():
-    """A job of that task, with some keys changed."""
+    """A job of that task, with some keys changed; updates in plain unless it says otherwise."""
 
     def make(*overrides):
-        return parse_job('name = "table"\n[task]\nsource = "task.py:Learn"', overrides)
+        plain = "federated.secure_aggregation=false"
+        return parse_job('name = "table"\n[task]\nsource = "task.py:Learn"', [plain, *overrides])
 
     return make

@@ -174,14 +174,26 @@ def test_a_job_file_that_is_missing_or_a_folder_is_one_sentence(tmp_path):
         load_job(tmp_path)
 
 
+PLAIN = "federated.secure_aggregation=false"
+
+
 @pytest.mark.parametrize(("cohort", "needed"), [(1, 1), (2, 2), (4, 3), (8, 6), (10, 8)])
 def test_the_quorum_is_three_quarters_of_the_cohort_unless_set(cohort, needed):
-    assert parse_job(SMALLEST, [f"federated.cohort={cohort}"]).federated.needed == needed
+    job = parse_job(SMALLEST, [f"federated.cohort={cohort}", PLAIN])
+    assert job.federated.needed == needed
 
 
 def test_a_quorum_that_is_set_is_the_one_that_counts():
-    job = parse_job(SMALLEST, ["federated.cohort=8", "federated.quorum=2"])
+    job = parse_job(SMALLEST, ["federated.cohort=8", "federated.quorum=2", PLAIN])
     assert job.federated.needed == 2
+
+
+@pytest.mark.parametrize(("cohort", "quorum", "least"), [(3, 2, 3), (8, 4, 5), (100, 56, 57)])
+def test_a_secure_sum_needs_a_quorum_that_hides_and_that_is_found_once(cohort, quorum, least):
+    settings = [f"federated.cohort={cohort}", f"federated.quorum={quorum}"]
+    with pytest.raises(JobError, match=f"needs a quorum of at least {least} with cohort={cohort}"):
+        parse_job(SMALLEST, settings)
+    assert parse_job(SMALLEST, [settings[0], f"federated.quorum={least}"])
 
 
 def test_with_changes_leaves_the_original_alone():

@@ -87,9 +87,9 @@ schedule = [
 server_optimizer = { name = "SGD", options = { lr = 0.9, momentum = 0.5 } }
 
 [federated]
-clients = 3
-cohort = 3
-quorum = 2
+clients = 4
+cohort = 4
+quorum = 3
 
 [datacenter]
 ranks = 2

@@ -117,6 +117,10 @@ class Wire:
         await asyncio.gather(*self.pipes, return_exceptions=True)
 
 
+def _enrols(worker):
+    return hasattr(worker, "identity")
+
+
 class Net:
     """One link and everybody who dials it."""
 
@@ -138,7 +142,11 @@ class Net:
 
     def call(self, worker, name, port=None, role=link_pb2.CLIENT):
         """Start to dial; returns the task."""
-        uplink = Uplink(f"127.0.0.1:{port or self.port}", name, role, worker, longest_pause=0.05)
+        known = (
+            {"identity": worker.identity, "on_welcome": worker.welcomed} if _enrols(worker) else {}
+        )
+        address = f"127.0.0.1:{port or self.port}"
+        uplink = Uplink(address, name, role, worker, longest_pause=0.05, **known)
         task = asyncio.create_task(uplink.run())
         self.guests.append(task)
         return task

@@ -34,6 +34,7 @@ class Device:
             self.agent.settled,
             self.agent.cancel,
         )
+        self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
 
     async def work(self, request, model, progress):
         work = request.train_local
@@ -110,6 +111,7 @@ def place(net, make_job, write_task, tmp_path):
                 f"federated.clients={len(self.link.peers)}",
                 "federated.cohort=3",
                 "federated.quorum=3",
+                "federated.secure_aggregation=true",
                 "rounds=3",
                 *overrides,
             )
@@ -235,7 +237,7 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
     assert report["status"] == "finished"
     (failed,) = report["failed_attempts"]
     assert (failed["round"], failed["attempt"]) == (2, 1)
-    assert "the quorum is 3" in failed["error"]
+    assert "clients_min=3" in failed["error"]
     assert "b: no power" in failed["error"]
     assert [receipt["participant"] for receipt in failed["receipts"]] == list(NAMES)
     assert [(row["round"], row["attempt"]) for row in report["rounds"]] == [(1, 1), (2, 2), (3, 1)]

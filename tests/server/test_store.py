@@ -97,7 +97,7 @@ def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
 
     again = crash(store)
     at = again.resume_point()
-    assert (at.round, at.attempts, at.spent) == (1, 0, 1.0)
+    assert (at.round, at.attempts, at.spent) == (1, 1, 1.0)
     assert (at.model_file, at.datacenter_step) == ("model-000001.safetensors", 50)
     assert at.policy_state == {"turn": 1}
     assert [found["round"] for found in again.attempts("planned")] == [2]
@@ -162,16 +162,18 @@ def test_failed_attempts_count_and_cost(create, crash):
     assert (at.round, at.attempts, at.spent) == (2, 0, 11.0)
 
 
-def test_an_interrupted_attempt_is_made_again_under_its_number(create, crash):
+def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, crash):
     store = create()
     plan(store, 1, 1)
     store.fail(1, 1, {"round": row(1)})
     plan(store, 1, 2)
     again = crash(store)
-    assert again.resume_point().attempts == 1
-    commit(again, 1, attempt=2)
+    assert again.resume_point().attempts == 2  # devices refuse an attempt they have seen
+    plan(again, 1, 3)
+    commit(again, 1, attempt=3)
     assert [found["attempt"] for found in again.attempts("failed")] == [1]
-    assert [found["attempt"] for found in again.attempts("committed")] == [2]
+    assert [found["attempt"] for found in again.attempts("planned")] == [2]
+    assert [found["attempt"] for found in again.attempts("committed")] == [3]
 
 
 def test_what_was_planned_and_seen_is_read_back(create):
