@@ -1,0 +1,226 @@
+"""What the ranks of benchmarks/datacenter.py do: our loop and one written by hand, in turn.
+
+The hand-written loop is what a PyTorch user writes from its tutorials: a DistributedSampler and a
+DataLoader, DDP or `fully_shard` per block, a mean loss, `backward`, `step`, `zero_grad`. Both loops
+hold a model of their own in the same processes and take turns in stretches of a few steps, each
+begun together and timed until the device is done. Ours is `Engine.train` with the time it reports
+itself: checkpoints, once a round, are written by neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.scoring import build_model
+from isthmus.task import Participant, Task, load_task
+from isthmus_datacenter.control import Command
+from isthmus_datacenter.engine import Engine, Place
+from isthmus_datacenter.exchange import load_shards, store_shards
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison."""
+
+    name: str
+    peer: str
+    """`single`, `ddp` or `fsdp`: what the hand-written loop wraps its model in."""
+    device: str
+    ranks: int
+    steps: int
+    """In one stretch."""
+    stretches: int
+    """Of each loop, after one of each that is not counted."""
+    job: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of each stretch of a case, as its slowest rank saw them."""
+
+    ours: list[float]
+    theirs: list[float]
+    words: int
+    """Trained on in one stretch by all ranks."""
+    flops: float
+    """Of one stretch on all ranks, by the usual count."""
+    peak_bytes: int
+    """Of the first device's memory, with both models; 0 on a CPU."""
+
+
+def compare(rank: int, case: Case, rendezvous: str, result: str) -> None:
+    """Entry point of a rank."""
+    device = _join(rank, case.ranks, case.device, rendezvous)
+    with tempfile.TemporaryDirectory() as state:
+        job = Job.model_validate(case.job)
+        task = load_task(job.task.source, job.task.settings, base=HERE)
+        ours = Ours(case, job, task, device, rank, Path(state))
+        theirs = ByHand(case, job, task, device, rank)
+        seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+        for stretch in range(case.stretches + 1):
+            # Who begins changes: what came before is never the same for only one of them.
+            turns = [("ours", ours), ("theirs", theirs)]
+            for name, loop in turns if stretch % 2 else reversed(turns):
+                dist.barrier()
+                took = torch.tensor([loop.train(case.steps)], dtype=torch.float64)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                if stretch:
+                    seconds[name].append(float(took))
+    settings = job.task.settings
+    words = case.steps * case.ranks * job.datacenter.batch_size * settings["length"]
+    flops = float(words * build_model(task, 0).flops_per_word())  # type: ignore[operator]
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    if rank == 0:
+        timing = Timing(**seconds, words=words, flops=flops, peak_bytes=peak)
+        Path(result).write_text(json.dumps(dataclasses.asdict(timing)))
+    dist.destroy_process_group()
+
+
+class Ours:
+    """The engine, as a rank of the service drives it."""
+
+    def __init__(
+        self, case: Case, job: Job, task: Task, device: torch.device, rank: int, state: Path
+    ) -> None:
+        header = Layout.of(build_model(task, job.seed)).header.decode("latin-1")
+        command = Command(
+            op="open", run_id="run", job=job.model_dump_json(), base=str(HERE), layout=header
+        )
+        place = Place(
+            rank=rank, ranks=case.ranks, device=device, participant="benchmark", state=state
+        )
+        self.engine = Engine(command, place)
+        self.engine.checkpoints.save = lambda *_: None  # type: ignore[method-assign]
+        self.step = 0
+
+    def train(self, steps: int) -> float:
+        """Seconds that so many more steps took."""
+        command = Command(
+            op="train", run_id="run", from_step=self.step, until_step=self.step + steps
+        )
+        self.step += steps
+        said = self.engine.train(command, lambda steps, loss: None, lambda: False)
+        return float(said["seconds"])  # type: ignore[arg-type]
+
+
+class ByHand:
+    """Plain PyTorch."""
+
+    def __init__(self, case: Case, job: Job, task: Task, device: torch.device, rank: int) -> None:
+        self.task, self.device = task, device
+        model = build_model(task, job.seed).to(device)
+        self.model: nn.Module = model
+        if case.peer == "ddp":
+            self.model = DistributedDataParallel(model)
+        elif case.peer == "fsdp":
+            for block in model.blocks:  # type: ignore[union-attr]
+                fully_shard(block, reshard_after_forward=False)
+            fully_shard(model, reshard_after_forward=False)
+        participant = Participant(name="benchmark", regime="datacenter")
+        self.optimizer = task.optimizer(self.model.parameters(), participant)
+        data = task.local_data(participant)
+        self.loader = DataLoader(
+            data,
+            batch_size=job.datacenter.batch_size,
+            sampler=DistributedSampler(data, case.ranks, rank),
+            drop_last=True,
+            pin_memory=device.type == "cuda",
+        )
+        self.batches = self._endless()
+
+    def train(self, steps: int) -> float:
+        """Seconds that so many more steps took."""
+        started = time.monotonic()
+        self.model.train()
+        for _ in range(steps):
+            inputs, target = next(self.batches)
+            inputs = inputs.to(self.device, non_blocking=True)
+            target = target.to(self.device, non_blocking=True)
+            loss = self.task.loss(self.task.forward(self.model, inputs), target).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        float(loss.detach())
+        return time.monotonic() - started
+
+    def _endless(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield from self.loader
+
+
+def memory_copy(rank: int, ranks: int, size: int, rendezvous: str, result: str) -> None:
+    """Entry point: seconds of copying a model of `size` bytes twice, each rank its share."""
+    _join(rank, ranks, "cpu", rendezvous)
+    source = torch.ones(size // 4 // ranks)
+    target = torch.zeros_like(source)
+    taken = []
+    for _ in range(7):
+        dist.barrier()
+        started = time.monotonic()
+        target.copy_(source)
+        source.copy_(target)
+        dist.barrier()
+        taken.append(time.monotonic() - started)
+    if rank == 0:
+        Path(result).write_text(json.dumps(taken[2:]))
+    dist.destroy_process_group()
+
+
+def exchange(
+    rank: int, ranks: int, job_: dict[str, Any], model: str, rendezvous: str, result: str
+) -> None:
+    """Entry point: seconds of loading a model into a sharded one and storing it again."""
+    device = _join(rank, ranks, "cpu", rendezvous)
+    job = Job.model_validate(job_)
+    task = load_task(job.task.source, job.task.settings, base=HERE)
+    case = Case(name="", peer="", device="cpu", ranks=ranks, steps=0, stretches=0, job=job_)
+    with tempfile.TemporaryDirectory() as state:
+        engine = Ours(case, job, task, device, rank, Path(state)).engine
+        taken = []
+        for _ in range(7):
+            dist.barrier()
+            started = time.monotonic()
+            load_shards(Path(model), engine.layout, engine.model)
+            store_shards(Path(f"{model}.back"), engine.layout, engine.model)
+            dist.barrier()
+            taken.append(time.monotonic() - started)
+    if rank == 0:
+        Path(result).write_text(json.dumps(taken[2:]))
+    dist.destroy_process_group()
+
+
+def _join(rank: int, ranks: int, device: str, rendezvous: str) -> torch.device:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_float32_matmul_precision("high")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(minutes=9),
+    )
+    return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
