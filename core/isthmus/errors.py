@@ -53,7 +53,7 @@ class RoundFailed(IsthmusError):
 
 
 class AggregationAborted(RoundFailed):
-    """Secure aggregation that cannot give a sum any more; nothing about anybody was learned."""
+    """Secure aggregation that cannot give a sum any more; the round needs a new attempt."""
 
 
 class PeerMisbehaved(IsthmusError):

@@ -1,6 +1,7 @@
 """Published and demonstrated attacks on secure aggregation as others built it, against ours."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -157,6 +158,38 @@ def test_no_neighbours_can_be_split_to_open_both_secrets():
             config = make_config(clients_max=count, corrupt_permille=permille, dropout_permille=100)
             hood = config.neighbourhood(count)
             assert 2 * hood.threshold > hood.degree + hood.corrupt
+
+
+def test_no_group_can_be_cut_off_by_choosing_whom_to_drop():
+    """A server that sees all draws, then drops whom it likes, and wants a smaller sum.
+
+    Each client of a group that is cut off has at least t neighbours left, at most c of them
+    corrupt, so the group has more than t - c members. Union over the dropped and over the group;
+    members drew among themselves, the corrupt and the dropped only, and the others drew no member.
+    """
+    worst = -math.inf
+    for count in (129, 150, 300, 1000, 10_000):
+        for corrupt, lost in ((50, 50), (50, 100), (100, 100), (100, 200), (200, 200), (100, 300)):
+            hood = make_config(
+                clients_max=count, corrupt_permille=corrupt, dropout_permille=lost
+            ).neighbourhood(count)
+            gone, others = count - hood.fewest, count - 1
+            bad = count * corrupt // 1000
+            left = count - bad - gone
+            for size in range(hood.threshold - hood.corrupt + 1, left // 2 + 1):
+                inside = min(1.0, (size - 1 + bad + gone) / others)
+                worst = max(
+                    worst,
+                    bits_of_choice(count, gone)
+                    + bits_of_choice(left, size)
+                    + hood.degree * size * math.log2(inside)
+                    + hood.degree * (left - size) * math.log2((others - size) / others),
+                )
+    assert worst < -500
+
+
+def bits_of_choice(n, k):
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
 
 
 def test_fewer_shares_than_the_threshold_fit_every_secret():

@@ -152,6 +152,8 @@ def _disconnected(clients: int, gone: int, k: int) -> float:
 
     For some s of them to have no edge to the rest, each must have drawn only among themselves and
     those gone, and nobody else may have drawn one of them. Draws with replacement bound it above.
+    Those gone are fixed here. A server that chooses them after the draws gains nothing, since
+    every client insists on t neighbours that are left, and so on company.
     """
     left, others, chance = clients - gone, clients - 1, 0.0
     for s in range(1, left // 2 + 1):
