@@ -163,7 +163,7 @@ class DatacenterSection(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Order of a pipeline's passes; the last two give each rank two stretches of layers."""
     microbatches: Annotated[int, Field(ge=1)] | None = None
-    """Pieces of a batch in a pipeline. Default: twice its ranks if the batch divides so, or once."""
+    """Pieces of a batch in a pipeline. Default: two for each of its ranks, or one."""
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Pieces of a batch trained one after the other before the optimizer steps, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
