@@ -40,7 +40,7 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,6 +50,7 @@ from isthmus.errors import TaskError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
     from torch.utils.data import Dataset
 
 Regime = Literal["datacenter", "federated"]
@@ -127,6 +128,32 @@ class Task:
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """How a batch of inputs goes through the model. Default: ``model(inputs)``."""
         return model(inputs)
+
+    # -- how a datacenter may cut the model, where its own ways do not do -----------------------
+
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
+        """Styles of `torch.distributed.tensor.parallel` by module name; `*` is any one part of it.
+
+        For `tensor_parallel` above 1, e.g. ``{"blocks.*.up": ColwiseParallel()}``. Between the
+        modules it names, activations are whole on every rank unless the styles say otherwise.
+        Default: None, for a plan that fits every module that is called and gathers often.
+        """
+        return None
+
+    def pipeline_stages(self, model: nn.Module, n: int) -> Sequence[nn.Module] | None:
+        """The model as `n` modules that, called one after the other, do what it does.
+
+        For `pipeline_parallel` above 1. They must be made of the model's own modules, and hand on
+        a tensor or a tuple of tensors. Default: None, for stretches of its longest list of blocks.
+        """
+        return None
+
+    def shard_units(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """The blocks whose parameters are gathered, recomputed and compiled together.
+
+        Default: None, for the children of the model's containers that are worth it.
+        """
+        return None
 
 
 def load_task(

@@ -10,12 +10,12 @@ import contextlib
 import shutil
 import uuid
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,8 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
 from isthmus.errors import UserError
+from isthmus_datacenter.optim import Updater
+from isthmus_datacenter.share import Share
 
 _GROUPS = "optimizer|groups"
+_SCALER = "optimizer|scaler"
 
 
 class Checkpoints:
@@ -39,14 +42,14 @@ class Checkpoints:
         """Whether a whole checkpoint of that step is here."""
         return (self._link(step) / ".metadata").is_file()
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, step: int, share: Share, updater: Updater) -> None:
         """Write the checkpoint of a step, replacing an older one. All ranks call this together."""
         name: list[str] = [f"data-{step}-{uuid.uuid4().hex[:8]}"]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(name, src=0)
         target = self.directory / name[0]
         save(
-            _state(model, optimizer),
+            _state(share, updater),
             storage_writer=FileSystemWriter(target),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
@@ -56,8 +59,8 @@ class Checkpoints:
             link.replace(self._link(step))
         dist.barrier()
 
-    def restore(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put a checkpoint into a model and a *fresh* optimizer. All ranks call this together.
+    def restore(self, step: int, share: Share, updater: Updater) -> None:
+        """Put a checkpoint into a share and a *fresh* optimizer. All ranks call this together.
 
         Raises:
             UserError: there is none of that step.
@@ -69,13 +72,13 @@ class Checkpoints:
             )
         reader = FileSystemReader(self._link(step).resolve())
         known = reader.read_metadata().state_dict_metadata
-        state = _template(known, model, optimizer)
+        state = _template(known, share, updater)
         load(
             state,
             storage_reader=reader,
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
-        _install(state, model, optimizer)
+        _install(state, updater)
 
     def keep_only(self, steps: set[int]) -> None:
         """Delete every other checkpoint, and what crashes left behind. Rank 0 calls this."""
@@ -95,54 +98,46 @@ class Checkpoints:
         return self.directory / f"step-{step}"
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that training changes, under flat names.
+def _state(share: Share, updater: Updater) -> dict[str, Any]:
+    """Everything that training changes and this rank owns, under flat names.
 
     The optimizer's state is taken as it is: PyTorch's own helper takes a step with lr=0 to fill
     an optimizer that has none yet, and that step is counted.
     """
-    state = _model_state(model)
-    for name, parameter in _named(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"optimizer|{name}|{key}"] = value
-    state[_GROUPS] = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    state = _model_state(share, share.copies)
+    for name, parameter in updater.named():
+        if name not in share.copies:
+            for key, value in updater.optimizer.state.get(parameter, {}).items():
+                state[f"optimizer|{name}|{key}"] = value
+    state[_GROUPS] = updater.groups()
+    state[_SCALER] = updater.scaler()
     return state
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
+def _model_state(share: Share, without: AbstractSet[str] = frozenset()) -> dict[str, Any]:
     parameters = {
         f"model|{name}": parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        for name, parameter in share.parameters().items()
+        if parameter.requires_grad and name not in without
     }
-    return {**parameters, **{f"buffer|{name}": buffer for name, buffer in model.named_buffers()}}
+    return {**parameters, **{f"buffer|{name}": each for name, each in share.buffers().items()}}
 
 
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in its own order, with their names in the model."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        (names[id(parameter)], parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-
-
-def _template(
-    known: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Tensors to load into: the model's own, and new ones for the optimizer's state."""
-    state: dict[str, Any] = _model_state(model)
-    parameters = dict(_named(model, optimizer))
+def _template(known: Mapping[str, Any], share: Share, updater: Updater) -> dict[str, Any]:
+    """Tensors to load into: the share's own, and new ones for the optimizer's state."""
+    state: dict[str, Any] = _model_state(share)
+    parameters = dict(updater.named())
     for key, stored in known.items():
         kind, _, rest = key.partition("|")
         if kind != "optimizer":
             continue
+        if key in (_GROUPS, _SCALER):
+            state[key] = None
+            continue
         parameter = parameters.get(rest.rpartition("|")[0])
-        if isinstance(stored, TensorStorageMetadata) and parameter is not None:
+        if parameter is None:
+            continue  # another stage's
+        if isinstance(stored, TensorStorageMetadata):
             state[key] = _empty(stored, parameter)
         else:
             state[key] = None
@@ -169,16 +164,12 @@ def _empty(stored: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tens
     )
 
 
-def _install(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Hand loaded state to the optimizer by its own front door, which knows about devices."""
-    table = optimizer.state_dict()
-    for group, stored in zip(table["param_groups"], state[_GROUPS], strict=True):
-        group.update(stored)
-    found: dict[int, dict[str, Any]] = {}
-    places = {name: index for index, (name, _) in enumerate(_named(model, optimizer))}
+def _install(state: Mapping[str, Any], updater: Updater) -> None:
+    """Hand loaded state on; the share's tensors have been loaded in place."""
+    found: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         kind, _, rest = key.partition("|")
         name, separator, field = rest.rpartition("|")
         if kind == "optimizer" and separator:
-            found.setdefault(places[name], {})[field] = value
-    optimizer.load_state_dict({"state": found, "param_groups": table["param_groups"]})
+            found.setdefault(name, {})[field] = value
+    updater.install(state[_GROUPS], found, state.get(_SCALER))

@@ -1,7 +1,7 @@
 """One rank's share of training one run: model, optimizer and data, always at an absolute step.
 
 Shape legend: one *unit* is whatever the task scores (an example, a token); a step's loss is the
-mean over the units of all ranks.
+mean over the units of all replicas.
 """
 
 from __future__ import annotations
@@ -11,26 +11,31 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError, UserError
 from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import Averages, batches, build_model, count_examples, evaluate, losses
+from isthmus.scoring import Averages, batches, build_model, count_examples, evaluate
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
 from isthmus_datacenter.data import Order, derived_seed
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
-from isthmus_datacenter.parallelize import at_rest, parallelize
+from isthmus_datacenter.optim import Updater
+from isthmus_datacenter.parallelize import parallelize
+from isthmus_datacenter.passes import Passes
+from isthmus_datacenter.share import local
 
+_SAMPLE = 2
+"""Examples to compare a model that was cut with the whole one."""
 _PROGRESS_SECONDS = 1.0
 """At most so often is a loss brought from the device to be shown."""
 
@@ -61,8 +66,8 @@ class Engine:
     """One run on one rank.
 
     Guarantees:
-      * the state at a step depends on the job, the data, the number of ranks and the models that
-        were sent, and on nothing else: not on restarts, and not on what was tried in between;
+      * the state at a step depends on the job, the data, the number of replicas and the models
+        that were sent, and on nothing else: not on restarts, and not on what was tried between;
       * a failure that only some ranks can see leaves as it is; one that all see is agreed on first.
     """
 
@@ -81,9 +86,11 @@ class Engine:
             self.task = self._load(command)
             self.data = self._local_data()
             self.examples = count_examples(self.data, "local_data()")
+            self.ranks = RankLayout.of(self.job.datacenter, place.ranks)
+        self.here = self.ranks.place(place.rank)
         self.order = Order(
             examples=self.examples,
-            ranks=place.ranks,
+            ranks=self.ranks.data,
             batch_size=self.job.datacenter.batch_size,
             seed=self.job.seed,
         )
@@ -106,22 +113,22 @@ class Engine:
             self._go_to(command.from_step)
         self.at = None
         if command.model is not None:
-            load_shards(Path(command.model), self.layout, self.model)
+            load_shards(Path(command.model), self.layout, self.share)
             if reset:
-                self.optimizer = self._make_optimizer()
+                self.updater = self._make_updater()
         started = time.monotonic()
         self._seed(command.from_step)
         loss = self._steps(command.from_step, command.until_step, report, aborted)
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
         seconds = time.monotonic() - started
-        self.checkpoints.save(command.until_step, self.model, self.optimizer)
+        self.checkpoints.save(command.until_step, self.share, self.updater)
         if self.place.rank == 0:
             self.checkpoints.keep_only({command.from_step, command.until_step})
         self.at = command.until_step
         evaluation = self._evaluate() if command.evaluate else {}
         if command.result is not None:
-            store_shards(Path(command.result), self.layout, self.model)
+            store_shards(Path(command.result), self.layout, self.share)
         steps = command.until_step - command.from_step
         return {
             "steps": steps,
@@ -139,7 +146,7 @@ class Engine:
         """
         assert command.result is not None
         self._go_to(command.from_step)
-        store_shards(Path(command.result), self.layout, self.model)
+        store_shards(Path(command.result), self.layout, self.share)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -167,23 +174,30 @@ class Engine:
                 raise TaskError(
                     f"the task's model differs between the datacenter and the server: {difference}"
                 )
-            ranks = RankLayout(ranks=self.place.ranks, zero_stage=self.job.datacenter.zero_stage)
-            parallelize(model, ranks, self.place.device)
-        self.model: nn.Module = model
-        self.model.train()
+            device = self.place.device
+            self.share = parallelize(
+                self.task, model, self.ranks, self.place.rank, device, sample=self._sample
+            )
+        self.passes = Passes(self.task, self.share, self.place.rank, device)
+        self.passes.model.train()
         with agreement():
-            self.optimizer = self._make_optimizer()
+            self.updater = self._make_updater()
         self.at = 0
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        trainable = [each for each in self.model.parameters() if each.requires_grad]
-        with user_code("optimizer()"):
-            optimizer = self.task.optimizer(trainable, self._participant())
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"optimizer() returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
-            )
-        return optimizer
+    def _sample(self) -> Any:
+        """Inputs of a few examples, to look at what the model does."""
+        few = range(min(_SAMPLE, self.examples))
+        return next(batches(self.data, few, _SAMPLE, torch.device("cpu")))[0]
+
+    def _make_updater(self) -> Updater:
+        section = self.job.datacenter
+        participant = self._participant()
+        return Updater(
+            self.share,
+            lambda parameters: self.task.optimizer(parameters, participant),
+            section.clip_norm,
+            section.precision == "fp16",
+        )
 
     def _go_to(self, step: int) -> None:
         """Have the state of a step, from memory, from its checkpoint, or from the seed."""
@@ -194,22 +208,29 @@ class Engine:
             self._begin_anew()
             return
         with agreement():
-            self.optimizer = self._make_optimizer()
+            self.updater = self._make_updater()
             if not self.checkpoints.has(step):
                 raise UserError(
                     f"the datacenter has no checkpoint of step {step} in {self.place.state}; start "
                     "it with the state directory it had before"
                 )
-        self.checkpoints.restore(step, self.model, self.optimizer)
+        self.checkpoints.restore(step, self.share, self.updater)
         self.at = step
 
     def _has_buffers(self) -> bool:
         """Whether training may have changed something that no model that comes would replace."""
-        return any(True for _ in self.model.buffers())
+        found = torch.tensor([len(self.share.buffers())])
+        if self.ranks.pipeline > 1:
+            dist.all_reduce(found)
+        return bool(found)
 
     def _seed(self, step: int) -> None:
-        """Make whatever is drawn from here on depend on the step and the rank alone."""
-        seed = derived_seed(self.job.seed, step, self.place.rank)
+        """Make whatever is drawn from here on depend on the step and the place alone.
+
+        Ranks that share matrices draw alike: what they hold whole must stay the same.
+        """
+        place = self.here.data + self.ranks.data * self.here.pipeline
+        seed = derived_seed(self.job.seed, step, place)
         torch.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
@@ -221,39 +242,41 @@ class Engine:
         self, first: int, until: int, report: ReportSteps, aborted: Callable[[], bool]
     ) -> float | None:
         """Train; the mean loss over all units, or None if there was nothing to do."""
-        device, ranks = self.place.device, self.place.ranks
-        indices = self.order.steps(first, until, self.place.rank)
+        device, passes = self.place.device, self.passes
+        indices = self.order.steps(first, until, self.here.data)
         total = torch.zeros((), dtype=torch.float64, device=device)
         units = 0
         shown = time.monotonic()
+        self.updater.optimizer.zero_grad(set_to_none=True)  # left by a step that was stopped
         stream = batches(self.data, indices, self.order.batch_size, device)
         for step, (inputs, target) in enumerate(stream, start=first):
-            _, values = losses(self.task, self.model, inputs, target)
-            everyones, stop = _agree_on_units(values.numel(), aborted(), ranks)
-            if stop:
-                raise AbortedError(f"stopped before step {step} because the result is not wanted")
-            # fully_shard averages gradients over the ranks; undone here, the sum over all units
-            # is divided by their number, also where ranks scored different numbers of them.
-            summed = values.sum()
-            (summed * (ranks / max(everyones, 1))).backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            total += summed.detach()
-            units += everyones
+
+            def agree(mine: int, step: int = step) -> int:
+                everyones, stop = _agree_on_units(mine, aborted(), self.ranks.ranks)
+                if stop:
+                    raise AbortedError(
+                        f"stopped before step {step} because the result is not wanted"
+                    )
+                return everyones
+
+            done = passes.run(inputs, target, self.updater.scale, agree)
+            self.updater.step(done.factor)
+            total += done.summed
+            units += done.everyones
             now = time.monotonic()
-            if now - shown > _PROGRESS_SECONDS:
+            if passes.scores and self.here.data == 0 and now - shown > _PROGRESS_SECONDS:
                 shown = now
-                report(step + 1 - first, float(summed.detach()) / max(values.numel(), 1))
+                report(step + 1 - first, float(done.summed) / max(done.mine, 1))
         if until == first:
             return None
         return self._checked(total, units, first, until)
 
     def _checked(self, total: torch.Tensor, units: int, first: int, until: int) -> float:
         """The mean loss, if it and the parameters are finite: looked at once, after the work."""
-        locals_ = [_local(parameter) for parameter in self.model.parameters()]
+        locals_ = [local(parameter) for parameter in self.share.parameters().values()]
         norms = torch._foreach_norm([part for part in locals_ if part.numel()], math.inf)
         largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * total
-        seen = torch.stack([total, largest * 0.0]).cpu()
+        seen = torch.stack([total * self.passes.scores, largest * 0.0]).cpu()
         if self.place.ranks > 1:
             dist.all_reduce(seen)
         mean = float(seen[0]) / max(units, 1)
@@ -268,27 +291,38 @@ class Engine:
         return mean
 
     def _evaluate(self) -> dict[str, float]:
-        """Loss and metrics of the held-out data, each example scored by one rank.
+        """Loss and metrics of the held-out data, each example scored by one replica.
 
-        A sharded model runs its collectives in step, so all ranks score equally many examples;
+        A sharded model runs its collectives in step, so all replicas score equally many examples;
         for the few left over each scores one more, and those beyond the end are not counted.
         """
         with user_code("eval_data()"):
             data = self._held_out = self._held_out or self.task.eval_data()
         count = count_examples(data, "eval_data()")
-        rank, ranks, size = self.place.rank, self.place.ranks, self.job.evaluation.batch_size
-        share, rest = divmod(count, ranks)
+        replica, replicas = self.here.data, self.ranks.data
+        share, rest = divmod(count, replicas)
         parts: list[Averages] = []
         if share:
-            mine = range(rank * share, (rank + 1) * share)
-            parts.append(evaluate(self.task, self.model, data, mine, size, self.place.device))
+            parts.append(self._scored(data, range(replica * share, (replica + 1) * share)))
         if rest:
-            extra = [min(share * ranks + rank, count - 1)]
-            scored = evaluate(self.task, self.model, data, extra, size, self.place.device)
-            if rank < rest:
-                parts.append(scored)
-        at_rest(self.model)
-        return _over_all_ranks(parts, ranks).result()
+            extra = self._scored(data, [min(share * replicas + replica, count - 1)])
+            if replica < rest:
+                parts.append(extra)
+        self.share.at_rest()
+        return _over_all_ranks(parts if self.passes.scores else [], self.place.ranks).result()
+
+    def _scored(self, data: Dataset[object], indices: Sequence[int]) -> Averages:
+        """Figures of some held-out examples, or nothing where another stage has the output."""
+        size, device = self.job.evaluation.batch_size, self.place.device
+        model = self.passes.model
+        if self.passes.has_output:
+            return evaluate(self.task, model, data, indices, size, device)
+        model.eval()
+        with torch.no_grad():
+            for inputs, _ in batches(data, indices, size, device):
+                model(inputs)
+        model.train()
+        return Averages()
 
 
 class agreement:  # noqa: N801 - used as a statement
@@ -335,8 +369,3 @@ def _over_all_ranks(parts: list[Averages], ranks: int) -> Averages:
         averages.sums[name] = averages.sums.get(name, torch.zeros((), dtype=torch.float64)) + total
         averages.counts[name] = averages.counts.get(name, 0) + units
     return averages
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    detached = parameter.detach()
-    return detached.to_local() if hasattr(detached, "to_local") else detached

@@ -10,30 +10,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from isthmus.exchange import Layout
+from isthmus_datacenter.share import Share
 
 
 @torch.no_grad()
-def load_shards(path: Path, layout: Layout, model: nn.Module) -> None:
-    """Copy this rank's slices of the file into the model's parameters."""
-    for shard, part in _pairs(_mapped(path, layout, writable=False), layout, model):
+def load_shards(path: Path, layout: Layout, share: Share) -> None:
+    """Copy this rank's slices of the file into its parameters."""
+    for shard, part in _pairs(_mapped(path, layout, writable=False), layout, share):
         shard.copy_(part)
 
 
 @torch.no_grad()
-def store_shards(path: Path, layout: Layout, model: nn.Module) -> None:
+def store_shards(path: Path, layout: Layout, share: Share) -> None:
     """Write this rank's slices into the file, which has its full size already.
 
     Where several ranks hold the same slice, the first of them writes it.
     """
-    parameters = dict(model.named_parameters())
-    writes = {name for name, parameter in parameters.items() if _is_first_replica(parameter)}
+    writes = {
+        name
+        for name, parameter in share.parameters().items()
+        if name not in share.copies and _is_first_replica(parameter, share.mesh)
+    }
     vector = _mapped(path, layout, writable=True)
-    for shard, part in _pairs(vector, layout, model, only=writes):
+    for shard, part in _pairs(vector, layout, share, only=writes):
         part.copy_(shard)
 
 
@@ -44,12 +48,12 @@ def _mapped(path: Path, layout: Layout, *, writable: bool) -> torch.Tensor:
 
 
 def _pairs(
-    vector: torch.Tensor, layout: Layout, model: nn.Module, only: set[str] | None = None
+    vector: torch.Tensor, layout: Layout, share: Share, only: set[str] | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each local shard with the part of the vector that it is, both as views."""
-    parameters = dict(model.named_parameters())
+    parameters = share.parameters()
     for name, part in layout.parts(vector):
-        if only is not None and name not in only:
+        if name not in parameters or (only is not None and name not in only):
             continue
         parameter = parameters[name].detach()
         if not isinstance(parameter, DTensor):
@@ -65,13 +69,17 @@ def _pairs(
         yield parameter.to_local(), part
 
 
-def _is_first_replica(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
+def _is_first_replica(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether no rank before this one, in its stage, holds the same slice."""
+    if mesh is None:
         return True
-    coordinate = parameter.device_mesh.get_coordinate()
-    assert coordinate is not None  # every rank is on the mesh
-    return all(
-        at == 0
-        for at, placement in zip(coordinate, parameter.placements, strict=True)
-        if placement.is_replicate()
-    )
+    assert mesh.mesh_dim_names is not None
+    at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}
+    at.pop("pipeline", None)
+    if isinstance(parameter, DTensor):
+        for name, placement in zip(
+            parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True
+        ):
+            if not placement.is_replicate():
+                del at[name]
+    return not any(at.values())

@@ -152,8 +152,7 @@ class _Rank:
         return {}
 
     def _report(self, steps: int, loss: float) -> None:
-        if self.rank == 0:
-            self.control.report_progress(self.attempt, self.number, steps, loss)
+        self.control.report_progress(self.attempt, self.number, steps, loss)
 
     def _beat(self) -> None:
         """Say that this process runs, whatever the main thread is busy with."""

@@ -1,5 +1,6 @@
 """What the ranks of these tests do."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,7 @@ def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
 def shard_everything() -> None:
     """Have each block be a unit of its own, however small."""
 
-    def wrapped(model: Any, layout: Any, device: Any) -> None:
-        parallelize(model, layout, device, smallest_unit=1)
-
-    isthmus_datacenter.engine.parallelize = wrapped
+    isthmus_datacenter.engine.parallelize = functools.partial(parallelize, smallest_unit=1)
 
 
 def train(
@@ -50,12 +48,12 @@ def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> l
     """Load a model and write it again; the size of each local shard."""
     shard_everything()
     made = engine(rank, opened, target + ".state")
-    load_shards(Path(source), made.layout, made.model)
-    store_shards(Path(target), made.layout, made.model)
+    load_shards(Path(source), made.layout, made.share)
+    store_shards(Path(target), made.layout, made.share)
     dist.barrier()
     return [
         getattr(parameter, "_local_tensor", parameter).numel()
-        for parameter in made.model.parameters()
+        for parameter in made.share.parameters().values()
     ]
 
 
@@ -74,8 +72,8 @@ def _state_at(made: Engine, step: int) -> dict[str, dict[str, Any]]:
             key: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy()
             for key, value in {
                 "value": parameter.detach(),
-                **made.optimizer.state[parameter],
+                **made.updater.optimizer.state[parameter],
             }.items()
         }
-        for name, parameter in made.model.named_parameters()
+        for name, parameter in made.share.parameters().items()
     }

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from isthmus import Participant, Task
@@ -98,6 +100,147 @@ class _Transformer(nn.Module):
             hidden = block(hidden)
         output: torch.Tensor = self.head(self.norm(hidden))
         return output
+
+
+class Gpt(_Small):
+    """A decoder whose matrices divide: tied embedding, attention by heads, an MLP, at most five
+    scored words. `plan` has it give plans of its own; `untied` unties it."""
+
+    def model(self) -> nn.Module:
+        return _Gpt(tied=not self.settings.get("untied", False))
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scored = target >= 0
+        return cross_entropy(output[scored].float(), target[scored])
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(12, (count, 6), generator=generator)
+        target = words.roll(-1, 1)
+        lengths = torch.randint(1, 6, (count, 1), generator=generator)
+        target[torch.arange(6).expand(count, 6) >= lengths] = -1
+        return TensorDataset(words, target)
+
+    def tensor_parallel_plan(self, model: nn.Module) -> Any:
+        if "plan" not in self.settings:
+            return None
+        into, out = ColwiseParallel(), RowwiseParallel()
+        words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        head = ColwiseParallel(output_layouts=Replicate())
+        plan = {"embed.words": words, "head": head, "blocks.*.up": into, "blocks.*.down": out}
+        if self.settings["plan"] == "wrong":  # what comes out of `into` is put together nowhere
+            return {**plan, "blocks.*.out": into}
+        if self.settings["plan"] == "half":
+            return {"head": head}
+        if self.settings["plan"] == "misspelt":
+            return {"layers.*.up": into}
+        return {
+            **plan,
+            **dict.fromkeys(("blocks.*.q", "blocks.*.k", "blocks.*.v"), into),
+            "blocks.*.out": out,
+        }
+
+    def shard_units(self, model: nn.Module) -> Any:
+        return list(model.blocks) if "plan" in self.settings else None  # type: ignore[arg-type]
+
+    def pipeline_stages(self, model: Any, n: int) -> Any:
+        if "plan" not in self.settings:
+            return None
+        blocks = list(model.blocks)
+        size = len(blocks) // n
+        parts = [blocks[at * size : (at + 1) * size] for at in range(n)]
+        if self.settings["plan"] == "shuffled":
+            parts.reverse()
+        parts[0].insert(0, model.embed)
+        parts[-1] += [model.norm, model.head]
+        return [nn.Sequential(*part) for part in parts]
+
+
+class _Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.places = nn.Embedding(6, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.words(words) + self.places(torch.arange(words.shape[1]))
+        return output
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        at = self.first(hidden)
+        q, k, v = (
+            each(at).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
+        output: torch.Tensor = hidden + self.down(nn.functional.gelu(self.up(self.second(hidden))))
+        return output
+
+
+class _Gpt(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = _Embed()
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.embed.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output
+
+
+class Skipping(Gpt):
+    """Cannot be cut from the outside: every block sees the embedding."""
+
+    def model(self) -> nn.Module:
+        return _Skipping(tied=False)
+
+
+class _Skipping(_Gpt):
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        first = hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = block(hidden) + first
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output
+
+
+class Pictures(_Small):
+    """A small convolutional network with GroupNorm."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1),
+            nn.GroupNorm(2, 6),
+            nn.ReLU(),
+            nn.Conv2d(6, 8, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+            nn.Tanh(),
+            nn.Linear(10, CLASSES),
+        )
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target)
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        inputs = torch.randn(count, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(inputs, inputs.abs().sum((1, 2, 3)).long() % CLASSES)
 
 
 class Faulty(Table):

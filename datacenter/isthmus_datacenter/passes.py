@@ -1,0 +1,162 @@
+"""Forward and backward of one batch on one rank, whole, in pieces, or through a pipeline.
+
+Shape legend: one *unit* is whatever the task scores (an example, a token); a step's loss is the
+mean over the units of all replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map
+
+from isthmus.errors import TaskError
+from isthmus.scoring import losses
+from isthmus.task import Task, user_code
+from isthmus_datacenter.pipeline import Pipeline
+from isthmus_datacenter.share import Share
+
+Agree = Callable[[int], int]
+"""From the units this rank scored to those that all did; may raise to stop the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What became of one batch; its gradients are where gradients are."""
+
+    summed: torch.Tensor
+    """The sum of the losses of this rank's units, a scalar; zero where nothing is scored."""
+    mine: int
+    """Units in it."""
+    everyones: int
+    """Units of all replicas."""
+    factor: float
+    """What the gradients must be multiplied by to be those of the mean loss."""
+
+
+class Passes:
+    """Makes gradients."""
+
+    def __init__(self, task: Task, share: Share, rank: int, device: torch.device) -> None:
+        self.task = task
+        self.share = share
+        self.layout = share.layout
+        self.device = device
+        self.scores = self.layout.scores(rank)
+        """Whether the losses that this rank sees count."""
+        self.pipeline = None if self.layout.pipeline == 1 else Pipeline(share, device)
+        self.model = share.stages[0] if self.pipeline is None else self.pipeline.chain
+        """What runs a batch without training on it."""
+        self.has_output = self.layout.stages - 1 in share.stages
+        """Whether it gives an output here."""
+
+    def run(self, inputs: Any, target: Any, scale: float, agree: Agree) -> Done:
+        """One batch.
+
+        Args:
+            inputs: batch of the task's inputs.
+            target: batch of its targets.
+            scale: what the losses are multiplied by, for fp16; undone by whoever set it.
+            agree: called once, before the gradients can be used.
+        """
+        if self.layout.accumulate == 1 and self.pipeline is None:
+            _, values = losses(self.task, self.model, inputs, target)
+            mine = values.numel()
+            everyones = agree(mine if self.scores else 0)
+            # fully_shard averages gradients over the replicas; undone here, the sum over all
+            # units is divided by their number, also where ranks scored different numbers of them.
+            summed = values.sum()
+            weight = scale * self.layout.data / max(everyones, 1)
+            (summed * weight).backward()  # type: ignore[no-untyped-call]
+            return Done(summed.detach(), mine, everyones, 1.0)
+        return self._in_pieces(inputs, target, scale, agree)
+
+    def _in_pieces(self, inputs: Any, target: Any, scale: float, agree: Agree) -> Done:
+        """The number of units is known only afterwards; until then a guess stands for it."""
+        size = _batch_size(target)
+        pieces = self.layout.accumulate
+        summed = torch.zeros((), device=self.device)
+        mine = 0
+
+        def score(values: torch.Tensor) -> torch.Tensor:
+            nonlocal summed, mine
+            total = values.sum()
+            summed = summed + total.detach()
+            mine += values.numel()
+            return total * (scale / size)
+
+        for at in range(pieces):
+            part, goal = _piece(inputs, at, pieces), _piece(target, at, pieces)
+            self._sync_gradients(at == pieces - 1)
+            if self.pipeline is None:
+                _, values = losses(self.task, self.model, part, goal)
+                score(values).backward()  # type: ignore[no-untyped-call]
+            else:
+                self.pipeline.run(part, functools.partial(self._score, goal, score))
+        everyones = agree(mine if self.scores else 0)
+        if self.pipeline is not None:
+            self.pipeline.sync_tied()
+        return Done(summed, mine, everyones, size * self.layout.data / max(everyones, 1))
+
+    def _score(
+        self, target: Any, score: Callable[[torch.Tensor], torch.Tensor], output: Any, number: int
+    ) -> torch.Tensor:
+        """What to run backward from in one micro-batch of a pipeline."""
+        goal = _piece(target, number, self.layout.microbatches)
+        return score(losses(_Given(self.task, output), self.model, None, goal)[1])
+
+    def _sync_gradients(self, last: bool) -> None:
+        """Stages 0 and 1 add up whole gradients, and reduce them with the last piece."""
+        if self.layout.zero_stage > 1 or self.layout.accumulate == 1 or self.pipeline is not None:
+            return
+        for stage in self.share.stages.values():
+            if isinstance(stage, FSDPModule):
+                stage.set_is_last_backward(last)
+                stage.set_requires_gradient_sync(last)
+                stage.set_reshard_after_backward(last)
+
+
+class _Given(Task):
+    """A task whose forward pass has been made already."""
+
+    def __init__(self, task: Task, output: Any) -> None:
+        super().__init__(task.settings)
+        self._task, self._output = task, output
+
+    def forward(self, model: torch.nn.Module, inputs: Any) -> Any:
+        return self._output
+
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        return self._task.loss(output, target)
+
+
+def _batch_size(batch: Any) -> int:
+    sizes = [len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    if not sizes or len(set(sizes)) > 1:
+        raise TaskError(
+            "to train a batch in pieces, every tensor of its targets must have one row per example"
+        )
+    return sizes[0]
+
+
+def _piece(batch: Any, at: int, pieces: int) -> Any:
+    """One of equally many rows of every tensor of a batch."""
+
+    def cut(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor) or pieces == 1:
+            return each
+        if each.ndim == 0 or each.shape[0] % pieces:
+            raise TaskError(
+                f"a batch with a tensor of shape {tuple(each.shape)} cannot be cut into {pieces} "
+                "equal pieces along its first dimension"
+            )
+        rows = each.shape[0] // pieces
+        return each[at * rows : (at + 1) * rows]
+
+    with user_code("cutting a batch"):
+        return tree_map(cut, batch)
