@@ -31,6 +31,8 @@ class AgentSettings:
     state: str
     """Directory of the checkpoints."""
     ranks: int
+    """On this node."""
+    nodes: int = 1
     restarts: int
     """Restarts of the ranks before the agent gives up; the service then starts another one."""
     logs: str
@@ -40,11 +42,16 @@ class AgentSettings:
         """For the command line."""
         return json.dumps(dataclasses.asdict(self))
 
+    @classmethod
+    def from_json(cls, text: str) -> AgentSettings:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
 
 def main() -> None:
     """Run until the ranks have failed too often, or the service ends."""
     die_with_parent()
-    settings = AgentSettings(**json.loads(sys.argv[1]))
+    settings = AgentSettings.from_json(sys.argv[1])
     # The fork server imports torch while we do.
     os.environ[FORKSERVER_OWNER] = str(os.getpid())
     multiprocessing.set_forkserver_preload(["isthmus_datacenter.forkserver"])

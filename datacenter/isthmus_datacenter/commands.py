@@ -1,14 +1,24 @@
-"""``isthmus datacenter``: what a person types."""
+"""``isthmus datacenter``: what a person types, and what the schedulers' scripts type for them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
+
+from isthmus.errors import UserError
+from isthmus_datacenter.launch import Launch, check_private, kubernetes, parse_options, slurm
+
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+_PATH = click.Path(exists=True, path_type=Path)
 
 
 @click.group()
@@ -16,59 +26,180 @@ def datacenter() -> None:
     """The datacenter's part of a run: a group of ranks behind one service."""
 
 
+def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What `launch` and `serve` have in common."""
+    for option in (
+        click.option("--server", required=True, metavar="HOST:PORT", help="The server to dial."),
+        click.option("--name", default="datacenter", show_default=True, help="Name on the server."),
+        click.option(
+            "--ranks", required=True, type=click.IntRange(1, 1024), help="Ranks on each node."
+        ),
+        click.option(
+            "--nodes",
+            default=1,
+            show_default=True,
+            type=click.IntRange(1, 1024),
+            help="Machines; more than one needs a scheduler.",
+        ),
+        click.option(
+            "--state",
+            required=True,
+            type=_DIRECTORY,
+            help="Directory for checkpoints and logs; keep it to go on after a restart.",
+        ),
+        click.option(
+            "--data",
+            type=_PATH,
+            help="Where this datacenter's data is, instead of where the job says.",
+        ),
+        click.option(
+            "--grace",
+            default=60.0,
+            show_default=True,
+            type=click.FloatRange(0),
+            help="Seconds for a running round to end when told to leave (SIGTERM, SIGUSR1).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @datacenter.command()
-@click.option("--server", required=True, metavar="HOST:PORT", help="The server to dial.")
-@click.option("--name", default="datacenter", show_default=True, help="Name on the server.")
-@click.option(
-    "--ranks", required=True, type=click.IntRange(1, 1024), help="Ranks to start on this machine."
-)
-@click.option(
-    "--state",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Directory for checkpoints and logs; keep it to go on after a restart.",
-)
-@click.option(
-    "--data",
-    type=click.Path(exists=True, path_type=Path),
-    help="Where this datacenter's data is, instead of where the job says.",
-)
+@_service_options
 @click.option(
     "--scheduler",
-    type=click.Choice(["local"]),
+    type=click.Choice(["local", "slurm", "kubernetes"]),
     default="local",
     show_default=True,
     help="What starts the ranks.",
 )
+@click.option(
+    "--env-file", type=_PATH, help="Variables for service and ranks; mode 0600 if it has secrets."
+)
+@click.option(
+    "--option", "options", multiple=True, metavar="KEY=VALUE", help="For the scheduler; repeat."
+)
+@click.option("--dry-run", is_flag=True, help="Print the script or manifest and start nothing.")
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")
 def launch(
     server: str,
     name: str,
     ranks: int,
+    nodes: int,
     state: Path,
     data: Path | None,
+    grace: float,
     scheduler: str,
+    env_file: Path | None,
+    options: tuple[str, ...],
+    dry_run: bool,
     die_with_parent: bool,
 ) -> None:
     """Start ranks and offer them to a server."""
-    if die_with_parent:
-        from isthmus import lifetime
+    if env_file is not None:
+        check_private(env_file)
+    asked = Launch(
+        server=server,
+        name=name,
+        ranks=ranks,
+        nodes=nodes,
+        state=state.resolve(),
+        data=None if data is None else data.resolve(),
+        environment=None if env_file is None else env_file.resolve(),
+        options=parse_options(options),
+        grace_seconds=grace,
+    )
+    if scheduler == "local":
+        if nodes > 1 or options or env_file is not None:
+            raise UserError("--nodes, --option and --env-file need --scheduler slurm or kubernetes")
+        if dry_run:
+            click.echo(asked.serve("127.0.0.1:0"))
+            return
+        if die_with_parent:
+            from isthmus import lifetime
 
-        lifetime.die_with_parent()
+            lifetime.die_with_parent()
+        # Whoever starts us like that ends us when nobody wants the round any more.
+        _serve(server, name, ranks, state, data, None, 0.0 if die_with_parent else grace)
+        return
+    renderer = slurm if scheduler == "slurm" else kubernetes
+    if dry_run:
+        click.echo(renderer.render(asked), nl=False)
+    else:
+        click.echo(f"{scheduler}: {renderer.submit(asked)}")
+
+
+@datacenter.command()
+@_service_options
+@click.option("--control", required=True, metavar="HOST:PORT", help="Where agents find this.")
+def serve(
+    server: str,
+    name: str,
+    ranks: int,
+    nodes: int,
+    state: Path,
+    data: Path | None,
+    grace: float,
+    control: str,
+) -> None:
+    """Be the service of a cluster whose nodes each run `isthmus datacenter agent`."""
+    host, port = _address(control)
+    from isthmus_datacenter.group import Nodes
+
+    place = None if port == 0 else Nodes(count=nodes, host=host, port=port)
+    _serve(server, name, ranks, state, data, place, grace)
+
+
+@datacenter.command()
+@click.option("--control", required=True, metavar="HOST:PORT", help="The service's.")
+def agent(control: str) -> None:
+    """Run this node's ranks for the service at --control, until told to leave."""
+    host, port = _address(control)
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: told.set())
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from isthmus_datacenter.agents import serve_node
+
+    serve_node(host, port, told.is_set)
+
+
+def _serve(
+    server: str,
+    name: str,
+    ranks: int,
+    state: Path,
+    data: Path | None,
+    nodes: Any,
+    grace: float,
+) -> None:
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service import Service
 
-    asyncio.run(_serve(Service(name, ranks, state, data), server))
+    asyncio.run(_until_told(Service(name, ranks, state, data, nodes=nodes), server, grace))
 
 
-async def _serve(service: object, server: str) -> None:
-    from isthmus_datacenter.service import Service
-
-    assert isinstance(service, Service)
+async def _until_told(service: Any, server: str, grace: float) -> None:
+    """Serve until a signal: the first asks to leave in good order, another one ends at once."""
     work = asyncio.ensure_future(service.serve(server))
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, work.cancel)
+
+    def told() -> None:
+        if service.leaving:
+            work.cancel()
+        else:
+            service.leave(grace)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        loop.add_signal_handler(number, told)
+    loop.add_signal_handler(signal.SIGINT, work.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await work
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--control {shlex.quote(text)} is not of the form HOST:PORT")
+    return host, int(port)

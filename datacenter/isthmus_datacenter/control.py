@@ -94,13 +94,13 @@ class Control:
         self._store = store
 
     @classmethod
-    def host(cls) -> Control:
-        """Start the store in this process, on a free port of the loopback interface."""
-        listener = socket.create_server(("127.0.0.1", 0))
+    def host(cls, host: str = "127.0.0.1", port: int = 0) -> Control:
+        """Start the store in this process; alone, on a free port of the loopback interface."""
+        listener = socket.create_server((host, port))
         port = listener.getsockname()[1]
         return cls(
             TCPStore(
-                "127.0.0.1",
+                host,
                 port,
                 is_master=True,
                 wait_for_workers=False,
@@ -127,6 +127,46 @@ class Control:
         Never those of another attempt: ranks that read the addresses of dead ones hang.
         """
         return PrefixStore(f"group/{attempt}", self._store)
+
+    # -- service to the agents of several nodes -------------------------------------------------
+
+    def publish(self, generation: int, settings: str) -> None:
+        """Have every node start an agent with these settings."""
+        self._store.set(f"settings/{generation}", settings)
+        self._store.set("newest", str(generation))
+
+    def newest(self) -> int | None:
+        """The generation that was published last."""
+        found = self._peek("newest")
+        return None if found is None else int(found)
+
+    def published(self, generation: int) -> str:
+        """The settings of a generation."""
+        return self._store.get(f"settings/{generation}").decode()
+
+    def retire(self, generation: int) -> None:
+        """A generation must end, on every node."""
+        self._store.set(f"retired/{generation}", "1")
+
+    def is_retired(self, generation: int) -> bool:
+        """Whether a generation must end."""
+        return bool(self._store.check([f"retired/{generation}"]))
+
+    def declare_over(self, generation: int) -> None:
+        """The agent of this node is gone."""
+        self._store.set(f"over/{generation}", "1")
+
+    def is_over(self, generation: int) -> bool:
+        """Whether the agent of some node is gone."""
+        return bool(self._store.check([f"over/{generation}"]))
+
+    def ask_to_leave(self) -> None:
+        """This node is about to be taken away."""
+        self._store.set("leave", "1")
+
+    def must_leave(self) -> bool:
+        """Whether some node is about to be taken away."""
+        return bool(self._store.check(["leave"]))
 
     # -- agent to service ---------------------------------------------------------------------
 

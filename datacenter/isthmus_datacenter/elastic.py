@@ -29,13 +29,14 @@ def run(settings: AgentSettings) -> None:
     """Start the ranks, and again whenever one dies, until that happened too often."""
     # Otherwise torch starts one more store, on all interfaces, for ranks that need it. Ours do not.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    local = settings.host if settings.nodes == 1 else None  # its own name, on a node of several
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{settings.host}:{settings.port}",
         run_id=f"generation-{settings.generation}",
-        min_nodes=1,
-        max_nodes=1,
-        local_addr=settings.host,
+        min_nodes=settings.nodes,
+        max_nodes=settings.nodes,
+        local_addr=local,
         is_host=False,
     )
     given = worker.Settings(
@@ -57,7 +58,7 @@ def run(settings: AgentSettings) -> None:
                 rdzv_handler=handler,
                 max_restarts=settings.restarts,
                 monitor_interval=MONITOR_SECONDS,
-                local_addr=settings.host,
+                local_addr=local,
             ),
             DefaultLogsSpecs(log_dir=settings.logs, redirects=Std.ALL),
         ).run()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ from typing import Any, TypeVar
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus_datacenter.agent import AgentSettings
+from isthmus_datacenter.agents import Agents, LocalAgent, RemoteAgents
 from isthmus_datacenter.control import Attempt, Command, Control
-from isthmus_datacenter.logs import last_words
 
 RESTARTS = 3
 """Restarts of the ranks within one command before it is given up."""
@@ -35,8 +34,6 @@ _LOOK_SECONDS = 0.5
 
 _AGENT_RESTARTS = 100
 """Before the agent ends itself, which costs the next command a cold start."""
-_AGENT = "from isthmus_datacenter.agent import main; main()"
-"""Not `-m`: every rank would run that module again, to have what was defined in it."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,6 +51,16 @@ class _GroupLostError(Exception):
     """The attempt that worked on a command is over."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of a cluster that ranks run on, and where they find the service."""
+
+    count: int
+    host: str
+    """This machine, as the nodes know it."""
+    port: int
+
+
 class Group:
     """N ranks under an elastic agent, commanded through the control store.
 
@@ -63,16 +70,22 @@ class Group:
       * every wait is bounded: by the lease for silence, by `START_SECONDS` for a start.
     """
 
-    def __init__(self, participant: str, ranks: int, state: Path) -> None:
-        """`participant` is the name on the link; checkpoints and logs go under `state`."""
+    def __init__(
+        self, participant: str, ranks: int, state: Path, nodes: Nodes | None = None
+    ) -> None:
+        """`participant` is the name on the link; checkpoints and logs go under `state`.
+
+        `ranks` are started on this machine, or on each of the `nodes`.
+        """
         self.participant = participant
-        self.ranks = ranks
+        self.nodes = nodes
+        self.ranks = ranks if nodes is None else ranks * nodes.count
         self.state = state
         self.lease_seconds = 10.0
         """Silence after which a rank counts as hung."""
-        self._control = Control.host()
+        self._control = Control.host() if nodes is None else Control.host(nodes.host, nodes.port)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control")
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: Agents | None = None
         self._generation = int(time.time())
         self._known_lost: set[Attempt] = set()
         self._opened: tuple[Attempt, Command] | None = None
@@ -87,47 +100,35 @@ class Group:
         life to it.
         """
         self._generation += 1
-        logs = self.state / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        nodes = self.nodes
         settings = AgentSettings(
-            host="127.0.0.1",
+            host="127.0.0.1" if nodes is None else nodes.host,
             port=self._control.port,
             generation=self._generation,
             participant=self.participant,
             state=str(self.state),
-            ranks=self.ranks,
-            restarts=_AGENT_RESTARTS,
-            logs=str(logs),
+            ranks=self.ranks if nodes is None else self.ranks // nodes.count,
+            nodes=1 if nodes is None else nodes.count,
+            restarts=_AGENT_RESTARTS if nodes is None else 0,
+            logs=str(self.state / "logs"),
         )
-        environment = {
-            **os.environ,
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        }
-        with (logs / f"agent-{self._generation}.log").open("wb") as output:
-            self._agent = subprocess.Popen(
-                [sys.executable, "-P", "-c", _AGENT, settings.to_json()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
-            )
+        self._agent = LocalAgent(settings) if nodes is None else RemoteAgents(settings)
 
     def stop(self) -> None:
         """End the agent and all ranks."""
         agent, self._agent = self._agent, None
         if agent is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
+            agent.end()
         self._opened = None
 
     def close(self) -> None:
         """End everything, for good."""
         self.stop()
         self._thread.shutdown()
+
+    async def must_leave(self) -> bool:
+        """Whether a node of several is about to be taken away."""
+        return self.nodes is not None and await self._call(self._control.must_leave)
 
     def cancel(self) -> None:
         """Stop the command that runs, if one does."""
@@ -147,6 +148,7 @@ class Group:
             self._opened = None
             self._open = command
         losses: list[str] = []
+        lost_at: float | None = None
         await self._acknowledge()
         while True:
             attempt = None
@@ -156,6 +158,9 @@ class Group:
                     assert self._open is not None
                     await self._ask(attempt, self._open, progress)
                     self._opened = (attempt, self._open)
+                if lost_at is not None:
+                    losses[-1] += f" and was replaced in {time.monotonic() - lost_at:.1f} s"
+                    lost_at = None
                 values = await self._ask(attempt, command, progress)
                 if command.op == "open":
                     self._opened = (attempt, command)
@@ -163,6 +168,7 @@ class Group:
             except _GroupLostError as lost:
                 self._opened = None
                 losses.append(str(lost))
+                lost_at = time.monotonic()
                 log.warning("%s", lost)
                 if len(losses) > RESTARTS:
                     if attempt is None:
@@ -176,7 +182,7 @@ class Group:
 
     async def _acknowledge(self) -> None:
         """What died before this command is no news."""
-        if self._agent is not None and self._agent.poll() is None:
+        if self._agent is not None and not self._agent.ended():
             attempt = await self._call(lambda: self._control.current(self._generation))
             if attempt is not None:
                 with contextlib.suppress(_GroupLostError):
@@ -184,13 +190,13 @@ class Group:
 
     async def _ready_attempt(self) -> Attempt:
         """The attempt whose ranks wait for commands; starts an agent where there is none."""
-        if self._agent is None or self._agent.poll() is not None:
+        if self._agent is None or self._agent.ended():
             self.stop()
             self.start()
         deadline = time.monotonic() + START_SECONDS
         while True:
             assert self._agent is not None
-            ended = self._agent.poll() is not None
+            ended = self._agent.ended()
             attempt = await self._call(lambda: self._control.current(self._generation))
             if attempt is not None and attempt not in self._known_lost:
                 await self._raise_if_dead(attempt)
@@ -201,8 +207,9 @@ class Group:
                     self.stop()
                     self.start()
                     continue
+                words = self._agent.last_words()
                 self.stop()
-                raise _GroupLostError(f"the agent of the ranks ended: {self._agent_log_tail()}")
+                raise _GroupLostError(f"the agent of the ranks ended: {words}")
             if time.monotonic() > deadline:
                 self.stop()
                 raise _GroupLostError(f"the ranks were not ready after {START_SECONDS:.0f} s")
@@ -243,9 +250,6 @@ class Group:
         """Talk to the store in the one thread that may."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _agent_log_tail(self) -> str:
-        return last_words(self.state / "logs" / f"agent-{self._generation}.log")
-
 
 class _Watch:
     """Looks after the ranks while they work on one command."""
@@ -272,7 +276,7 @@ class _Watch:
         """
         group, control = self._group, self._group._control
         await group._raise_if_dead(self._attempt)
-        if group._agent is None or group._agent.poll() is not None:
+        if group._agent is None or group._agent.ended():
             group._known_lost.add(self._attempt)
             raise _GroupLostError("the agent of the ranks died")
         now = time.monotonic()
@@ -312,6 +316,9 @@ class _Watch:
         group = self._group
         group._known_lost.add(self._attempt)
         group._opened = None
+        if group.nodes is not None:
+            group.stop()
+            return
         pids = await group._call(lambda: group._control.pids(self._attempt, group.ranks))
         for pid in pids.values():
             with contextlib.suppress(ProcessLookupError):

@@ -8,6 +8,7 @@ ranks write another, the link reads it. This process never holds a model in memo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -27,10 +28,14 @@ from isthmus.job import Job
 from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
 from isthmus_datacenter.control import Command
-from isthmus_datacenter.group import Group
+from isthmus_datacenter.group import Group, Nodes
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK_SECONDS = 5.0
+_LEAVE_LOOK_SECONDS = 1.0
+"""Between two looks at whether a node is about to be taken away."""
+_NODE_GRACE_SECONDS = 20.0
+"""For a running round when it is: schedulers give about thirty."""
 _OURS = {"exchange", "logs", "lock"}
 """Names under the state directory that no run can have."""
 
@@ -55,8 +60,18 @@ class Service:
       * a failure is one sentence; none leaves a request without an answer.
     """
 
-    def __init__(self, name: str, ranks: int, state: Path, data: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        state: Path,
+        data: Path | None = None,
+        *,
+        nodes: Nodes | None = None,
+    ) -> None:
         """`state` keeps checkpoints and logs; `data` overrides where the job says its data is.
+
+        The ranks are on this machine, or as many on each of the `nodes`.
 
         Raises:
             UserError: another service uses this state directory.
@@ -68,9 +83,11 @@ class Service:
         self._exchange = self.state / "exchange"
         shutil.rmtree(self._exchange, ignore_errors=True)
         self._exchange.mkdir()
-        self._group = Group(name, ranks, self.state)
+        self._group = Group(name, ranks, self.state, nodes)
         self._run: _Run | None = None
         self._busy = asyncio.Lock()
+        self._told_to_leave = asyncio.Event()
+        self._grace = 0.0
         self._working: str | None = None
         self._unwanted: set[str] = set()
         self._incoming: dict[str, Path] = {}
@@ -92,10 +109,48 @@ class Service:
             Refused: the server does not want this participant.
         """
         self.start()
+        link = asyncio.create_task(Uplink(address, self.name, link_pb2.DATACENTER, self).run())
+        left = asyncio.create_task(self._left())
         try:
-            await Uplink(address, self.name, link_pb2.DATACENTER, self).run()
+            await asyncio.wait((link, left), return_when=asyncio.FIRST_COMPLETED)
+            if link.done():
+                link.result()
         finally:
+            for task in (link, left):
+                task.cancel()
+            await asyncio.gather(link, left, return_exceptions=True)
             self.close()
+
+    # -- leaving --------------------------------------------------------------------------------
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self._told_to_leave.is_set()
+
+    def leave(self, grace_seconds: float) -> None:
+        """Take no more work, and end when what runs is done and handed over, or the grace is.
+
+        A round that is not done by then is repeated from its first step, by whoever comes back
+        with this state directory.
+        """
+        self._grace = grace_seconds
+        self._told_to_leave.set()
+
+    async def _left(self) -> None:
+        """Return when it is time to go."""
+        while not self.leaving:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_LOOK_SECONDS):
+                    await self._told_to_leave.wait()
+            if not self.leaving and await self._group.must_leave():
+                self.leave(_NODE_GRACE_SECONDS)
+        log.warning("told to leave: %s", "a round is running" if self._working else "idle")
+        deadline = time.monotonic() + self._grace
+        while (self._working or self._outgoing) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        if self._working:
+            log.warning("the round did not end within %g s and will be repeated", self._grace)
 
     # -- the worker's side of the link ----------------------------------------------------------
 
@@ -113,6 +168,8 @@ class Service:
             try:
                 if request.id in self._unwanted:
                     raise UserError("cancelled before it began")
+                if self.leaving:
+                    raise UserError("this datacenter was told to leave its machines")
                 self._working = request.id
                 return await self._work(request, model, progress)
             except BaseException:

@@ -135,8 +135,8 @@ def start_(tmp_path: Path) -> Iterator[Any]:
     """`start(state=...)`: a service of this test's own."""
     started: list[Driver] = []
 
-    def start(state: Path | None = None, ranks: int = 2) -> Driver:
-        driver = Driver(Service("own", ranks, state or tmp_path / "state"))
+    def start(state: Path | None = None, ranks: int = 2, **more: Any) -> Driver:
+        driver = Driver(Service("own", ranks, state or tmp_path / "state", **more))
         started.append(driver)
         driver.service.start()
         return driver

@@ -1,0 +1,91 @@
+"""Starting a datacenter through a scheduler: what it is asked for, and one renderer for each.
+
+A renderer is a pure function from `Launch` to the text that its scheduler takes. Every node runs
+an agent that dials the control store; the first node also runs the service.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import stat
+import sys
+from pathlib import Path
+
+from isthmus.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to start."""
+
+    server: str
+    """host:port"""
+    name: str
+    ranks: int
+    """On each node."""
+    nodes: int
+    state: Path
+    """On a file system that all nodes share."""
+    data: Path | None = None
+    environment: Path | None = None
+    """File of variables for the service and the ranks; what is in it appears nowhere else."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Of the scheduler, as it names them."""
+    grace_seconds: float = 60.0
+    """For a running round to end after the scheduler asked for the nodes back."""
+
+    def serve(self, control: str, program: tuple[str, ...] = ()) -> str:
+        """The service's command line; `control` is a shell word."""
+        words = [
+            *(program or isthmus_program()),
+            *("datacenter", "serve", "--server", self.server, "--name", self.name),
+            *("--ranks", str(self.ranks), "--nodes", str(self.nodes)),
+            *("--state", str(self.state), "--grace", f"{self.grace_seconds:g}"),
+            *(() if self.data is None else ("--data", str(self.data))),
+        ]
+        return f"{shlex.join(words)} --control {control}"
+
+    def agent(self, control: str, program: tuple[str, ...] = ()) -> str:
+        """The command line of a node's agent."""
+        words = [*(program or isthmus_program()), "datacenter", "agent"]
+        return f"{shlex.join(words)} --control {control}"
+
+
+def isthmus_program() -> tuple[str, ...]:
+    """This installation's command, by an absolute path: a job starts in another environment."""
+    return (sys.executable, "-m", "isthmus.cli")
+
+
+def check_private(path: Path) -> None:
+    """Refuse a file of secrets that others can read.
+
+    Raises:
+        UserError: it is not there, or others may read it.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UserError(f"the environment file {path} cannot be read: {error}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(
+            f"the environment file {path} has mode {stat.S_IMODE(mode):o} and may hold secrets; "
+            f"run `chmod 600 {path}`"
+        )
+
+
+def parse_options(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """`KEY=VALUE` words of the command line.
+
+    >>> parse_options(("partition=gpu", "exclusive="))
+    (('partition', 'gpu'), ('exclusive', ''))
+    """
+    found = []
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or not key or not all(each.isalnum() or each == "-" for each in key):
+            raise UserError(f"--option {word!r} is not of the form KEY=VALUE")
+        if "\n" in value:
+            raise UserError(f"--option {key} has a line break in its value")
+        found.append((key, value))
+    return tuple(found)
