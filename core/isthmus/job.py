@@ -232,7 +232,8 @@ class TimeSection(Section):
     join_seconds: PositiveSeconds = 120.0
     """For participants to arrive and be ready: at the start, and when too few are left."""
     round_seconds: PositiveSeconds = 600.0
-    """For one attempt at a round, from the plan to the last result."""
+    """For one attempt at a round, from the plan to the last result; with secure aggregation three
+    quarters of it for training."""
     lease_seconds: PositiveSeconds = 10.0
     """Silence after which a participant counts as gone."""
 

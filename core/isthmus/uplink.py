@@ -13,7 +13,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import grpc
@@ -198,10 +198,10 @@ class Uplink:
                     await self._take(stream, message, pumps)
             finally:
                 self._stream = None
+                call.cancel()  # first, so that no write of theirs hangs on
                 for task in (beat, *pumps):
                     task.cancel()
                 await asyncio.gather(beat, *pumps, return_exceptions=True)
-                call.cancel()
 
     async def _take(
         self, stream: _Stream, message: link_pb2.Envelope, pumps: set[asyncio.Task[None]]
@@ -324,7 +324,8 @@ class _Stream:
         """Send one message; returns when the transport has room for the next."""
         data = message if isinstance(message, bytes) else message.SerializeToString()
         async with self._sending:
-            await self._call.write(data)
+            # gRPC does not bear a second write beside one that was given up.
+            await to_the_end(self._call.write(data))
 
     async def send_quietly(self, message: link_pb2.Envelope) -> None:
         """Send, unless the stream is gone: what matters is sent again on the next one."""
@@ -370,3 +371,13 @@ def _content_of(reply: link_pb2.Reply) -> link_pb2.Content:
     if kind == "secure_stepped":
         return reply.secure_stepped.masked
     return reply.exported.model if kind == "exported" else link_pb2.Content()
+
+
+async def to_the_end(work: Awaitable[None]) -> None:
+    """Finish what must not be left half done, and only then pass a cancellation on."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from isthmus.contents import Assembly, Buffer, Write, chunks
 from isthmus.errors import ParticipantLost, UpdateError, UserError
-from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
+from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION, to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.enrolment import Enrolments
 
@@ -338,7 +338,8 @@ class _Stream:
         """Send one message; returns when the transport has room for the next."""
         data = message if isinstance(message, bytes) else message.SerializeToString()
         async with self._sending:
-            await self._context.write(data)
+            # gRPC does not bear a second write beside one that was given up.
+            await to_the_end(self._context.write(data))
 
     async def send_quietly(self, message: link_pb2.Envelope) -> None:
         """Send, unless the stream is gone: what is pending is sent again on the next one."""

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.uplink import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt
-from isthmus_server.secure import UPLOADS_AT_ONCE, to_the_end
+from isthmus_server.secure import UPLOADS_AT_ONCE
 
 if TYPE_CHECKING:
     from isthmus_server.regimes import Fleet

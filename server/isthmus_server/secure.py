@@ -22,6 +22,7 @@ from isthmus.errors import (
     Refused,
     UpdateError,
 )
+from isthmus.uplink import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
@@ -48,6 +49,9 @@ LARGEST_LOSS = 1000.0
 """A device's average loss is clipped to this inside the masked vector."""
 
 _CORRUPT_PERMILLE = 100
+
+_FOR_TRAINING = 0.75
+"""Share of the round's time after which the protocol begins with those who have trained."""
 
 
 def agreement(fleet: Fleet, round_: int, attempt: int, model: link_pb2.Content) -> RoundConfig:
@@ -107,9 +111,10 @@ class SecureAttempt:
         """
         times = self.fleet.job.time
         session, settings = self.session, self.fleet.job.federated
-        deadline = asyncio.get_running_loop().time() + times.round_seconds
+        start = asyncio.get_running_loop().time()
+        trained_by = start + _FOR_TRAINING * times.round_seconds
         try:
-            await self._step("training", self.cohort, self._train, deadline, settings.cohort)
+            await self._step("training", self.cohort, self._train, trained_by, settings.cohort)
             roster = session.roster().to_bytes()
             await self._quick("sharing keys", {"roster": roster}, self._take_shares)
             boxes = session.inboxes()
@@ -118,7 +123,7 @@ class SecureAttempt:
             async def mask(name: str) -> None:
                 await self._upload(name, inboxes[name])
 
-            await self._step("sending", session.missing, mask, deadline)
+            await self._step("sending", session.missing, mask, start + times.round_seconds)
             survivors = session.survivors().to_bytes()
             await self._quick("signing", {"survivors": survivors}, self._take_consent)
             consents = session.consents().to_bytes()
@@ -180,6 +185,9 @@ class SecureAttempt:
             )
             if wanted is not None and self.session.heard >= wanted:
                 why = "enough devices had come"
+                break
+            if self.session.heard + len(pending) < self.config.clients_min:
+                why = "the quorum could not be reached any more"
                 break
             if left <= 0:
                 break
@@ -312,16 +320,6 @@ class SecureAttempt:
         reasons = [f"{r.participant}: {r.reason}" for r in self.receipts.values()]
         tail = f" ({'; '.join(sorted(reasons)[:3])})" if reasons else ""
         return f"secure aggregation stopped: {error}{tail}"
-
-
-async def to_the_end(work: Awaitable[None]) -> None:
-    """Finish what must not be left half done, and only then pass a cancellation on."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise
 
 
 def _same(name: str, claimed: str) -> None:

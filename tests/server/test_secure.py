@@ -1,0 +1,171 @@
+"""Secure aggregation over a real link: whoever drops out when, the sum is that of the survivors."""
+
+import asyncio
+
+import pytest
+import torch
+
+from isthmus.contents import describe
+from isthmus.errors import TaskError
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_clients.agent import Agent
+from isthmus_server.regimes import AttemptFailed, Fleet
+
+NAMES = "abcde"
+LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+STEPS = ("open", "train_local", "roster", "inbox", "survivors", "consents")
+
+
+class Device:
+    """A real agent that falls silent, or fails, when it is asked for a certain step."""
+
+    def __init__(self, name, turn):
+        self.agent = Agent(Participant(name=name, regime="federated"), None)
+        self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
+        self.buffer, self.settled = self.agent.buffer, self.agent.settled
+        self.cancel = self.agent.cancel
+        self.turn = turn
+        self.silent_at = None
+        self.fails_at = None
+        self.tamper = None
+
+    async def work(self, request, model, progress):
+        step = request.WhichOneof("work")
+        if step == "secure_step":
+            step = request.secure_step.WhichOneof("message")
+        if step == self.silent_at:
+            await asyncio.Event().wait()
+        if step == self.fails_at:
+            raise TaskError("the battery is empty")
+        async with self.turn:
+            reply, payload = await self.agent.work(request, model, progress)
+        if self.tamper is not None and step == "inbox":
+            payload = self.tamper(reply, payload)
+        return reply, payload
+
+
+class Place:
+    def __init__(self, net, job: Job, directory):
+        self.net, self.job = net, job
+        self.directory = directory
+        self.devices = {}
+
+    async def gather(self):
+        turn = asyncio.Lock()
+        for name in NAMES:
+            self.devices[name] = Device(name, turn)
+            self.net.call(self.devices[name], name)
+        await self.net.until(lambda: set(NAMES) <= self.net.link.peers.keys())
+        for name in NAMES:
+            work = link_pb2.OpenRun(
+                run_id="run",
+                job=self.job.model_dump_json(),
+                base=str(self.directory),
+                layout=LAYOUT.header,
+            )
+            request = link_pb2.Request(id=self.net.link.new_id(), open=work)
+            reply = await self.net.link.ask(name, request)
+            assert reply.opened.examples == 0  # not even how much data it has
+
+    async def train(self, job=None, attempt=1):
+        """One attempt from a fixed model."""
+        self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
+        content = describe(self.model)
+        self.net.link.publish(content, self.model)
+        fleet = Fleet(self.net.link, job or self.job, "run", LAYOUT, self.directory)
+        return await fleet.train(1, attempt, content, dict.fromkeys(NAMES, 20))
+
+    async def plain_mean(self, names):
+        """What those devices' updates come to in plain, weighted by their examples."""
+        updates = []
+        for name in names:
+            payload = LAYOUT.encode(LAYOUT.decode(self.model))
+            run = self.devices[name].agent._run("run")
+            work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
+            run.train(work, payload, lambda steps, loss: None, lambda: False)
+            updates.append(LAYOUT.decode(payload).double())
+        return torch.stack(updates).mean(0)
+
+
+@pytest.fixture
+async def place(net, make_job, write_task, tmp_path):
+    write_task()
+    await net.listen(2.0)
+    job = make_job(
+        "federated.cohort=5",
+        "federated.quorum=4",
+        "federated.secure_aggregation=true",
+        "time.round_seconds=4",
+        "time.lease_seconds=1",
+    )
+    place = Place(net, job, tmp_path)
+    await place.gather()
+    return place
+
+
+async def test_the_opened_sum_is_the_plain_weighted_mean(place):
+    result = await place.train()
+    expected = await place.plain_mean(NAMES)
+    assert torch.allclose(result.pseudo_gradient.double(), expected, atol=1e-6)
+    assert result.training["examples"] == 20 * len(NAMES)
+    assert result.training["clipped"] == 0
+    assert [receipt.status for receipt in result.receipts] == ["accepted"] * 5
+    assert {receipt.examples for receipt in result.receipts} == {0}  # one device's own stay there
+
+
+@pytest.mark.parametrize("how", ["silent_at", "fails_at"])
+@pytest.mark.parametrize("step", STEPS[1:])
+async def test_one_may_drop_out_at_any_step(place, step, how):
+    setattr(place.devices["c"], how, step)
+    result = await place.train()
+    late = step in ("survivors", "consents")  # its masked vector was in already
+    left = NAMES if late else NAMES.replace("c", "")
+    expected = await place.plain_mean(left)
+    assert torch.allclose(result.pseudo_gradient.double(), expected, atol=1e-6)
+    receipt = result.receipts[NAMES.index("c")]
+    assert receipt.status == (
+        "accepted" if late else "dropped" if how == "silent_at" else "rejected"
+    )
+    assert receipt.reason
+
+
+@pytest.mark.parametrize("step", STEPS[1:4])
+async def test_below_the_quorum_the_attempt_ends_with_a_reason_and_the_next_one_works(place, step):
+    for name in "bc":
+        place.devices[name].fails_at = step
+    with pytest.raises(AttemptFailed, match=r"secure aggregation stopped: .*battery") as caught:
+        await place.train()
+    assert {r.participant: r.status for r in caught.value.receipts}["b"] == "rejected"
+    for name in "bc":
+        place.devices[name].fails_at = None
+    result = await place.train(attempt=2)
+    assert torch.allclose(result.pseudo_gradient.double(), await place.plain_mean(NAMES), atol=1e-6)
+
+
+async def test_an_attempt_that_devices_have_seen_is_refused_by_all(place):
+    await place.train()
+    with pytest.raises(AttemptFailed, match="is not after round 1 attempt 1"):
+        await place.train()
+
+
+async def test_a_changed_vector_is_rejected_and_the_others_go_on(place):
+    def tamper(reply, payload):
+        payload[0] ^= 1
+        reply.secure_stepped.masked.CopyFrom(describe(payload))
+        return payload
+
+    place.devices["e"].tamper = tamper
+    result = await place.train()
+    assert result.receipts[-1].status == "rejected"
+    assert "was changed" in result.receipts[-1].reason
+    expected = await place.plain_mean("abcd")
+    assert torch.allclose(result.pseudo_gradient.double(), expected, atol=1e-6)
+
+
+async def test_the_same_round_gives_the_same_bytes_again(place):
+    first = await place.train(attempt=1)
+    second = await place.train(attempt=2)
+    assert torch.equal(first.pseudo_gradient, second.pseudo_gradient)
