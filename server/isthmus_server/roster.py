@@ -56,7 +56,8 @@ class Roster:
         self.link.on_join = self._joined
         self.link.on_leave = self._left
         for peer in list(self.link.peers.values()):
-            self._joined(peer)
+            if not peer.fresh:  # whoever is being welcomed right now comes through `on_join`
+                self._joined(peer)
 
     async def stop(self) -> None:
         """Tell everyone that the run is over."""
