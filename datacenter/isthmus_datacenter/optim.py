@@ -65,6 +65,7 @@ class Updater:
     def step(self, factor: float) -> None:
         """Multiply all gradients by `factor`, clip them, step, and forget them."""
         gradients = self.share.gradients()
+        self.share.agree_on_whole(gradients)
         if self._fp16:
             factor /= self.scale
         parts = [local(gradient) for gradient in gradients.values()]

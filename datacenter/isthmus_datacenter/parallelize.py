@@ -130,8 +130,12 @@ def _stages(
             f"pipeline_stages(model, {layout.stages}) must return {layout.stages} modules, and "
             f"returned {[type(each).__name__ for each in stages]}"
         )
-    with user_code("the chain of pipeline_stages()"):
+    try:
         return stages, plans.check_chain(stages, whole, given)
+    except Exception as error:
+        raise TaskError(
+            f"the stages of pipeline_stages() do not do what the model does: {_first_line(error)}"
+        ) from error
 
 
 def _fallback_stages(

@@ -368,5 +368,5 @@ def check_chain(
         value = run_still(stage, *inputs)
         seen.append((inputs, value))
     if not same(whole, value, 1e-4):
-        raise TaskError("the chain of stages gives another output than the model")
+        raise TaskError("called in order, they give another output than the model")
     return seen

@@ -104,6 +104,26 @@ class Share:
             found[name] = gradient
         return found
 
+    def agree_on_whole(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Make alike what all ranks of a tensor-parallel group found for what none of them cuts.
+
+        It is the same but for rounding, which depends on where a rank's memory lies; after many
+        steps, copies of one parameter would not be copies any more.
+        """
+        if self.layout.tensor == 1:
+            return
+        assert self.mesh is not None
+        whole = [local(each) for _, each in sorted(gradients.items()) if not _is_cut(each)]
+        if not whole:
+            return
+        flat = torch.cat([each.flatten() for each in whole])
+        dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
+        flat /= self.layout.tensor
+        parts = torch.split(flat, [each.numel() for each in whole])
+        torch._foreach_copy_(
+            whole, [new.view_as(old) for new, old in zip(parts, whole, strict=True)]
+        )
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """This rank's buffers."""
         found: dict[str, torch.Tensor] = {}
@@ -160,3 +180,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, detached."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    """Whether ranks of a tensor-parallel group hold different parts of it."""
+    return isinstance(tensor, DTensor) and any(
+        name == "tensor" and not placement.is_replicate()
+        for name, placement in zip(
+            tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True
+        )
+    )

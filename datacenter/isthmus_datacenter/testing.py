@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from isthmus.lifetime import die_with_parent
 
-_SECONDS = 50.0
+_SECONDS = 100.0
 """For all ranks to finish."""
 
 

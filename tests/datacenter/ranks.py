@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 import isthmus_datacenter.engine
+import isthmus_datacenter.optim
+from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
-from isthmus_datacenter.engine import Engine, Place
+from isthmus_datacenter.engine import AgreedError, Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.parallelize import parallelize
 
@@ -26,9 +28,12 @@ def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
 
 
 def shard_everything() -> None:
-    """Have each block be a unit of its own, however small."""
+    """Have each block be a unit of its own, however small; no fp16 step overflows at first."""
+    isthmus_datacenter.optim.FIRST_SCALE = 256.0
 
-    isthmus_datacenter.engine.parallelize = functools.partial(parallelize, smallest_unit=1)
+    isthmus_datacenter.engine.parallelize = functools.partial(
+        parallelize, smallest_unit=1, backend="aot_eager"
+    )
 
 
 def train(
@@ -69,7 +74,7 @@ def _state_at(made: Engine, step: int) -> dict[str, dict[str, Any]]:
     made._go_to(step)
     return {
         name: {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy()
+            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy().copy()
             for key, value in {
                 "value": parameter.detach(),
                 **made.updater.optimizer.state[parameter],
@@ -77,3 +82,31 @@ def _state_at(made: Engine, step: int) -> dict[str, dict[str, Any]]:
         }
         for name, parameter in made.share.parameters().items()
     }
+
+
+def states(
+    rank: int, openeds: list[dict[str, Any]], directories: list[str], step: int
+) -> list[list[dict[str, dict[str, Any]]]]:
+    """What each way to open a run makes of the checkpoints in each directory: as `state_at`."""
+    shard_everything()
+    found = []
+    for opened in openeds:
+        made = engine(rank, opened, directories[0])
+        rows = []
+        for directory in directories:
+            made.checkpoints, made.at = Checkpoints(Path(directory)), None
+            rows.append(_state_at(made, step))
+        found.append(rows)
+    return found
+
+
+def refusals(rank: int, openeds: list[dict[str, Any]], state: str) -> list[str]:
+    """Why each way to open a run cannot be; empty where it can."""
+    said = []
+    for opened in openeds:
+        try:
+            engine(rank, opened, state)
+            said.append("")
+        except AgreedError as error:
+            said.append(str(error))
+    return said

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from isthmus.job import DatacenterSection
 from isthmus.scoring import build_model, evaluate, losses
 from isthmus.task import Participant
 from isthmus_datacenter.data import Order
@@ -79,6 +83,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp2-pp2": ("Gpt", SGD, layout(1, 2, 2)),
     "tp2-pp2-plan": ("Gpt", PLAN, layout(1, 2, 2, schedule="gpipe")),
     "pp4": ("Gpt", SGD, layout(pp=4, microbatches=4)),
+    "dp2-tp2-zero3-clip": ("Gpt", PLAN, layout(2, 2, stage=3, clip_norm=0.2)),
+    "tp2-pp2-clip": ("Gpt", SGD, layout(1, 2, 2, clip_norm=0.2)),
+    "tp2-compiled": ("Gpt", PLAN, layout(tp=2, compile=True)),
+    "dp2-tp2-zero2-compiled": ("Gpt", SGD, layout(2, 2, compile=True)),
     "dp2-tp2-pp2-zero0": ("Gpt", SGD, layout(2, 2, 2, stage=0)),
     "dp2-tp2-pp2-zero1": ("Gpt", PLAN, layout(2, 2, 2, stage=1)),
     "dp2-tp2-pp2-zero2": ("Gpt", SGD, layout(2, 2, 2, schedule="interleaved", microbatches=2)),
@@ -87,7 +95,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @functools.cache
-def _reference(make: Any, name: str, kind: str) -> tuple[torch.Tensor, float, Any]:
+def _reference(
+    make: Any, name: str, kind: str, clip: float | None
+) -> tuple[torch.Tensor, float, Any]:
     """Parameters and mean loss after the same global batches in one process, by hand."""
     made = make(name, {"SGD": SGD, "AdamW": ADAMW}[kind])
     task = made.task
@@ -101,6 +111,8 @@ def _reference(make: Any, name: str, kind: str) -> tuple[torch.Tensor, float, An
         inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
         _, values = losses(task, model, inputs, target)
         values.mean().backward()  # type: ignore[no-untyped-call]
+        if clip is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
         optimizer.step()
         optimizer.zero_grad()
         total += float(values.detach().sum(dtype=torch.float64))
@@ -140,11 +152,12 @@ def trained(setup: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda name: group(CASES[name][2]["ranks"])[name]
 
 
+@pytest.mark.timeout(300)  # the first case of a number of ranks trains them all
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_one_process(name: str, trained: Any, setup: Any, vector: Any) -> None:
     made, values, content = trained(name)
-    task, extra, _ = CASES[name]
-    expected, loss, _ = _reference(setup, task, extra["optimizer"])
+    task, extra, section = CASES[name]
+    expected, loss, _ = _reference(setup, task, extra["optimizer"], section.get("clip_norm"))
     parameters = vector(content, made.layout)
     assert (parameters - expected).abs().max() <= (1e-6 if extra["optimizer"] == "SGD" else 2e-5)
     assert all(value == {**values[0], "seconds": value["seconds"]} for value in values)
@@ -156,3 +169,164 @@ def test_training_is_that_of_one_process(name: str, trained: Any, setup: Any, ve
     held_out = made.task.eval_data()
     alone = evaluate(made.task, model, held_out, range(23), 8, torch.device("cpu")).result()
     assert values[0]["evaluation"] == pytest.approx(alone, abs=2e-6)
+
+
+ROUNDED = {
+    "dp2-bf16": ("Gpt", SGD, layout(2, stage=3, precision="bf16")),
+    "tp2-pp2-bf16": ("Gpt", SGD, layout(1, 2, 2, precision="bf16")),
+    "dp2-fp16": ("Gpt", SGD, layout(2, precision="fp16")),
+    "dp2-pp2-fp16": ("Gpt", SGD, layout(2, pp=2, precision="fp16", clip_norm=10.0)),
+}
+
+
+def test_half_precision_rounds_and_nothing_else(setup: Any, vector: Any, tmp_path: Path) -> None:
+    for ranks in (2, 4):
+        cases = {name: case for name, case in ROUNDED.items() if case[2]["ranks"] == ranks}
+        works, setups = [], []
+        for name, (task, extra, section) in cases.items():
+            made = setup(task, extra, **section)
+            result = tmp_path / name
+            result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
+            command = {"op": "train", "run_id": "run", "until_step": STEPS, "result": str(result)}
+            works.append((made.command(), command, str(tmp_path / f"{name}.state")))
+            setups.append(made)
+        values = on_ranks(ranks, RANKS_PY, "train", works)[0]
+        expected, loss, _ = _reference(setup, "Gpt", "SGD", None)
+        for name, made, value in zip(cases, setups, values, strict=True):
+            parameters = vector((tmp_path / name).read_bytes(), made.layout)
+            difference = float((parameters - expected).abs().max())
+            assert 0 < difference < (2e-2 if "bf16" in name else 3e-3), name
+            assert value["training"]["loss"] == pytest.approx(loss, abs=2e-2), name
+
+
+PLACES = {
+    "one": layout(),
+    "dp2-zero3": layout(2, stage=3),
+    "tp2": layout(tp=2),
+    "pp2-interleaved": layout(pp=2, schedule="interleaved"),
+    "dp2-tp2-zero3": layout(2, 2, stage=3),
+    "dp2-pp2-zero0": layout(2, pp=2, stage=0),
+    "tp2-pp2": layout(1, 2, 2),
+    "dp2-tp2-pp2-zero3": layout(2, 2, 2, stage=3),
+}
+
+
+@pytest.mark.timeout(300)
+def test_what_one_layout_saves_every_other_loads(setup: Any, vector: Any, tmp_path: Path) -> None:
+    setups = {name: setup("Gpt", ADAMW, **section) for name, section in PLACES.items()}
+    directories = {name: str(tmp_path / name) for name in PLACES}
+    by_size = {
+        ranks: [name for name, section in PLACES.items() if section["ranks"] == ranks]
+        for ranks in (1, 2, 4, 8)
+    }
+    saved: dict[str, bytes] = {}
+    for ranks, names in by_size.items():
+        works = []
+        for name in names:
+            result = tmp_path / f"{name}.result"
+            result.write_bytes(setups[name].layout.header + bytes(4 * setups[name].layout.size))
+            command = {"op": "train", "run_id": "run", "until_step": 2, "result": str(result)}
+            works.append((setups[name].command(), command, directories[name]))
+        on_ranks(ranks, RANKS_PY, "train", works)
+        saved |= {name: (tmp_path / f"{name}.result").read_bytes() for name in names}
+    reference = {}
+    for ranks, names in by_size.items():
+        openings = [setups[name].command() for name in names]
+        by_rank = on_ranks(ranks, RANKS_PY, "states", openings, list(directories.values()), 2)
+        for at, reader in enumerate(names):
+            for row, writer in enumerate(directories):
+                whole = {name: each for rank in by_rank for name, each in rank[at][row].items()}
+                if reader == "one":
+                    reference[writer] = whole
+                    for name, part in setups[writer].layout.parts(
+                        vector(saved[writer], setups[writer].layout)
+                    ):
+                        assert np.array_equal(whole[name]["value"], part.numpy()), (writer, name)
+                        assert whole[name].keys() == {"value", "step", "exp_avg", "exp_avg_sq"}
+                assert whole.keys() == reference[writer].keys()
+                for name, fields in reference[writer].items():
+                    for key, value in fields.items():
+                        assert np.array_equal(whole[name][key], value), (reader, writer, name, key)
+
+
+def test_what_cannot_be_laid_out_is_refused_with_the_reason(setup: Any, tmp_path: Path) -> None:
+    elsewhere = {"ranks": 0, "batch_size": 8}  # the service has the ranks, the job does not say
+    cases = [
+        (
+            setup("Gpt", **elsewhere, tensor_parallel=2, pipeline_parallel=2),
+            "tensor_parallel=2 x pipeline_parallel=2 takes 4 ranks or a multiple, and there are 2",
+        ),
+        (
+            setup("Gpt", **elsewhere, data_parallel=3),
+            "data_parallel=3 takes 3 ranks, and there are 2",
+        ),
+        (
+            setup("Gpt", **elsewhere, pipeline_parallel=2, microbatches=1),
+            "microbatches=1 is below pipeline_parallel=2: some ranks would never have work",
+        ),
+        (
+            setup("Gpt", ranks=0, batch_size=3, pipeline_parallel=2),
+            "a batch of 3 examples (batch_size=3 / accumulate=1) cannot be cut into "
+            "pipeline_parallel=2 equal micro-batches",
+        ),
+        (
+            setup(
+                "Gpt",
+                ranks=0,
+                batch_size=9,
+                pipeline_parallel=2,
+                microbatches=3,
+                schedule="interleaved",
+            ),
+            "needs microbatches in multiples of pipeline_parallel=2, and microbatches=3",
+        ),
+        (setup("Gpt", **elsewhere, microbatches=2), "microbatches=2 is for pipelines"),
+        (
+            setup("Language", **elsewhere, pipeline_parallel=2, schedule="interleaved"),
+            "cannot be cut into 4 pipeline stages: its longest Sequential or ModuleList has 2",
+        ),
+        (
+            setup("Skipping", **elsewhere, pipeline_parallel=2),
+            "its forward() does more than call its blocks in order",
+        ),
+        (setup("Gpt", {"plan": "shuffled"}, **elsewhere, pipeline_parallel=2), "pipeline_stages()"),
+        (
+            setup("Gpt", {"plan": "wrong"}, **elsewhere, tensor_parallel=2),
+            "with its matrices cut the model",
+        ),
+        (
+            setup("Gpt", {"plan": "half"}, **elsewhere, tensor_parallel=2),
+            "'embed.words.weight' and 'head.weight' are one, and the tensor-parallel plan",
+        ),
+        (
+            setup("Gpt", {"plan": "misspelt"}, **elsewhere, tensor_parallel=2),
+            "names 'layers.*.up', and no module is called so",
+        ),
+        (setup("Faulty", **elsewhere, pipeline_parallel=2), "has a forward() of its own"),
+    ]
+    openings = [made.command() for made, _ in cases]
+    said = on_ranks(2, RANKS_PY, "refusals", openings, str(tmp_path / "state"))
+    assert said[0] == said[1]
+    for (_, sentence), found in zip(cases, said[0], strict=True):
+        assert sentence in found
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        (
+            {"ranks": 6, "tensor_parallel": 4},
+            "tensor_parallel=4 x pipeline_parallel=1 takes 4 ranks or a multiple, and there are 6",
+        ),
+        ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be cut into 4 equal pieces"),
+        (
+            {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},
+            "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch",
+        ),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_the_job(
+    section: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        DatacenterSection.model_validate(section)
