@@ -201,8 +201,8 @@ def exchange(
         for _ in range(7):
             dist.barrier()
             started = time.monotonic()
-            load_shards(Path(model), engine.layout, engine.model)
-            store_shards(Path(f"{model}.back"), engine.layout, engine.model)
+            load_shards(Path(model), engine.layout, engine.share)
+            store_shards(Path(f"{model}.back"), engine.layout, engine.share)
             dist.barrier()
             taken.append(time.monotonic() - started)
     if rank == 0:

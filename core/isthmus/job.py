@@ -178,6 +178,8 @@ class DatacenterSection(Section):
     """Optimizer steps in one round."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one step on one data-parallel replica."""
+    readers: Annotated[int, Field(ge=0, le=64)] = 0
+    """Processes on each rank that read its data ahead; with 0 it reads between its own steps."""
     optimizer_on_load: Literal["reset", "keep"] = "reset"
     """Inner optimizer state when a model trained elsewhere arrives: its moments are stale then."""
 

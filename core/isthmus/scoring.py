@@ -85,6 +85,11 @@ def batches(
 ) -> Iterator[tuple[Any, Any]]:
     """`(inputs, target)` pairs of the examples at `indices`, in that order, moved to `device`."""
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, sampler=indices)
+    return read(loader, device)
+
+
+def read(loader: DataLoader[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """The batches of a loader as `(inputs, target)` pairs, moved to `device`."""
     iterator = iter(loader)
     while True:
         with user_code("reading the dataset"):

@@ -17,10 +17,86 @@ import array
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
-from typing import overload
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from isthmus.errors import TaskError
+from isthmus.scoring import read
+
+
+class Feed:
+    """Batches of one replica, from any step to any other, of either kind of dataset.
+
+    A map-style dataset is read in the order of `Order`. An iterable one is read as it comes, again
+    and again: its endless stream is cut into global batches and each replica takes its slice. To
+    go on in the middle, a dataset's own `start_at(example)`, an iterator over the rest, is used;
+    without one the examples before are read and dropped.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], order: Order, replica: int, device: torch.device, readers: int
+    ) -> None:
+        """`readers` are processes that read ahead; an iterable dataset has at most one."""
+        self.dataset, self.order, self.replica, self.device = dataset, order, replica, device
+        self.readers = readers
+
+    def batches(self, first: int, until: int) -> Iterator[tuple[Any, Any]]:
+        """`(inputs, target)` of steps `first` (included) to `until`, on the device."""
+        options: dict[str, Any] = {
+            "batch_size": self.order.batch_size,
+            # Only from pinned memory does a copy to the device not wait for what runs there.
+            "pin_memory": self.device.type == "cuda",
+        }
+        if isinstance(self.dataset, IterableDataset):
+            stretch = _Stretch(self.dataset, self.order, first, until, self.replica)
+            return read(
+                DataLoader(stretch, num_workers=min(self.readers, 1), **options), self.device
+            )
+        indices = self.order.steps(first, until, self.replica)
+        return read(
+            DataLoader(self.dataset, sampler=indices, num_workers=self.readers, **options),
+            self.device,
+        )
+
+
+class _Stretch(IterableDataset[Any]):
+    """One replica's part of some steps of an iterable dataset."""
+
+    def __init__(
+        self, dataset: IterableDataset[Any], order: Order, first: int, until: int, replica: int
+    ) -> None:
+        self._dataset, self._order = dataset, order
+        self._first, self._until, self._replica = first, until, replica
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order
+        whole = order.ranks * order.batch_size
+        mine = range(self._replica * order.batch_size, (self._replica + 1) * order.batch_size)
+        count = (self._until - self._first) * whole
+        stream = _endless(self._dataset, self._first * whole)
+        for at, example in enumerate(itertools.islice(stream, count)):
+            if at % whole in mine:
+                yield example
+
+
+def _endless(dataset: IterableDataset[Any], start: int) -> Iterator[Any]:
+    """The dataset again and again, from an example of that stream on."""
+    if hasattr(dataset, "start_at"):
+        yield from dataset.start_at(start)
+        start = 0
+    while True:
+        count = 0
+        for example in dataset:
+            count += 1
+            if count > start:
+                yield example
+        if not count:
+            raise TaskError("local_data() gave an iterable dataset with nothing in it")
+        start = max(0, start - count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

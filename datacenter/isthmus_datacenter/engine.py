@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from isthmus.errors import TaskError, UserError
 from isthmus.exchange import Layout
@@ -26,12 +26,13 @@ from isthmus.scoring import Averages, batches, build_model, count_examples, eval
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
-from isthmus_datacenter.data import Order, derived_seed
+from isthmus_datacenter.data import Feed, Order, derived_seed
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
 from isthmus_datacenter.passes import Passes
+from isthmus_datacenter.profile import Profile, count_flops
 from isthmus_datacenter.share import local
 
 _SAMPLE = 2
@@ -85,7 +86,8 @@ class Engine:
         with agreement():
             self.task = self._load(command)
             self.data = self._local_data()
-            self.examples = count_examples(self.data, "local_data()")
+            streams = isinstance(self.data, IterableDataset)
+            self.examples = 0 if streams else count_examples(self.data, "local_data()")
             self.ranks = RankLayout.of(self.job.datacenter, place.ranks)
         self.here = self.ranks.place(place.rank)
         self.order = Order(
@@ -94,6 +96,14 @@ class Engine:
             batch_size=self.job.datacenter.batch_size,
             seed=self.job.seed,
         )
+        self.feed = Feed(
+            self.data, self.order, self.here.data, place.device, self.job.datacenter.readers
+        )
+        self._flops: int | None = None
+        self._counted = False
+        self._units = 0
+        self.figures: dict[str, float] = {}
+        """Rates and memory of the last training."""
         self.at: int | None = None
         self._begin_anew()
 
@@ -117,11 +127,15 @@ class Engine:
             if reset:
                 self.updater = self._make_updater()
         started = time.monotonic()
+        self.profile = Profile(self.place.device)
         self._seed(command.from_step)
         loss = self._steps(command.from_step, command.until_step, report, aborted)
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
         seconds = time.monotonic() - started
+        steps = command.until_step - command.from_step
+        examples = steps * self.order.ranks * self.order.batch_size
+        self.figures = self.profile.figures(steps, examples, self._units, self._flops)
         self.checkpoints.save(command.until_step, self.share, self.updater)
         if self.place.rank == 0:
             self.checkpoints.keep_only({command.from_step, command.until_step})
@@ -129,10 +143,9 @@ class Engine:
         evaluation = self._evaluate() if command.evaluate else {}
         if command.result is not None:
             store_shards(Path(command.result), self.layout, self.share)
-        steps = command.until_step - command.from_step
         return {
             "steps": steps,
-            "examples": steps * self.order.ranks * self.order.batch_size,
+            "examples": examples,
             "training": {} if loss is None else {"loss": loss},
             "evaluation": evaluation,
             "seconds": seconds,
@@ -186,8 +199,9 @@ class Engine:
 
     def _sample(self) -> Any:
         """Inputs of a few examples, to look at what the model does."""
-        few = range(min(_SAMPLE, self.examples))
-        return next(batches(self.data, few, _SAMPLE, torch.device("cpu")))[0]
+        order = dataclasses.replace(self.order, ranks=1, batch_size=_SAMPLE)
+        feed = Feed(self.data, order, 0, torch.device("cpu"), 0)
+        return next(feed.batches(0, 1))[0]
 
     def _make_updater(self) -> Updater:
         section = self.job.datacenter
@@ -243,13 +257,13 @@ class Engine:
     ) -> float | None:
         """Train; the mean loss over all units, or None if there was nothing to do."""
         device, passes = self.place.device, self.passes
-        indices = self.order.steps(first, until, self.here.data)
         total = torch.zeros((), dtype=torch.float64, device=device)
         units = 0
         shown = time.monotonic()
         self.updater.optimizer.zero_grad(set_to_none=True)  # left by a step that was stopped
-        stream = batches(self.data, indices, self.order.batch_size, device)
+        stream = self.profile.reads(self.feed.batches(first, until))
         for step, (inputs, target) in enumerate(stream, start=first):
+            self._count_flops(inputs)
 
             def agree(mine: int, step: int = step) -> int:
                 everyones, stop = _agree_on_units(mine, aborted(), self.ranks.ranks)
@@ -267,9 +281,20 @@ class Engine:
             if passes.scores and self.here.data == 0 and now - shown > _PROGRESS_SECONDS:
                 shown = now
                 report(step + 1 - first, float(done.summed) / max(done.mine, 1))
+        self._units = units
         if until == first:
             return None
         return self._checked(total, units, first, until)
+
+    def _count_flops(self, inputs: Any) -> None:
+        """Once, where the device's rate is known and a rank runs the whole model."""
+        alone = self.ranks.tensor == self.ranks.pipeline == 1
+        if self._counted or self.place.device.type != "cuda" or not alone:
+            return
+        self._counted = True
+        model = self.passes.model
+        self._flops = count_flops(model, lambda: self.task.forward(model, inputs))
+        self.share.at_rest()
 
     def _checked(self, total: torch.Tensor, units: int, first: int, until: int) -> float:
         """The mean loss, if it and the parameters are finite: looked at once, after the work."""

@@ -264,6 +264,7 @@ class Service:
             seconds=time.monotonic() - started,
             training=values["training"],
             evaluation=values["evaluation"],
+            profile=values["profile"],
             events=[f"{loss}; {repeated}" for loss in losses],
         )
         payload = None

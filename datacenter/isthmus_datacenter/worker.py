@@ -147,7 +147,8 @@ class _Rank:
         assert self.engine is not None
         assert self.run_id == command.run_id  # the service opens runs before it uses them
         if command.op == "train":
-            return self.engine.train(command, self._report, lambda: self._unwanted == self.number)
+            done = self.engine.train(command, self._report, lambda: self._unwanted == self.number)
+            return {**done, "profile": self.engine.figures}
         self.engine.export(command)
         return {}
 

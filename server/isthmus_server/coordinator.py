@@ -326,6 +326,8 @@ class Coordinator:
         )
         row["metrics"] = dict(evaluation)
         row["training"] = trained.training
+        if trained.datacenter is not None:
+            row["profile"] = dict(trained.datacenter.profile)
         row["model_sha256"] = None if away else self.model.sha256
         tensors, numbers = self.model.optimizer_state()
         self.at = dataclasses.replace(

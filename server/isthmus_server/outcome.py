@@ -38,5 +38,7 @@ class DatacenterResult:
     """The model at the new step, float32 (N), if it was asked for."""
     training: Mapping[str, float]
     evaluation: Mapping[str, float]
+    profile: Mapping[str, float]
+    """Rates and memory of the ranks; no two runs have the same."""
     events: Sequence[str]
     receipts: Sequence[Receipt]

@@ -110,6 +110,7 @@ class Datacenter:
             vector=vector,
             training=dict(trained.training),
             evaluation=dict(trained.evaluation),
+            profile=dict(trained.profile),
             events=list(trained.events),
             receipts=[receipt],
         )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
-from isthmus_datacenter.data import Order
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from isthmus.errors import TaskError
+from isthmus_datacenter.data import Feed, Order
 
 
 @pytest.mark.parametrize(("examples", "ranks", "batch_size"), [(10, 2, 3), (3, 4, 5), (64, 2, 4)])
@@ -35,3 +41,45 @@ def test_seeds_and_ranks_see_different_data() -> None:
     other = Order(examples=1000, ranks=2, batch_size=8, seed=1)
     assert list(one.steps(0, 4, 0)) != list(other.steps(0, 4, 0))
     assert not set(one.steps(0, 4, 0)) & set(one.steps(0, 4, 1))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(number, -number) for number in range(self.count)])
+
+
+class Seekable(Stream):
+    def start_at(self, example: int) -> Iterator[tuple[int, int]]:
+        at = example % self.count
+        return iter([(number, -number) for number in range(at, self.count)])
+
+
+def seen(feed: Feed, first: int, until: int) -> list[list[int]]:
+    return [inputs.tolist() for inputs, _ in feed.batches(first, until)]
+
+
+@pytest.mark.parametrize("kind", [Stream, Seekable])
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_stream_is_shared_and_resumed_to_the_example(kind: Any, readers: int) -> None:
+    order = Order(examples=0, ranks=2, batch_size=2, seed=0)
+    cpu = torch.device("cpu")
+    feeds = [Feed(kind(7), order, replica, cpu, readers) for replica in (0, 1)]
+    assert seen(feeds[0], 0, 4) == [[0, 1], [4, 5], [1, 2], [5, 6]]
+    assert seen(feeds[1], 0, 4) == [[2, 3], [6, 0], [3, 4], [0, 1]]
+    assert seen(feeds[1], 2, 4) == [[3, 4], [0, 1]]
+
+
+def test_a_stream_with_nothing_in_it() -> None:
+    order = Order(examples=0, ranks=1, batch_size=2, seed=0)
+    with pytest.raises(TaskError, match="an iterable dataset with nothing in it"):
+        seen(Feed(Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
+
+
+def test_readers_change_nothing() -> None:
+    order = Order(examples=9, ranks=2, batch_size=2, seed=3)
+    data = TensorDataset(torch.arange(9), torch.arange(9))
+    alone, helped = (Feed(data, order, 1, torch.device("cpu"), count) for count in (0, 2))
+    assert seen(alone, 1, 6) == seen(helped, 1, 6)

@@ -35,6 +35,9 @@ def test_a_run_from_its_first_step(warm: Any, setup: Any, vector: Any) -> None:
     trained, content = warm.train("first", 0, STEPS, evaluate=True, hand_back=True)
     assert (trained.steps, trained.examples) == (STEPS, STEPS * 2 * 4)
     assert trained.seconds > 0
+    assert trained.profile["examples_per_second"] > 0
+    assert 0 <= trained.profile["reading_share"] < 1
+    assert "mfu" not in trained.profile  # nothing is known of this processor
     assert not trained.events
     assert 0 < trained.training["loss"] < 3
     assert warm.export("first", STEPS) == content

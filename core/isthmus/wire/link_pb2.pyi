@@ -221,7 +221,7 @@ class Opened(_message.Message):
     def __init__(self, examples: _Optional[int] = ...) -> None: ...
 
 class Trained(_message.Message):
-    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure")
+    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile")
     class TrainingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,13 @@ class Trained(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class ProfileEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RESULT_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +251,7 @@ class Trained(_message.Message):
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     result: Content
     examples: int
     steps: int
@@ -252,7 +260,8 @@ class Trained(_message.Message):
     evaluation: _containers.ScalarMap[str, float]
     events: _containers.RepeatedScalarFieldContainer[str]
     secure: bytes
-    def __init__(self, result: _Optional[_Union[Content, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+    profile: _containers.ScalarMap[str, float]
+    def __init__(self, result: _Optional[_Union[Content, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class SecureStepped(_message.Message):
     __slots__ = ("message", "masked")
