@@ -13,15 +13,15 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
+from isthmus.stream import Stream
 from isthmus.wire import link_pb2
 
 VERSION = 1
@@ -89,7 +89,7 @@ class _Job:
     request: link_pb2.Request
     buffer: Buffer | None = None
     assembly: Assembly | None = None
-    wanted_on: _Stream | None = None
+    wanted_on: Stream | None = None
     """Where the model was asked for: chunks on another stream are for another request."""
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
@@ -137,7 +137,7 @@ class Uplink:
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
         self._jobs: dict[str, _Job] = {}
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self) -> None:
@@ -171,7 +171,7 @@ class Uplink:
     async def _serve_one_stream(self) -> None:
         async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
             call = channel.stream_stream(METHOD)()
-            stream = _Stream(call)
+            stream = Stream(call)
             await stream.send(
                 link_pb2.Envelope(
                     hello=link_pb2.Hello(
@@ -191,30 +191,23 @@ class Uplink:
             self.on_welcome(first.welcome)
             log.info("linked to %s as %s", self.address, self.name)
             self._stream = stream
-            beat = asyncio.create_task(_beat(stream, lease / 3))
-            pumps: set[asyncio.Task[None]] = set()
+            stream.beat(lease / 3)
             try:
                 while (message := await stream.receive(timeout=lease)) is not None:
-                    await self._take(stream, message, pumps)
+                    await self._take(stream, message)
             finally:
                 self._stream = None
-                call.cancel()  # first, so that no write of theirs hangs on
-                for task in (beat, *pumps):
-                    task.cancel()
-                await asyncio.gather(beat, *pumps, return_exceptions=True)
+                call.cancel()
+                stream.close()
 
-    async def _take(
-        self, stream: _Stream, message: link_pb2.Envelope, pumps: set[asyncio.Task[None]]
-    ) -> None:
+    async def _take(self, stream: Stream, message: link_pb2.Envelope) -> None:
         kind = message.WhichOneof("body")
         if kind == "request":
             await self._request(stream, message.request)
         elif kind == "chunk":
             self._chunk(stream, message.chunk)
         elif kind == "want":
-            pump = asyncio.create_task(self._pump(stream, message.want))
-            pumps.add(pump)
-            pump.add_done_callback(pumps.discard)
+            stream.spawn(self._pump(stream, message.want))
         elif kind == "receipt":
             job = self._jobs.pop(message.receipt.id, None)
             if job is not None:
@@ -227,7 +220,7 @@ class Uplink:
                     del self._jobs[message.cancel.id]  # it still waits for its model
         # Anything else is a ping, or news from a newer server that is no business of ours.
 
-    async def _request(self, stream: _Stream, request: link_pb2.Request) -> None:
+    async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
         job = self._jobs.get(request.id)
         if job is None:
             job = self._jobs[request.id] = _Job(request)
@@ -249,7 +242,7 @@ class Uplink:
                 want = link_pb2.Want(sha256=job.assembly.content.sha256, offset=job.assembly.offset)
                 await stream.send(link_pb2.Envelope(want=want))
 
-    def _chunk(self, stream: _Stream, chunk: link_pb2.Chunk) -> None:
+    def _chunk(self, stream: Stream, chunk: link_pb2.Chunk) -> None:
         for job in self._jobs.values():
             assembly = job.assembly
             if assembly is None or job.task is not None or job.wanted_on is not stream:
@@ -300,7 +293,7 @@ class Uplink:
         if stream is not None and loop is not None:
             asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
 
-    async def _pump(self, stream: _Stream, want: link_pb2.Want) -> None:
+    async def _pump(self, stream: Stream, want: link_pb2.Want) -> None:
         """Send the content of a finished job from where the server wants it."""
         for job in self._jobs.values():
             if job.payload is None or job.reply is None:
@@ -311,44 +304,6 @@ class Uplink:
                 return
         absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))
-
-
-class _Stream:
-    """One open gRPC stream: whole messages out, one at a time; messages in, or None at its end."""
-
-    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
-        self._call = call
-        self._sending = asyncio.Lock()
-
-    async def send(self, message: link_pb2.Envelope | bytes) -> None:
-        """Send one message; returns when the transport has room for the next."""
-        data = message if isinstance(message, bytes) else message.SerializeToString()
-        async with self._sending:
-            # gRPC does not bear a second write beside one that was given up.
-            await to_the_end(self._call.write(data))
-
-    async def send_quietly(self, message: link_pb2.Envelope) -> None:
-        """Send, unless the stream is gone: what matters is sent again on the next one."""
-        try:
-            await self.send(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            log.debug("stream is gone; a message waits for the next one")
-
-    async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109
-        async with asyncio.timeout(timeout):
-            data = await self._call.read()
-        if data is grpc.aio.EOF:
-            return None
-        try:
-            return link_pb2.Envelope.FromString(data)
-        except DecodeError:
-            raise UpdateError("what came is not a message of this link") from None
-
-
-async def _beat(stream: _Stream, every: float) -> None:
-    while True:
-        await asyncio.sleep(every)
-        await stream.send_quietly(link_pb2.Envelope(ping=link_pb2.Ping()))
 
 
 def _failure(reason: str) -> link_pb2.Reply:
@@ -371,13 +326,3 @@ def _content_of(reply: link_pb2.Reply) -> link_pb2.Content:
     if kind == "secure_stepped":
         return reply.secure_stepped.masked
     return reply.exported.model if kind == "exported" else link_pb2.Content()
-
-
-async def to_the_end(work: Awaitable[None]) -> None:
-    """Finish what must not be left half done, and only then pass a cancellation on."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise

@@ -10,16 +10,15 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from isthmus.contents import Assembly, Buffer, Write, chunks
 from isthmus.errors import ParticipantLost, UpdateError, UserError
-from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION, to_the_end
+from isthmus.stream import Stream
+from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
 from isthmus_server.enrolment import Enrolments
 
@@ -44,7 +43,7 @@ class Peer:
         self.name = hello.name
         self.role = hello.role
         self.instance = hello.instance
-        self.stream: _Stream | None = None
+        self.stream: Stream | None = None
         self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
         self.unsettled: set[str] = set()
         """Requests whose reply is in use."""
@@ -202,7 +201,7 @@ class Link:
     # -- one stream --------------------------------------------------------------------------------
 
     async def _connect(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
-        stream = _Stream(context)
+        stream = Stream(context)
         peer: Peer | None = None
         try:
             hello = await stream.receive(timeout=30.0)
@@ -218,7 +217,7 @@ class Link:
                 enrolment=self.enrolments.enrol(peer.name, hello.hello.identity),
             )
             await stream.send(link_pb2.Envelope(welcome=welcome))
-            stream.spawn(_beat(stream, self.lease_seconds / 3))
+            stream.beat(self.lease_seconds / 3)
             if peer.fresh:
                 peer.fresh = False
                 self.on_join(peer)
@@ -243,7 +242,7 @@ class Link:
                 )
 
     async def _enter(
-        self, hello: link_pb2.Hello, stream: _Stream, context: grpc.aio.ServicerContext
+        self, hello: link_pb2.Hello, stream: Stream, context: grpc.aio.ServicerContext
     ) -> Peer:
         known = self.peers.get(hello.name)
         if known is not None and known.instance != hello.instance:
@@ -273,7 +272,7 @@ class Link:
         peer.lose(reason)
         self.on_leave(peer, reason)
 
-    async def _resume(self, peer: Peer, stream: _Stream) -> None:
+    async def _resume(self, peer: Peer, stream: Stream) -> None:
         """After a reconnection: ask again for what is still pending."""
         for request, _ in list(peer.asked.values()):
             await stream.send(link_pb2.Envelope(request=request))
@@ -281,7 +280,7 @@ class Link:
             want = link_pb2.Want(sha256=sha256, offset=fetch.assembly.offset)
             await stream.send(link_pb2.Envelope(want=want))
 
-    async def _take(self, peer: Peer, stream: _Stream, message: link_pb2.Envelope) -> None:
+    async def _take(self, peer: Peer, stream: Stream, message: link_pb2.Envelope) -> None:
         kind = message.WhichOneof("body")
         if kind == "chunk":
             self._chunk(peer, message.chunk)
@@ -313,7 +312,7 @@ class Link:
         except (UpdateError, OSError) as error:
             fetch.done.set_exception(error)
 
-    async def _pump(self, peer: Peer, stream: _Stream, want: link_pb2.Want) -> None:
+    async def _pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
         payload = self._published.get(want.sha256)
         if payload is None:
             absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
@@ -324,61 +323,6 @@ class Link:
                 return  # retracted: the memory may already hold another model
             await stream.send(message)
             peer.bytes_out += len(message)
-
-
-class _Stream:
-    """One open stream: whole messages out, one at a time; messages in, or None at its end."""
-
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context = context
-        self._sending = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def send(self, message: link_pb2.Envelope | bytes) -> None:
-        """Send one message; returns when the transport has room for the next."""
-        data = message if isinstance(message, bytes) else message.SerializeToString()
-        async with self._sending:
-            # gRPC does not bear a second write beside one that was given up.
-            await to_the_end(self._context.write(data))
-
-    async def send_quietly(self, message: link_pb2.Envelope) -> None:
-        """Send, unless the stream is gone: what is pending is sent again on the next one."""
-        try:
-            await self.send(message)
-        except (
-            grpc.aio.AioRpcError,
-            grpc.aio.UsageError,
-            grpc.RpcError,
-            asyncio.InvalidStateError,
-        ):
-            log.debug("stream is gone; a message waits for the next one")
-
-    async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109
-        async with asyncio.timeout(timeout):
-            data = await self._context.read()
-        if data is grpc.aio.EOF:
-            return None
-        try:
-            return link_pb2.Envelope.FromString(data)
-        except DecodeError:
-            raise UpdateError("what came is not a message of this link") from None
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine for as long as the stream lives."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def close(self) -> None:
-        """Stop everything that was spawned."""
-        for task in self._tasks:
-            task.cancel()
-
-
-async def _beat(stream: _Stream, every: float) -> None:
-    while True:
-        await asyncio.sleep(every)
-        await stream.send_quietly(link_pb2.Envelope(ping=link_pb2.Ping()))
 
 
 def _greet(first: link_pb2.Envelope | None) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ParticipantLost, UpdateError
-from isthmus.uplink import to_the_end
+from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum
 from isthmus_server.outcome import AttemptFailed, FederatedResult

@@ -22,7 +22,7 @@ from isthmus.errors import (
     Refused,
     UpdateError,
 )
-from isthmus.uplink import to_the_end
+from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
