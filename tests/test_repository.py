@@ -26,9 +26,10 @@ TOOLS = PROJECT["tool"]
 COMMANDS = [
     "isthmus client start --data --die-with-parent --name --server --shard --threads",
     "isthmus compare --json --policies --run-dir --seeds --set JOB",
+    "isthmus datacenter agent --control",
     (
-        "isthmus datacenter launch --data --die-with-parent --name --ranks --scheduler "
-        "--server --state"
+        "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "
+        "--nodes --option --ranks --scheduler --server --state"
     ),
     "isthmus job check --set PATH",
     "isthmus job schema",
