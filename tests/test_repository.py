@@ -31,6 +31,7 @@ COMMANDS = [
         "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "
         "--nodes --option --ranks --scheduler --server --state"
     ),
+    "isthmus datacenter serve --control --data --grace --name --nodes --ranks --server --state",
     "isthmus job check --set PATH",
     "isthmus job schema",
     "isthmus report --json RUN_DIR",
