@@ -24,6 +24,7 @@ from isthmus.exchange import Layout
 from isthmus.job import Job
 from isthmus.scoring import Averages, batches, build_model, count_examples, evaluate
 from isthmus.task import Participant, Task, load_task, user_code
+from isthmus_datacenter import auto
 from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
 from isthmus_datacenter.data import Feed, Order, derived_seed
@@ -88,7 +89,7 @@ class Engine:
             self.data = self._local_data()
             streams = isinstance(self.data, IterableDataset)
             self.examples = 0 if streams else count_examples(self.data, "local_data()")
-            self.ranks = RankLayout.of(self.job.datacenter, place.ranks)
+            self.ranks = self._choose_layout()
         self.here = self.ranks.place(place.rank)
         self.order = Order(
             examples=self.examples,
@@ -170,6 +171,14 @@ class Engine:
             base=Path(command.base),
             data=None if command.data is None else Path(command.data),
         )
+
+    def _choose_layout(self) -> RankLayout:
+        section = self.job.datacenter
+        if section.layout == "auto":
+            section, why = auto.chosen(section, self.place.ranks, self.layout.size)
+            if self.place.rank == 0:
+                print(f"layout: {why}", file=sys.stderr, flush=True)
+        return RankLayout.of(section, self.place.ranks)
 
     def _local_data(self) -> Dataset[object]:
         with user_code("local_data()"):

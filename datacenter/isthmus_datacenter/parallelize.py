@@ -68,10 +68,10 @@ def parallelize(
         _refuse_scalars(model)
     mesh = layout.mesh(device.type) if layout.ranks > 1 or layout.wrapped else None
     names = Names.of(model)
-    plan = _tensor_plan(task, model, layout)
     with user_code("shard_units()"):
         chosen = task.shard_units(model)
     stages, flows = _stages(task, model, layout, sample)
+    plan = _tensor_plan(task, model, layout, stages)
     tables = [_parameter_names(names, stage) for stage in stages]
     _refuse_lost(names, tables)
     mine = {at: stages[at] for at in layout.stages_of(rank)}
@@ -183,14 +183,16 @@ def _refuse_lost(names: Names, tables: Sequence[dict[str, str]]) -> None:
 # -- matrices -------------------------------------------------------------------------------------
 
 
-def _tensor_plan(task: Task, model: nn.Module, layout: RankLayout) -> list[tuple[nn.Module, Any]]:
+def _tensor_plan(
+    task: Task, model: nn.Module, layout: RankLayout, stages: Sequence[nn.Module]
+) -> list[tuple[nn.Module, Any]]:
     if layout.tensor == 1:
         return []
     with user_code("tensor_parallel_plan()"):
         given = task.tensor_parallel_plan(model)
     if given is not None:
         return plans.resolve(model, given)
-    plan = plans.tensor_plan(model, layout.tensor)
+    plan = plans.tensor_plan(model, layout.tensor, stages)
     if not plan:
         raise TaskError(
             f"no linear layer or embedding of the model can be cut into tensor_parallel="

@@ -73,8 +73,12 @@ class Pass(nn.Module):
 # -- tensor parallelism ---------------------------------------------------------------------------
 
 
-def tensor_plan(model: nn.Module, degree: int) -> Plan:
-    """A plan for any model, by module name, of what `degree` divides; maybe empty."""
+def tensor_plan(model: nn.Module, degree: int, stages: Sequence[nn.Module]) -> Plan:
+    """A plan for any model, by module name, of what `degree` divides; maybe empty.
+
+    Between `stages` everything is whole: no pair of layers is cut across two of them.
+    """
+    within = [{id(module) for module in stage.modules()} for stage in stages]
     plan: dict[str, ParallelStyle] = {}
     taken = _tied_modules(model)
     modules = {
@@ -84,7 +88,9 @@ def tensor_plan(model: nn.Module, degree: int) -> Plan:
         for into, out in _pairs(module):
             children = [module.get_submodule(each) for each in (*into, out)]
             hidden = children[-1].in_features
-            if hidden % degree == 0 and not any(id(child) in taken for child in children):
+            together = any(here.issuperset(map(id, children)) for here in within)
+            taken_already = any(id(child) in taken for child in children)
+            if together and hidden % degree == 0 and not taken_already:
                 plan |= {_join(name, each): ColwiseParallel() for each in into}
                 plan[_join(name, out)] = RowwiseParallel()
                 taken.update(id(child) for child in children)

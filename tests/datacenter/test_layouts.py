@@ -82,6 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp2-pp2-zero3-cnn": ("Pictures", SGD, layout(2, pp=2, stage=3)),
     "tp2-pp2": ("Gpt", SGD, layout(1, 2, 2)),
     "tp2-pp2-plan": ("Gpt", PLAN, layout(1, 2, 2, schedule="gpipe")),
+    "tp2-pp2-cnn": ("Pictures", SGD, layout(1, 2, 2)),
     "pp4": ("Gpt", SGD, layout(pp=4, microbatches=4)),
     "dp2-tp2-zero3-clip": ("Gpt", PLAN, layout(2, 2, stage=3, clip_norm=0.2)),
     "tp2-pp2-clip": ("Gpt", SGD, layout(1, 2, 2, clip_norm=0.2)),

@@ -1,0 +1,131 @@
+"""Bytes per rank of parameters, gradients and optimizer state, by layout, beside the formula.
+
+The formula for P float32 parameters: 4 P bytes of parameters, as many of gradients and twice as
+many of Adam's moments, each divided by tensor_parallel x pipeline_parallel, and by data_parallel
+where the ZeRO stage is above 0. PyTorch's `fully_shard` keeps gradients and parameters sharded
+between steps in stages 1 and 2 as well; the stages differ in what is gathered during one.
+
+    python benchmarks/parallel_memory.py --quick
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import figures
+import torch
+from torch import nn
+
+from isthmus.task import Participant, Task
+from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.optim import Updater
+from isthmus_datacenter.parallelize import parallelize
+from isthmus_datacenter.passes import Passes
+from isthmus_datacenter.share import local
+from isthmus_datacenter.testing import on_ranks
+
+KINDS = ("param", "grad", "optimizer")
+FACTORS = {"param": 4, "grad": 4, "optimizer": 8}
+"""Bytes for each parameter."""
+QUICK = [(1, 1, 1, 0)] + [(2, 1, 1, stage) for stage in range(4)] + [(1, 2, 1, 0), (1, 1, 2, 0)]
+FULL = [
+    *QUICK,
+    *((4, 1, 1, stage) for stage in range(4)),
+    *((2, 2, 1, stage) for stage in range(4)),
+    *((2, 1, 2, stage) for stage in range(4)),
+    (1, 2, 2, 0),
+    *((2, 2, 2, stage) for stage in range(4)),
+]
+"""data_parallel, tensor_parallel, pipeline_parallel, zero_stage."""
+
+
+class Stack(Task):
+    """Blocks of two matrices, as an MLP of a transformer."""
+
+    def model(self) -> nn.Module:
+        width = self.settings["width"]
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+                for _ in range(8)
+            )
+        )
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square()
+
+    def optimizer(self, parameters: Any, participant: Participant) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+
+def measure(rank: int, layouts: list[tuple[int, int, int, int]], width: int) -> list[list[int]]:
+    """On one rank: bytes of each kind after one step in each layout."""
+    return [_measure(rank, layout, width) for layout in layouts]
+
+
+def _measure(rank: int, layout: tuple[int, int, int, int], width: int) -> list[int]:
+    dp, tp, pp, stage = layout
+    task = Stack({"width": width})
+    torch.manual_seed(0)
+    ranks = RankLayout(
+        ranks=dp * tp * pp, zero_stage=stage, tensor=tp, pipeline=pp, microbatches=pp
+    )
+    device = torch.device("cpu")
+    batch = torch.randn(4, width)
+    share = parallelize(task, task.model(), ranks, rank, device, sample=lambda: batch)
+    updater = Updater(
+        share,
+        lambda parameters: task.optimizer(parameters, Participant(name="", regime="datacenter")),
+        None,
+        False,
+    )
+    Passes(task, share, rank, device).run(batch, batch, 1.0, lambda mine: batch.numel() * dp)
+    gradients = sum(local(each).nbytes for each in share.gradients().values())
+    updater.step(1.0)
+    parameters = sum(local(each).nbytes for each in share.parameters().values())
+    moments = sum(
+        local(value).nbytes
+        for state in updater.optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    )
+    return [parameters, gradients, moments]
+
+
+def main() -> None:
+    """Measure every layout, and fail where one is off by more than a tenth."""
+    options = figures.options(__doc__ or "")
+    width = 256 if options.quick else 512
+    count = sum(each.numel() for each in Stack({"width": width}).model().parameters())
+    layouts = QUICK if options.quick else FULL
+    rows, found = [], {}
+    for ranks in sorted({dp * tp * pp for dp, tp, pp, _ in layouts}):
+        group = [each for each in layouts if each[0] * each[1] * each[2] == ranks]
+        by_rank = on_ranks(ranks, Path(__file__).resolve(), "measure", group, width)
+        for at, (dp, tp, pp, stage) in enumerate(group):
+            name = f"dp{dp}-tp{tp}-pp{pp}-zero{stage}"
+            cells = []
+            for kind, sizes in zip(
+                KINDS, zip(*(rank[at] for rank in by_rank), strict=True), strict=True
+            ):
+                formula = FACTORS[kind] * count / (tp * pp * (dp if stage else 1))
+                ratio = max(sizes) / formula
+                found[f"{kind}_over_formula/{name}"] = ratio
+                cells += [f"{max(sizes) / 2**20:.2f}", f"{formula / 2**20:.2f}", f"{ratio:.3f}"]
+            rows.append((name, *cells))
+    header = [
+        "layout",
+        *(f"{kind} {what}" for kind in KINDS for what in ("MiB", "formula", "ratio")),
+    ]
+    print(f"largest rank, {count:,} float32 parameters, AdamW, after one step\n")
+    print(figures.table(header, rows))
+    figures.write(options.json, "parallel_memory", figures.machine(), found)
+    off = [name for name, ratio in found.items() if abs(ratio - 1) > 0.1]
+    if off:
+        sys.exit(f"more than 10 % off the formula: {', '.join(off)}")
+
+
+if __name__ == "__main__":
+    main()
