@@ -73,6 +73,17 @@ class Phase(Section):
     """For how many rounds."""
 
 
+class Window(Section):
+    """Hours of the day in which one side can work; UTC, and over midnight if it closes earlier."""
+
+    side: Literal["datacenter", "federated"]
+    """Whose hours these are. A side without any window can always work."""
+    opens: Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
+    """HH:MM."""
+    closes: Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
+    """HH:MM."""
+
+
 class StrategySection(Section):
     """Which regime each round uses, and how results become the next model."""
 
@@ -80,8 +91,21 @@ class StrategySection(Section):
     """`datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, or your own `module:Name`."""
     schedule: tuple[Phase, ...] = ()
     """For the policy `schedule`: phases in order; the last one goes on to the end of the run."""
+    target_edge_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the target distribution that lives on the devices; the rest is the datacenter's."""
+    windows: tuple[Window, ...] = ()
+    """When the fleet or the datacenter can be counted on; policies plan with it."""
+    merge: Literal["weighted", "projected", "transfer"] = "weighted"
+    """How a hybrid round joins both sides: their weighted mean; the mean after taking out what
+    points against the fleet (Yu et al. 2020); or the fleet alone, whose devices add the
+    datacenter's gradient to each of their steps (one-way transfer, Augenstein et al. 2022)."""
     datacenter_weight: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the datacenter's pseudo-gradient in a hybrid round; the fleet has the rest."""
+    transfer_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """For merge = "transfer": what the datacenter's gradient is multiplied with."""
+    served_average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The model that is evaluated and handed out averages the rounds' models: so much of it stays
+    each round; 0 serves the last one."""
     server_optimizer: ServerOptimizer = ServerOptimizer()
     """What turns a merged pseudo-gradient into the next model."""
 
@@ -256,6 +280,8 @@ class PricesSection(Section):
     """One device taking part in one round."""
     datacenter_step: Price = 0.01
     """One optimizer step of the whole datacenter."""
+    client_evaluation: Price = 0.02
+    """One device scoring one model."""
 
 
 class Job(Section):
@@ -269,6 +295,8 @@ class Job(Section):
     """The run ends after so many rounds."""
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The run also ends before a round that would bring its cost above this (unit: prices)."""
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The run also ends before a round once it has gone on for so long."""
     attempts: Annotated[int, Field(ge=1)] = 3
     """Tries at one round before the run gives up."""
     task: TaskSection

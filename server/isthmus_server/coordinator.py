@@ -28,10 +28,12 @@ from isthmus_server.roster import Roster
 from isthmus_server.store import Resume, Store
 from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.policy import (
+    Compare,
     Observation,
     PastRound,
     Plan,
-    checked_plan,
+    Stop,
+    checked_answer,
     load_policy,
 )
 
@@ -117,6 +119,9 @@ class Coordinator:
             reason = "all rounds are done"
             while self.at.round < self.job.rounds:
                 plan = self._plan()
+                if isinstance(plan, Stop):
+                    reason = plan.reason
+                    break
                 if self._over_budget(plan):
                     reason = f"the budget of {self.job.budget:g} is used up"
                     break
@@ -199,8 +204,10 @@ class Coordinator:
             state=self.at.policy_state,
         )
 
-    def _plan(self) -> Plan:
-        return checked_plan(self.policy, self.job.strategy.policy, self._observe())
+    def _plan(self) -> Plan | Stop:
+        answer = checked_answer(self.policy, self.job.strategy.policy, self._observe())
+        assert not isinstance(answer, Compare), "visits are not wired in yet"
+        return answer
 
     def _price(self, devices: int, steps: int) -> float:
         prices = self.job.prices

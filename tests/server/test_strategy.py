@@ -8,7 +8,7 @@ from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Observation, Plan, load_policy
 from isthmus_server.strategy.cohort import select
-from isthmus_server.strategy.policy import PastRound, checked_plan
+from isthmus_server.strategy.policy import PastRound, checked_answer
 
 
 def observe(round_=1, history=(), **changes):
@@ -148,7 +148,7 @@ def test_a_policy_of_ones_own_is_loaded_by_name(write_policy):
     strategy = StrategySection(policy=name)
     policy = load_policy(strategy)
     assert policy.strategy is strategy
-    plan = checked_plan(policy, name, observe(state={"turns": 2}))
+    plan = checked_answer(policy, name, observe(state={"turns": 2}))
     assert plan == Plan("hybrid", "I like it", {"turns": 3})
 
 
@@ -181,7 +181,7 @@ def test_a_policy_that_cannot_be_made_is_one_sentence(write_policy, tmp_path):
 
 def test_a_policy_finds_its_state_as_it_would_after_a_resume(write_policy):
     name = write_policy("return Plan('hybrid', 'x', {'seen': (1, 2), 3: None})")
-    plan = checked_plan(load_policy(StrategySection(policy=name)), name, observe())
+    plan = checked_answer(load_policy(StrategySection(policy=name)), name, observe())
     assert plan.state == {"seen": [1, 2], "3": None}
 
 
@@ -191,19 +191,20 @@ def test_a_policy_finds_its_state_as_it_would_after_a_resume(write_policy):
         ("1 / 0", r"failed in round 3: ZeroDivisionError: division by zero"),
         ("return None", r"answered None in round 3, which is not a Plan"),
         ("return 'federated'", r"answered 'federated' in round 3"),
-        ("return Plan('edge', 'why')", r"one of the regimes datacenter, federated, hybrid"),
-        ("return Plan('hybrid', '')", r"and a reason"),
+        ("return Plan('edge', 'why')", r"whose regime is none of datacenter, federated, hybrid"),
+        ("return Plan('hybrid', '')", r"with a reason"),
         (
             "return Plan('hybrid', 'x', {'a': {1, 2}})",
             r"the state .* in round 3, which is not a JSON object",
         ),
         ("return Plan('hybrid', 'x', [1])", r"the state .* in round 3, which is not a JSON object"),
-        ("return Plan(['hybrid'], 'x')", r"is not a Plan"),
+        ("return Plan(['hybrid'], 'x')", r"whose regime is none of"),
+        ("return Plan('hybrid', 'x', start='warm')", r"from a model that is none of current"),
     ],
 )
 def test_a_policy_that_breaks_its_contract_is_named(write_policy, body, sentence):
     name = write_policy(body)
     policy = load_policy(StrategySection(policy=name))
     with pytest.raises(JobError, match=sentence) as caught:
-        checked_plan(policy, name, observe(3))
+        checked_answer(policy, name, observe(3))
     assert f"the policy {name!r}" in str(caught.value)

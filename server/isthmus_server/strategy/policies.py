@@ -4,8 +4,8 @@
 >>> policy = Alternate(StrategySection())
 >>> seen = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
 ...                    spent=0.0, budget=None, state={})
->>> policy.plan(seen)
-Plan(regime='federated', reason='even rounds are federated, odd ones datacenter', state={})
+>>> policy.plan(seen).reason
+'even rounds are federated, odd ones datacenter'
 """
 
 from __future__ import annotations

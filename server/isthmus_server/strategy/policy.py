@@ -1,8 +1,8 @@
 """What a policy sees and what it answers.
 
-A policy is a pure function: `plan(observation) -> Plan`. It keeps nothing; what it wants to
-remember it puts into `Plan.state` and finds again in the next `Observation.state`, after a crash
-and a resume as well.
+A policy is a pure function: `plan(observation) -> Plan | Compare | Stop`. It keeps nothing; what it
+wants to remember it puts into `Plan.state` and finds again in the next `Observation.state`, after a
+crash and a resume as well.
 
 A policy of your own, named in a job as ``policy = "my_module:Greedy"``::
 
@@ -13,6 +13,10 @@ A policy of your own, named in a job as ``policy = "my_module:Greedy"``::
         def plan(self, observation):
             better = observation.last_gain("federated") > observation.last_gain("datacenter")
             return Plan("federated" if better else "datacenter", reason="it gained more last time")
+
+A policy that must know which of two models is better asks before it plans: it answers `Compare`,
+devices score the models in one visit, and it is called again for the same round with the result in
+`Observation.comparisons`.
 """
 
 from __future__ import annotations
@@ -29,6 +33,43 @@ from isthmus.job import StrategySection
 Kind = Literal["datacenter", "federated", "hybrid"]
 KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
 
+Side = Literal["datacenter", "federated"]
+
+CURRENT = "current"
+"""The model that training goes on from."""
+SERVED = "served"
+"""The model that is handed out: an average of the iterates, or the current one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several models scored by the same devices in one visit, securely summed.
+
+    The same devices score every model, so a difference of two has a much smaller standard error
+    than either score (a paired test).
+    """
+
+    models: tuple[str, ...]
+    """Their names; differences are to the first."""
+    devices: int
+    """How many answered."""
+    score: Mapping[str, float]
+    """Mean over devices of a bounded loss, 0 (best) to 1, by model."""
+    difference: Mapping[str, float]
+    """Mean over devices of the model's score minus the first one's; below 0 is better."""
+    standard_error: Mapping[str, float]
+    """Of each difference."""
+    price: float
+    """What the visit cost."""
+
+    def beats(self, model: str, z: float = 1.0) -> bool:
+        """Whether a model is better than the first by more than `z` standard errors."""
+        return self.difference[model] < -z * self.standard_error[model]
+
+    def loses(self, model: str, z: float = 1.0) -> bool:
+        """Whether it is worse by more than `z` standard errors."""
+        return self.difference[model] > z * self.standard_error[model]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PastRound:
@@ -41,9 +82,34 @@ class PastRound:
     seconds: float
     """Wall time."""
     price: float
-    """Cost in the job's unit of price."""
+    """Cost in the job's unit of price, comparisons made for it included."""
     accepted: int
     """Updates that went into the model."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    device_seconds: float = 0.0
+    datacenter_seconds: float = 0.0
+    datacenter_steps: int = 0
+    training: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """The training's own figures (loss), by regime."""
+    norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """2-norm of each regime's pseudo-gradient, where the server saw it."""
+    cosine: float | None = None
+    """Between the two pseudo-gradients of a hybrid round."""
+    comparisons: Sequence[Comparison] = ()
+    """What the policy had asked for before it planned the round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """When one side can work: as the job declares its windows, or always."""
+
+    ready: bool = True
+    """Within a window now."""
+    changes_in: float | None = None
+    """Seconds until that changes; None if it never does."""
+    share: float = 1.0
+    """The part of the time that is left in which it is within a window."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +132,30 @@ class Observation:
     """The job's limit on it."""
     state: Mapping[str, Any]
     """What the policy put into its last committed plan."""
+    cohort: int = 8
+    """Updates that the job wants from a federated round."""
+    needed: int = 3
+    """The quorum: fewest updates that a federated round can be committed with."""
+    federated_price: float = 0.0
+    """What a federated round of a whole cohort costs."""
+    datacenter_price: float = 0.0
+    """What a datacenter round of the job's steps costs."""
+    visit_price: float = 0.0
+    """What it costs that one device scores one model."""
+    elapsed: float = 0.0
+    """Seconds since the run began."""
+    seconds_left: float | None = None
+    """Until the job's limit on the run's time; None without one."""
+    bytes_left: float | None = None
+    """Of the job's limit on bytes to and from devices; None without one."""
+    epsilon_left: float | None = None
+    """Of the privacy budget; None without one."""
+    forecast: Mapping[Side, Forecast] = dataclasses.field(default_factory=dict)
+    """Windows of both sides; a side that is not here has none."""
+    models: Sequence[str] = (CURRENT,)
+    """What may be compared and started from: current, served and whatever plans have kept."""
+    comparisons: Sequence[Comparison] = ()
+    """Asked for in this round so far."""
 
     def last_gain(self, regime: Kind, metric: str = "loss") -> float:
         """By how much `metric` fell over the last evaluated round of a regime; 0 if unknown."""
@@ -85,13 +175,54 @@ class Plan:
     """One clause for a person, completing "because ..."."""
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """For the policy's next decision; JSON data."""
+    _: dataclasses.KW_ONLY
+    datacenter_steps: int | None = None
+    """Instead of the job's."""
+    cohort: int | None = None
+    """Instead of the job's."""
+    merge: Literal["weighted", "projected", "transfer"] | None = None
+    """How a hybrid round joins the two sides, instead of the job's."""
+    transfer_weight: float | None = None
+    """lambda of `transfer`, instead of the job's."""
+    start: str = CURRENT
+    """The model to train from: one of `Observation.models`."""
+    reset_optimizer: bool = False
+    """Forget the server optimizer's momentum first."""
+    step_scale: float = 1.0
+    """What the merged pseudo-gradient is multiplied with."""
+    keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Models to keep when the round is committed: a name of the policy's own to current or served.
+    At most four are kept; keeping a name again replaces it, and mapping it to "" drops it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Ask some devices to score several models before the round is planned."""
+
+    models: tuple[str, ...]
+    """Two to four of `Observation.models`; differences are to the first. `a+b` is half of each."""
+    devices: int
+    """How many to visit."""
+    reason: str
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """For the next call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """End the run here: nothing that is left to do is worth it, or allowed."""
+
+    reason: str
+
+
+Answer = Plan | Compare | Stop
 
 
 class Policy(Protocol):
     """Decides, round by round."""
 
-    def plan(self, observation: Observation) -> Plan:
-        """Answer with a plan; the same observation always gets the same plan."""
+    def plan(self, observation: Observation) -> Answer:
+        """Answer for the next round; the same observation always gets the same answer."""
         ...
 
 
@@ -122,30 +253,48 @@ def load_policy(strategy: StrategySection) -> Policy:
     return policy
 
 
-def checked_plan(policy: Policy, name: str, observation: Observation) -> Plan:
+def checked_answer(policy: Policy, name: str, observation: Observation) -> Answer:
     """Ask a policy, and hold it to its contract.
 
     Its state comes back as it will be read after a crash, so that a resumed run sees no other.
 
     Raises:
-        JobError: it raised, or answered something that is not a plan; says which policy.
+        JobError: it raised, or answered something that cannot be done; says which policy.
     """
+    where = f"the policy {name!r}"
     try:
-        plan = policy.plan(observation)
+        answer = policy.plan(observation)
     except Exception as error:  # it may be anybody's code
         raise JobError(
-            f"the policy {name!r} failed in round {observation.round}: "
-            f"{type(error).__name__}: {error}"
+            f"{where} failed in round {observation.round}: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(plan, Plan) or plan.regime not in KINDS or not plan.reason:
-        raise JobError(
-            f"the policy {name!r} answered {plan!r} in round {observation.round}, which is not a "
-            f"Plan with one of the regimes {', '.join(KINDS)} and a reason"
-        )
+    wrong = _what_is_wrong(answer, observation)
+    if wrong:
+        raise JobError(f"{where} answered {answer!r} in round {observation.round}, {wrong}")
+    if isinstance(answer, Stop):
+        return answer
     try:
-        return dataclasses.replace(plan, state=json.loads(json.dumps(dict(plan.state))))
+        return dataclasses.replace(answer, state=json.loads(json.dumps(dict(answer.state))))
     except (TypeError, ValueError) as error:
         raise JobError(
-            f"the policy {name!r} answered with the state {plan.state!r} in round "
+            f"{where} answered with the state {answer.state!r} in round "
             f"{observation.round}, which is not a JSON object: {error}"
         ) from error
+
+
+def _what_is_wrong(answer: object, observation: Observation) -> str:
+    """Why an answer cannot be used, completing a sentence; empty if it can."""
+    if not isinstance(answer, Plan | Compare | Stop) or not answer.reason:
+        return "which is not a Plan, a Compare or a Stop with a reason"
+    if isinstance(answer, Plan):
+        if answer.regime not in KINDS:
+            return f"whose regime is none of {', '.join(KINDS)}"
+        if answer.start not in observation.models:
+            return f"which starts from a model that is none of {', '.join(observation.models)}"
+    if isinstance(answer, Compare):
+        asked = {part for name in answer.models for part in name.split("+")}
+        if not 2 <= len(answer.models) <= 4 or not asked <= set(observation.models):
+            return f"which must name two to four models of {', '.join(observation.models)}"
+        if answer.devices < 1:
+            return "which must ask at least one device"
+    return ""
