@@ -28,6 +28,9 @@ from isthmus.errors import JobError
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 RegimeName = Literal["datacenter", "federated", "hybrid"]
+Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+TimeOfDay = Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
 
 
 class Section(BaseModel):
@@ -64,24 +67,33 @@ class ServerOptimizer(Section):
     """Its keyword arguments."""
 
 
+class Hours(Section):
+    """Hours of the week, in UTC; over midnight if they close earlier than they open."""
+
+    opens: TimeOfDay
+    """HH:MM."""
+    closes: TimeOfDay
+    """HH:MM; the same as `opens` is all day."""
+    days: tuple[Day, ...] = ()
+    """Those on which they open: mon, tue, ...; none named is every day."""
+
+
+class Window(Hours):
+    """Hours in which one side can work."""
+
+    side: Literal["datacenter", "federated"]
+    """Whose hours these are. A side without any window can always work."""
+
+
 class Phase(Section):
     """A stretch of rounds in one regime."""
 
     regime: RegimeName
     """Who trains."""
-    rounds: Annotated[int, Field(ge=1)]
-    """For how many rounds."""
-
-
-class Window(Section):
-    """Hours of the day in which one side can work; UTC, and over midnight if it closes earlier."""
-
-    side: Literal["datacenter", "federated"]
-    """Whose hours these are. A side without any window can always work."""
-    opens: Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
-    """HH:MM."""
-    closes: Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
-    """HH:MM."""
+    rounds: Annotated[int, Field(ge=1)] | None = None
+    """For how many rounds; without a number it goes on to the end of the run."""
+    hours: tuple[Hours, ...] = ()
+    """Only in these; outside of them later phases have their turn."""
 
 
 class StrategySection(Section):
@@ -90,11 +102,12 @@ class StrategySection(Section):
     policy: str = "alternate"
     """`datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, or your own `module:Name`."""
     schedule: tuple[Phase, ...] = ()
-    """For the policy `schedule`: phases in order; the last one goes on to the end of the run."""
+    """For the policy `schedule`: the first phase that has rounds left and whose hours it is; after
+    all of them the last one goes on."""
     target_edge_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the target distribution that lives on the devices; the rest is the datacenter's."""
     windows: tuple[Window, ...] = ()
-    """When the fleet or the datacenter can be counted on; policies plan with it."""
+    """When the fleet or the datacenter can be counted on: no round of theirs begins outside."""
     merge: Literal["weighted", "projected", "transfer"] = "weighted"
     """How a hybrid round joins both sides: their weighted mean; the mean after taking out what
     points against the fleet (Yu et al. 2020); or the fleet alone, whose devices add the
@@ -113,6 +126,12 @@ class StrategySection(Section):
     def _schedule_fits(self) -> StrategySection:
         if self.policy == "schedule" and not self.schedule:
             raise ValueError("policy='schedule' needs at least one phase in strategy.schedule")
+        for number, phase in enumerate(self.schedule[:-1], 1):
+            if phase.rounds is None and not phase.hours:
+                raise ValueError(
+                    f"phase {number} of strategy.schedule never ends, and others follow it; "
+                    "give it rounds or hours"
+                )
         return self
 
 
@@ -296,7 +315,11 @@ class Job(Section):
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The run also ends before a round that would bring its cost above this (unit: prices)."""
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The run also ends before a round once it has gone on for so long."""
+    """The run also ends before a round once it has gone on for so long; the time in which it was
+    stopped does not count."""
+    device_bytes: Annotated[int, Field(gt=0)] | None = None
+    """The run also ends before a round that would bring what devices send and are sent above
+    this."""
     attempts: Annotated[int, Field(ge=1)] = 3
     """Tries at one round before the run gives up."""
     task: TaskSection

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from isthmus.errors import IsthmusError, RoundFailed, UserError
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
+from isthmus_server.clock import Clock
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
@@ -27,13 +27,14 @@ from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.roster import Roster
 from isthmus_server.store import Resume, Store
 from isthmus_server.strategy.cohort import select
+from isthmus_server.strategy.decision import Decision, decide
+from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
     Compare,
+    Comparison,
     Observation,
-    PastRound,
     Plan,
     Stop,
-    checked_answer,
     load_policy,
 )
 
@@ -74,8 +75,16 @@ class Coordinator:
       * every wait has a bound from the job's `[time]`.
     """
 
-    def __init__(self, store: Store, link: Link, watch: Watch = lambda kind, data: None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        link: Link,
+        watch: Watch = lambda kind, data: None,
+        clock: Clock | None = None,
+    ) -> None:
         """Load the task and the model, and stand where the run last stood.
+
+        Windows, the limit on the run's time and what rounds take go by `clock`.
 
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
@@ -84,6 +93,9 @@ class Coordinator:
         self.job = store.job
         self.link = link
         self.watch = watch
+        self.clock = clock or Clock()
+        self._began = self.clock.now()
+        self._unpaid = 0.0  # price of visits that no attempt has been charged with
         data = store.base / self.job.task.data if self.job.task.data else None
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         self.policy = load_policy(self.job.strategy)  # its module may lie beside the task's
@@ -114,18 +126,16 @@ class Coordinator:
         """
         self.store.reopen()
         self.roster.start()
+        self._began = self.clock.now() - self.at.elapsed
         try:
             await self.roster.wait_for_embedded()
             reason = "all rounds are done"
             while self.at.round < self.job.rounds:
-                plan = self._plan()
-                if isinstance(plan, Stop):
-                    reason = plan.reason
+                decision = await self._decide()
+                if isinstance(decision.answer, Stop):
+                    reason = decision.answer.reason
                     break
-                if self._over_budget(plan):
-                    reason = f"the budget of {self.job.budget:g} is used up"
-                    break
-                await self._round(plan)
+                await self._round(decision, decision.answer)
             final = await self._finish(reason)
         except IsthmusError as error:
             self.store.finish("failed", str(error), None)
@@ -135,33 +145,34 @@ class Coordinator:
             await self.roster.stop()
         return final
 
-    async def _round(self, plan: Plan) -> None:
+    async def _round(self, decision: Decision, plan: Plan) -> None:
         """Try a round until it is committed, or the job's attempts are used up."""
         round_ = self.at.round + 1
         for tries in itertools.count(1):
             attempt = self.at.attempts + 1
             await self.roster.require(plan.regime)
-            started = time.monotonic()
+            started = self.clock.now()
             try:
-                await self._one_attempt(plan, round_, attempt, started)
+                await self._one_attempt(decision, plan, round_, attempt, started)
                 return
             except RoundFailed as error:
                 receipts = error.receipts if isinstance(error, AttemptFailed) else []
-                self._record_failure(plan, round_, attempt, started, str(error), receipts)
+                self._record_failure(decision, plan, round_, attempt, started, str(error), receipts)
                 if tries >= self.job.attempts:
                     raise UserError(
                         f"round {round_} failed {tries} times; the last time because: {error}"
                     ) from None
 
-    async def _one_attempt(self, plan: Plan, round_: int, attempt: int, started: float) -> None:
+    async def _one_attempt(
+        self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
+    ) -> None:
         federated = plan.regime in ("federated", "hybrid")
-        cohort = self._cohort(round_) if federated else {}
+        cohort = self._cohort(round_, plan) if federated else {}
         self.store.plan(
             round_,
             attempt,
-            {**dataclasses.asdict(plan), "cohort": sorted(cohort)},
-            # The history is in the log already, round by round.
-            {**dataclasses.asdict(self._observe()), "history": None},
+            {**dataclasses.asdict(plan), "invited": sorted(cohort)},
+            decision.seen,
         )
         self._note(
             "round",
@@ -178,52 +189,54 @@ class Coordinator:
         trained = await self._train(plan, round_, attempt, cohort)
         self._merge(plan, trained)
         evaluation = await self._evaluate(plan, round_, trained)
-        self._commit(plan, round_, attempt, trained, evaluation, started)
+        self._commit(decision, plan, round_, attempt, trained, evaluation, started)
 
     # -- observe and plan --------------------------------------------------------------------------
 
     def _observe(self) -> Observation:
-        return Observation(
-            round=self.at.round + 1,
-            rounds=self.job.rounds,
-            history=[
-                PastRound(
-                    round=past["round"],
-                    regime=past["regime"],
-                    metrics=past["metrics"],
-                    seconds=past["seconds"],
-                    price=past["cost"]["price"],
-                    accepted=past["participants"]["accepted"],
-                )
-                for past in self.at.outcomes
-            ],
+        now = self.clock.now()
+        return observe(
+            self.job,
+            self.at.outcomes,
+            spent=self.at.spent,
+            device_bytes=self.at.device_bytes,
+            state=self.at.policy_state,
             clients_ready=len(self.roster.clients),
             datacenter_ready=bool(self.roster.datacenters),
-            spent=self.at.spent,
-            budget=self.job.budget,
-            state=self.at.policy_state,
+            model_bytes=self.model.layout.nbytes,
+            now=now,
+            elapsed=now - self._began,
         )
 
-    def _plan(self) -> Plan | Stop:
-        answer = checked_answer(self.policy, self.job.strategy.policy, self._observe())
-        assert not isinstance(answer, Compare), "visits are not wired in yet"
-        return answer
+    async def _decide(self) -> Decision:
+        if self.at.decided is not None:
+            decision = Decision.from_log(self.at.decided["plan"], self.at.decided["observation"])
+            self._unpaid = 0.0 if self.at.decided["paid"] else decision.price
+            self.at = dataclasses.replace(self.at, decided=None)
+            return decision
+        decision = await decide(
+            self.policy,
+            self.job.strategy.policy,
+            self._observe,
+            self._visit,
+            self.clock,
+            self._note,
+            secure=self.job.federated.secure_aggregation,
+        )
+        self._unpaid = decision.price
+        return decision
+
+    async def _visit(self, asked: Compare) -> Comparison:
+        raise RoundFailed("visits are not wired in yet")
 
     def _price(self, devices: int, steps: int) -> float:
         prices = self.job.prices
         return devices * prices.client_update + steps * prices.datacenter_step
 
-    def _over_budget(self, plan: Plan) -> bool:
-        if self.job.budget is None:
-            return False
-        devices = len(self._cohort(self.at.round + 1)) if plan.regime != "datacenter" else 0
-        steps = self.job.datacenter.steps if plan.regime != "federated" else 0
-        return self.at.spent + self._price(devices, steps) > self.job.budget + 1e-9
-
-    def _cohort(self, round_: int) -> dict[str, int]:
+    def _cohort(self, round_: int, plan: Plan) -> dict[str, int]:
         names = select(
             self.roster.clients,
-            cohort=self.job.federated.cohort,
+            cohort=plan.cohort or self.job.federated.cohort,
             over_selection=self.job.federated.over_selection,
             seed=self.job.seed,
             round_=round_,
@@ -318,6 +331,7 @@ class Coordinator:
 
     def _commit(
         self,
+        decision: Decision,
         plan: Plan,
         round_: int,
         attempt: int,
@@ -326,11 +340,12 @@ class Coordinator:
         started: float,
     ) -> None:
         away = plan.regime == "datacenter"
-        row = attempt_row(plan, round_, attempt, trained.receipts, started)
+        row = attempt_row(plan, round_, attempt, trained.receipts, started, self.clock.now())
         row["cost"]["price"] = self._price(
             sum(receipt.regime == "federated" for receipt in trained.receipts),
             trained.datacenter_steps,
         )
+        self._charge_visits(row, decision)
         row["metrics"] = dict(evaluation)
         row["training"] = trained.training
         if trained.datacenter is not None:
@@ -354,6 +369,7 @@ class Coordinator:
             policy_state=dict(plan.state),
             outcomes=[*self.at.outcomes, row],
             spent=self.at.spent + row["cost"]["price"],
+            device_bytes=self.at.device_bytes + row["cost"]["device_bytes"],
         )
         resume = {
             field: getattr(self.at, field)
@@ -367,12 +383,14 @@ class Coordinator:
                 "policy_state",
             )
         }
-        row["seconds"] = time.monotonic() - started
+        row["seconds"] = self.clock.now() - started
+        row["elapsed"] = self.clock.now() - self._began
         self.store.commit(round_, attempt, {"round": row, "resume": resume})
         self._note("committed", row)
 
     def _record_failure(
         self,
+        decision: Decision,
         plan: Plan,
         round_: int,
         attempt: int,
@@ -380,16 +398,27 @@ class Coordinator:
         reason: str,
         receipts: Sequence[Receipt],
     ) -> None:
-        row = attempt_row(plan, round_, attempt, receipts, started)
+        row = attempt_row(plan, round_, attempt, receipts, started, self.clock.now())
         # Devices that were reached have been paid for; what the ranks did is not known.
         reached = sum(r.started for r in receipts if r.regime == "federated")
         row["cost"]["price"] = self._price(reached, 0)
+        self._charge_visits(row, decision)
         row["error"] = reason
+        row["elapsed"] = self.clock.now() - self._began
         self.store.fail(round_, attempt, {"round": row})
         self.at = dataclasses.replace(
-            self.at, attempts=attempt, spent=self.at.spent + row["cost"]["price"]
+            self.at,
+            attempts=attempt,
+            spent=self.at.spent + row["cost"]["price"],
+            device_bytes=self.at.device_bytes + row["cost"]["device_bytes"],
         )
         self._note("attempt_failed", row)
+
+    def _charge_visits(self, row: dict[str, Any], decision: Decision) -> None:
+        """The first attempt after them pays for a round's visits; all of them name them."""
+        row["comparisons"] = [dataclasses.asdict(one) for one in decision.comparisons]
+        row["cost"]["price"] += self._unpaid
+        self._unpaid = 0.0
 
     # -- beginning and end -------------------------------------------------------------------------
 

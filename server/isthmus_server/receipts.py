@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -58,17 +57,16 @@ def count(receipts: Iterable[Receipt]) -> dict[str, int]:
 
 
 def attempt_row(
-    plan: Plan, round_: int, attempt: int, receipts: Sequence[Receipt], started: float
+    plan: Plan, round_: int, attempt: int, receipts: Sequence[Receipt], started: float, now: float
 ) -> dict[str, Any]:
-    """What the log and the report say of one attempt; `started` is of `time.monotonic()`."""
-    seconds = time.monotonic() - started
+    """What the log and the report say of one attempt; both times are the clock's."""
     return {
         "round": round_,
         "attempt": attempt,
         "regime": plan.regime,
         "reason": plan.reason,
-        "started_at": time.time() - seconds,
-        "seconds": seconds,
+        "started_at": started,
+        "seconds": now - started,
         "participants": count(receipts),
         "receipts": [receipt.to_json() for receipt in receipts],
         "metrics": {},
@@ -76,6 +74,9 @@ def attempt_row(
             "price": 0.0,
             "bytes_up": sum(receipt.bytes_in for receipt in receipts),
             "bytes_down": sum(receipt.bytes_out for receipt in receipts),
+            "device_bytes": sum(
+                r.bytes_in + r.bytes_out for r in receipts if r.regime == "federated"
+            ),
             "device_seconds": sum(r.seconds for r in receipts if r.regime == "federated"),
             "datacenter_seconds": sum(r.seconds for r in receipts if r.regime == "datacenter"),
         },

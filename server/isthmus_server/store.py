@@ -72,6 +72,13 @@ class Resume:
     """What each committed round came to, in order."""
     spent: float
     """Cost so far, failed attempts included."""
+    device_bytes: int
+    """Bytes to and from devices so far, failed attempts included."""
+    elapsed: float
+    """Seconds that the run went on for, up to the end of its last attempt."""
+    decided: Mapping[str, Any] | None
+    """The `plan` and `observation` of the next round, if a crash cut it short, and whether a failed
+    attempt has `paid` for its visits."""
 
 
 class Store:
@@ -222,13 +229,16 @@ class Store:
         failed = self.attempts("failed")
         last = committed[-1]["outcome"]["resume"] if committed else {}
         number = committed[-1]["round"] if committed else 0
-        made = self._db.execute(
-            "SELECT COALESCE(MAX(attempt), 0) FROM attempts WHERE round=? AND state<>'committed'",
+        tried = self._db.execute(
+            "SELECT attempt, plan, observation, state FROM attempts WHERE round=? "
+            "ORDER BY attempt DESC",
             (number + 1,),
-        ).fetchone()[0]
+        ).fetchone()
+        cut_short = tried is not None and self.status()[0] == "running"
+        rows = [row["outcome"]["round"] for row in committed + failed]
         return Resume(
             round=number,
-            attempts=made,
+            attempts=tried[0] if tried else 0,
             model_file=last.get("model_file"),
             optimizer_file=last.get("optimizer_file"),
             optimizer_numbers=last.get("optimizer_numbers", {}),
@@ -237,7 +247,16 @@ class Store:
             model_in_datacenter=last.get("model_in_datacenter", False),
             policy_state=last.get("policy_state", {}),
             outcomes=[row["outcome"]["round"] for row in committed],
-            spent=sum(row["outcome"]["round"]["cost"]["price"] for row in committed + failed),
+            spent=sum(row["cost"]["price"] for row in rows),
+            device_bytes=sum(row["cost"]["device_bytes"] for row in rows),
+            elapsed=max((row["elapsed"] for row in rows), default=0.0),
+            decided={
+                "plan": json.loads(tried[1]),
+                "observation": json.loads(tried[2]),
+                "paid": tried[3] == "failed",
+            }
+            if cut_short
+            else None,
         )
 
     # -- checkpoints -------------------------------------------------------------------------------

@@ -281,7 +281,9 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
 async def test_a_budget_ends_the_run_before_it_is_overdrawn(place):
     await place.listen()
     report, _ = await place.run("run", "budget=7.5")
-    assert report["reason"] == "the budget of 7.5 is used up"
+    assert report["reason"] == (
+        "the budget of 7.5 is used up: 6 is spent and a federated round costs 3"
+    )
     assert len(report["rounds"]) == 2
 
 

@@ -34,7 +34,11 @@ def crash():
 
 
 def row(round_, price=1.0):
-    return {"round": round_, "cost": {"price": price}}
+    return {
+        "round": round_,
+        "cost": {"price": price, "device_bytes": 100},
+        "elapsed": 10.0 * round_,
+    }
 
 
 def plan(store, round_, attempt=1):
@@ -98,6 +102,7 @@ def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
     again = crash(store)
     at = again.resume_point()
     assert (at.round, at.attempts, at.spent) == (1, 1, 1.0)
+    assert (at.device_bytes, at.elapsed) == (100, 10.0)
     assert (at.model_file, at.datacenter_step) == ("model-000001.safetensors", 50)
     assert at.policy_state == {"turn": 1}
     assert [found["round"] for found in again.attempts("planned")] == [2]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
-from isthmus_server.strategy import Observation, Plan, load_policy
+from isthmus_server.strategy import Observation, Plan, Wait, load_policy
 from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.policy import PastRound, checked_answer
 
@@ -25,9 +25,17 @@ def observe(round_=1, history=(), **changes):
     return Observation(**{**seen, **changes})
 
 
+def plans(strategy, rounds, **changes):
+    """What a policy answers round after round, its state going through JSON."""
+    policy, state = load_policy(strategy), {}
+    for round_ in range(1, rounds + 1):
+        plan = checked_answer(policy, strategy.policy, observe(round_, state=state, **changes))
+        state = plan.state
+        yield plan
+
+
 def regimes(strategy, rounds):
-    policy = load_policy(strategy)
-    return [policy.plan(observe(round_)).regime for round_ in range(1, rounds + 1)]
+    return [plan.regime for plan in plans(strategy, rounds)]
 
 
 @pytest.mark.parametrize("regime", ["datacenter", "federated", "hybrid"])
@@ -49,9 +57,46 @@ def test_a_schedule_goes_through_its_phases_and_stays_in_the_last():
         ],
     )
     assert regimes(strategy, 7) == ["datacenter"] * 2 + ["hybrid"] + ["federated"] * 4
-    policy = load_policy(strategy)
-    assert policy.plan(observe(3)).reason == "phase 2 of 3 is hybrid, from round 3 to 3"
-    assert policy.plan(observe(9)).reason == "phase 3 of 3 is federated, from round 4 to the end"
+    reasons = [plan.reason for plan in plans(strategy, 7)]
+    assert reasons[1] == "phase 1 of 3 is datacenter, its round 2 of 2"
+    assert reasons[2] == "phase 2 of 3 is hybrid, its round 1 of 1"
+    assert reasons[6] == "phase 3 of 3 is federated, to the end"
+
+
+def test_a_phase_with_hours_has_its_turn_in_them():
+    night = {"opens": "22:00", "closes": "06:00"}
+    strategy = StrategySection(
+        policy="schedule",
+        schedule=[
+            {"regime": "datacenter", "rounds": 1},
+            {"regime": "federated", "rounds": 2, "hours": [night]},
+            {"regime": "datacenter"},
+        ],
+    )
+
+    def at(hour):
+        return [plan.regime[0] for plan in plans(strategy, 5, now=hour * 3600.0)]
+
+    assert at(12) == ["d"] * 5
+    assert at(23) == ["d", "f", "f", "d", "d"]
+    (_, plan, *_) = plans(strategy, 2, now=0.0)
+    assert plan.reason == "phase 2 of 3 is federated, its round 1 of 2 between 22:00 to 06:00 UTC"
+
+
+def test_a_schedule_waits_where_no_phase_has_its_hours():
+    strategy = StrategySection(
+        policy="schedule",
+        schedule=[{"regime": "federated", "hours": [{"opens": "22:00", "closes": "06:00"}]}],
+    )
+    answer = load_policy(strategy).plan(observe(now=20 * 3600.0))
+    assert answer == Wait(7200.0, "no phase of the schedule has its hours now")
+
+
+def test_a_schedule_with_a_phase_that_is_never_reached_is_refused():
+    with pytest.raises(ValueError, match=r"phase 1 of strategy\.schedule never ends, and others"):
+        StrategySection(
+            policy="schedule", schedule=[{"regime": "federated"}, {"regime": "datacenter"}]
+        )
 
 
 def test_the_gain_of_a_regime_is_of_its_last_evaluated_round():
@@ -192,7 +237,7 @@ def test_a_policy_finds_its_state_as_it_would_after_a_resume(write_policy):
         ("return None", r"answered None in round 3, which is not a Plan"),
         ("return 'federated'", r"answered 'federated' in round 3"),
         ("return Plan('edge', 'why')", r"whose regime is none of datacenter, federated, hybrid"),
-        ("return Plan('hybrid', '')", r"with a reason"),
+        ("return Plan('hybrid', '')", r"which has no reason in words"),
         (
             "return Plan('hybrid', 'x', {'a': {1, 2}})",
             r"the state .* in round 3, which is not a JSON object",

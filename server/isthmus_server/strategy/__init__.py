@@ -1,5 +1,13 @@
 """Which regime does the work of a round, with whom, and why."""
 
-from isthmus_server.strategy.policy import Compare, Observation, Plan, Policy, Stop, load_policy
+from isthmus_server.strategy.policy import (
+    Compare,
+    Observation,
+    Plan,
+    Policy,
+    Stop,
+    Wait,
+    load_policy,
+)
 
-__all__ = ["Compare", "Observation", "Plan", "Policy", "Stop", "load_policy"]
+__all__ = ["Compare", "Observation", "Plan", "Policy", "Stop", "Wait", "load_policy"]

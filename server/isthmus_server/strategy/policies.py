@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from isthmus.job import StrategySection
-from isthmus_server.strategy.policy import Kind, Observation, Plan, Policy
+from isthmus.job import Phase, StrategySection
+from isthmus_server.strategy.policy import Kind, Observation, Plan, Policy, Wait
+from isthmus_server.strategy.windows import forecast_hours
 
 
 class Fixed:
@@ -40,26 +42,42 @@ class Alternate:
 
 
 class Schedule:
-    """The phases of `strategy.schedule`, in order; the last one goes on."""
+    """The first phase of `strategy.schedule` that has rounds left and whose hours it is."""
 
     def __init__(self, strategy: StrategySection) -> None:
         self.phases = strategy.schedule
 
-    def plan(self, observation: Observation) -> Plan:
-        """Find the phase that the round falls into."""
-        start = 1
+    def plan(self, observation: Observation) -> Plan | Wait:
+        """Find the phase, and count the round as its."""
+        done = list(observation.state.get("done", [0] * len(self.phases)))
+        until: list[float] = []
         for number, phase in enumerate(self.phases, 1):
-            end = start + phase.rounds
             last = number == len(self.phases)
-            if observation.round < end or last:
-                until = "to the end" if last else f"to {end - 1}"
-                return Plan(
-                    phase.regime,
-                    f"phase {number} of {len(self.phases)} is {phase.regime}, "
-                    f"from round {start} {until}",
-                )
-            start = end
-        raise AssertionError("a schedule has at least one phase")
+            if phase.rounds is not None and done[number - 1] >= phase.rounds and not last:
+                continue
+            hours = forecast_hours(phase.hours, observation.now, None) if phase.hours else None
+            if hours is not None and not hours.ready:
+                until.append(hours.changes_in or math.inf)
+                continue
+            done[number - 1] += 1
+            return Plan(
+                phase.regime,
+                f"phase {number} of {len(self.phases)} is {phase.regime}, "
+                f"{_how_far(phase, done[number - 1], last)}",
+                {"done": done},
+            )
+        return Wait(min(until), "no phase of the schedule has its hours now")
+
+
+def _how_far(phase: Phase, done: int, last: bool) -> str:
+    hours = " and ".join(
+        f"{one.opens} to {one.closes}{' ' if one.days else ''}{', '.join(one.days)}"
+        for one in phase.hours
+    )
+    within = f" between {hours} UTC" if hours else ""
+    if last or phase.rounds is None:
+        return f"to the end{within}"
+    return f"its round {done} of {phase.rounds}{within}"
 
 
 BUILT_IN: dict[str, Callable[[StrategySection], Policy]] = {

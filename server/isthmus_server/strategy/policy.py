@@ -1,8 +1,8 @@
 """What a policy sees and what it answers.
 
-A policy is a pure function: `plan(observation) -> Plan | Compare | Stop`. It keeps nothing; what it
-wants to remember it puts into `Plan.state` and finds again in the next `Observation.state`, after a
-crash and a resume as well.
+A policy is a pure function: `plan(observation) -> Plan | Compare | Wait | Stop`. It keeps nothing;
+what it wants to remember it puts into its answer's `state` and finds again in the next
+`Observation.state`, after a crash and a resume as well.
 
 A policy of your own, named in a job as ``policy = "my_module:Greedy"``::
 
@@ -16,7 +16,9 @@ A policy of your own, named in a job as ``policy = "my_module:Greedy"``::
 
 A policy that must know which of two models is better asks before it plans: it answers `Compare`,
 devices score the models in one visit, and it is called again for the same round with the result in
-`Observation.comparisons`.
+`Observation.comparisons`, or with the reason in `Observation.refused` if that cannot be had.
+
+Whatever a policy answers, the job's limits win: see `isthmus_server.strategy.constraints`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -109,7 +112,7 @@ class Forecast:
     changes_in: float | None = None
     """Seconds until that changes; None if it never does."""
     share: float = 1.0
-    """The part of the time that is left in which it is within a window."""
+    """The part of the time that is left (of a week, without a limit) within a window."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,16 +137,26 @@ class Observation:
     """What the policy put into its last committed plan."""
     cohort: int = 8
     """Updates that the job wants from a federated round."""
+    over_selection: float = 1.0
+    """cohort x this are invited."""
     needed: int = 3
     """The quorum: fewest updates that a federated round can be committed with."""
-    federated_price: float = 0.0
-    """What a federated round of a whole cohort costs."""
-    datacenter_price: float = 0.0
-    """What a datacenter round of the job's steps costs."""
-    visit_price: float = 0.0
+    datacenter_steps: int = 50
+    """Optimizer steps that the job wants from a datacenter round."""
+    client_price: float = 1.0
+    """What it costs that one device takes part in a round."""
+    step_price: float = 0.01
+    """What one optimizer step of the datacenter costs."""
+    visit_price: float = 0.02
     """What it costs that one device scores one model."""
+    client_bytes: float = 0.0
+    """What one device in one round sends and is sent: the most so far, or two models."""
+    model_bytes: float = 0.0
+    """Size of the model as it is sent."""
+    now: float = 0.0
+    """Seconds since 1970-01-01 00:00 UTC."""
     elapsed: float = 0.0
-    """Seconds since the run began."""
+    """Seconds that the run has gone on for, without the time in which it was stopped."""
     seconds_left: float | None = None
     """Until the job's limit on the run's time; None without one."""
     bytes_left: float | None = None
@@ -151,11 +164,32 @@ class Observation:
     epsilon_left: float | None = None
     """Of the privacy budget; None without one."""
     forecast: Mapping[Side, Forecast] = dataclasses.field(default_factory=dict)
-    """Windows of both sides; a side that is not here has none."""
+    """What the job's windows say of each side, here or not."""
     models: Sequence[str] = (CURRENT,)
     """What may be compared and started from: current, served and whatever plans have kept."""
     comparisons: Sequence[Comparison] = ()
     """Asked for in this round so far."""
+    refused: Sequence[str] = ()
+    """Why comparisons asked for in this round could not be made; asking again ends the run."""
+
+    def open(self, side: Side) -> bool:
+        """Whether a side is within its windows now."""
+        return self.forecast.get(side, Forecast()).ready
+
+    def invited(self, cohort: int | None = None) -> int:
+        """Devices that a federated round invites."""
+        return math.ceil((cohort or self.cohort) * self.over_selection)
+
+    def price(self, regime: Kind, cohort: int | None = None, steps: int | None = None) -> float:
+        """What a round costs if every device it wants takes part."""
+        devices = 0 if regime == "datacenter" else self.invited(cohort)
+        made = 0 if regime == "federated" else steps or self.datacenter_steps
+        return devices * self.client_price + made * self.step_price
+
+    @property
+    def left(self) -> float | None:
+        """Of the budget; None without one."""
+        return None if self.budget is None else self.budget - self.spent
 
     def last_gain(self, regime: Kind, metric: str = "loss") -> float:
         """By how much `metric` fell over the last evaluated round of a regime; 0 if unknown."""
@@ -209,13 +243,21 @@ class Compare:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wait:
+    """Do nothing for a while, then ask again."""
+
+    seconds: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Stop:
     """End the run here: nothing that is left to do is worth it, or allowed."""
 
     reason: str
 
 
-Answer = Plan | Compare | Stop
+Answer = Plan | Compare | Wait | Stop
 
 
 class Policy(Protocol):
@@ -271,7 +313,7 @@ def checked_answer(policy: Policy, name: str, observation: Observation) -> Answe
     wrong = _what_is_wrong(answer, observation)
     if wrong:
         raise JobError(f"{where} answered {answer!r} in round {observation.round}, {wrong}")
-    if isinstance(answer, Stop):
+    if isinstance(answer, Stop | Wait):
         return answer
     try:
         return dataclasses.replace(answer, state=json.loads(json.dumps(dict(answer.state))))
@@ -284,17 +326,50 @@ def checked_answer(policy: Policy, name: str, observation: Observation) -> Answe
 
 def _what_is_wrong(answer: object, observation: Observation) -> str:
     """Why an answer cannot be used, completing a sentence; empty if it can."""
-    if not isinstance(answer, Plan | Compare | Stop) or not answer.reason:
-        return "which is not a Plan, a Compare or a Stop with a reason"
+    if not isinstance(answer, Plan | Compare | Wait | Stop):
+        return "which is not a Plan, a Compare, a Wait or a Stop"
+    if not isinstance(answer.reason, str) or not answer.reason:
+        return "which has no reason in words"
     if isinstance(answer, Plan):
-        if answer.regime not in KINDS:
-            return f"whose regime is none of {', '.join(KINDS)}"
-        if answer.start not in observation.models:
-            return f"which starts from a model that is none of {', '.join(observation.models)}"
+        return _wrong_plan(answer, observation)
     if isinstance(answer, Compare):
         asked = {part for name in answer.models for part in name.split("+")}
         if not 2 <= len(answer.models) <= 4 or not asked <= set(observation.models):
             return f"which must name two to four models of {', '.join(observation.models)}"
-        if answer.devices < 1:
+        if not _whole(answer.devices, least=1):
             return "which must ask at least one device"
+        if observation.refused:
+            return f"though it was refused in this round already: {observation.refused[-1]}"
+    if isinstance(answer, Wait) and not _number(answer.seconds, above=0.0):
+        return "which must wait for a number of seconds above 0"
     return ""
+
+
+def _wrong_plan(plan: Plan, observation: Observation) -> str:
+    if plan.regime not in KINDS:
+        return f"whose regime is none of {', '.join(KINDS)}"
+    if plan.start not in observation.models:
+        return f"which starts from a model that is none of {', '.join(observation.models)}"
+    if plan.merge not in (None, "weighted", "projected", "transfer"):
+        return "whose merge is none of weighted, projected, transfer"
+    for name, least in (("datacenter_steps", 1), ("cohort", 1)):
+        value = getattr(plan, name)
+        if value is not None and not _whole(value, least):
+            return f"whose {name} is not a whole number above 0"
+    if plan.transfer_weight is not None and not _number(plan.transfer_weight, least=0.0):
+        return "whose transfer_weight is not a number from 0"
+    if not _number(plan.step_scale, above=0.0):
+        return "whose step_scale is not a number above 0"
+    if not set(plan.keep.values()) <= {CURRENT, SERVED, ""}:
+        return f"which keeps something else than {CURRENT} or {SERVED}"
+    return ""
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: object, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+    return (
+        isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above
+    )

@@ -1,0 +1,170 @@
+"""The job's limits, which win over every policy: budget, time, bytes, privacy, windows, quorum.
+
+What a policy answers passes through `hold` before anything is done. An answer within the limits
+comes out as it is. One outside of them is held back: it waits for a window to open, a cohort too
+small or too large is made to fit, a visit is refused, and where nothing of that helps the run
+ends. No limit is ever loosened, and none makes a plan of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from isthmus_server.strategy.policy import (
+    Answer,
+    Compare,
+    Forecast,
+    Observation,
+    Plan,
+    Side,
+    Stop,
+    Wait,
+)
+
+_SLACK = 1e-9
+"""Of a unit of price: prices are sums of decimal fractions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A visit that cannot be made; the policy is asked again and told why."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What became of an answer."""
+
+    answer: Answer | Refused
+    interventions: tuple[str, ...] = ()
+    """What was changed and why, one sentence each; empty if nothing was."""
+
+
+def hold(answer: Answer, seen: Observation, *, secure: bool) -> Held:
+    """The answer, within the job's limits.
+
+    Args:
+        answer: what the policy wants.
+        seen: what it saw.
+        secure: federated rounds are securely aggregated, which bounds the cohort from above by the
+            quorum (see `FederatedSection`).
+    """
+    if isinstance(answer, Stop):
+        return Held(answer)
+    if seen.seconds_left is not None and seen.seconds_left <= 0:
+        return _stopped(f"the run has gone on for {seen.elapsed:.0f} s, its limit")
+    if isinstance(answer, Wait):
+        held = _wait(answer, seen)
+        return Held(answer) if held.answer == answer else held
+    if isinstance(answer, Compare):
+        refusal = _no_visit(answer, seen)
+        return Held(Refused(refusal), (refusal,)) if refusal else Held(answer)
+    plan, interventions = _fitting_cohort(answer, seen, secure)
+    ending = _too_much(plan, seen)
+    if ending:
+        return Held(Stop(ending), (*interventions, ending))
+    for side in _sides(plan):
+        if not seen.open(side):
+            held = _wait(_until_open(side, seen), seen)
+            return Held(held.answer, (*interventions, *held.interventions))
+    return Held(plan, interventions)
+
+
+def _sides(plan: Plan) -> tuple[Side, ...]:
+    if plan.regime == "hybrid":
+        return ("datacenter", "federated")
+    return (plan.regime,)
+
+
+def _stopped(reason: str) -> Held:
+    return Held(Stop(reason), (reason,))
+
+
+# -- what can be afforded --------------------------------------------------------------------------
+
+
+def _too_much(plan: Plan, seen: Observation) -> str:
+    """Which limit a round would go over; empty if none."""
+    price = seen.price(plan.regime, plan.cohort, plan.datacenter_steps)
+    if seen.left is not None and price > seen.left + _SLACK:
+        return (
+            f"the budget of {seen.budget:g} is used up: {seen.spent:g} is spent and a "
+            f"{plan.regime} round costs {price:g}"
+        )
+    if plan.regime == "datacenter":
+        return ""
+    if seen.epsilon_left is not None and seen.epsilon_left <= 0:
+        return f"the privacy budget is spent, and a {plan.regime} round would ask devices"
+    moved = seen.invited(plan.cohort) * seen.client_bytes
+    if seen.bytes_left is not None and moved > seen.bytes_left:
+        return (
+            f"a {plan.regime} round moves about {moved / 1e6:.3g} MB to and from devices, and "
+            f"{max(seen.bytes_left, 0) / 1e6:.3g} MB are left (device_bytes)"
+        )
+    return ""
+
+
+def _no_visit(asked: Compare, seen: Observation) -> str:
+    """Why devices cannot be asked to score models; empty if they can."""
+    price = asked.devices * len(asked.models) * seen.visit_price
+    vectors = len({part for name in asked.models for part in name.split("+")})
+    moved = asked.devices * vectors * seen.model_bytes
+    if not seen.open("federated"):
+        return "devices cannot be asked outside of their window"
+    if seen.clients_ready < asked.devices:
+        return f"{asked.devices} devices are to be asked and {seen.clients_ready} are ready"
+    if seen.left is not None and price > seen.left + _SLACK:
+        return f"asking {asked.devices} devices costs {price:g} and {seen.left:g} is left"
+    if seen.epsilon_left is not None and seen.epsilon_left <= 0:
+        return "the privacy budget is spent, and devices cannot be asked"
+    if seen.bytes_left is not None and moved > seen.bytes_left:
+        return (
+            f"asking {asked.devices} devices moves {moved / 1e6:.3g} MB and "
+            f"{max(seen.bytes_left, 0) / 1e6:.3g} MB are left (device_bytes)"
+        )
+    return ""
+
+
+# -- what is made to fit ---------------------------------------------------------------------------
+
+
+def _fitting_cohort(plan: Plan, seen: Observation, secure: bool) -> tuple[Plan, tuple[str, ...]]:
+    """A cohort with which the job's quorum means what it says."""
+    if plan.cohort is None or plan.regime == "datacenter":
+        return plan, ()
+    most = largest_cohort(seen.needed) if secure else plan.cohort
+    cohort = max(seen.needed, min(plan.cohort, most))
+    if cohort == plan.cohort:
+        return plan, ()
+    sentence = f"a cohort of {plan.cohort} became {cohort}, to go with the quorum of {seen.needed}"
+    return dataclasses.replace(plan, cohort=cohort), (sentence,)
+
+
+def largest_cohort(quorum: int) -> int:
+    """With secure aggregation, the most devices of which this quorum is enough.
+
+    >>> largest_cohort(6), largest_cohort(3)
+    (10, 5)
+    """
+    # `FederatedSection` asks for quorum >= 56 * cohort // 100 + 1.
+    return max(quorum, ((quorum * 100) - 1) // 56)
+
+
+def _until_open(side: Side, seen: Observation) -> Wait | Stop:
+    forecast = seen.forecast.get(side, Forecast())
+    if forecast.changes_in is None:
+        return Stop(f"the window of the {side} side never opens")
+    return Wait(forecast.changes_in, f"the {side} side is outside of its window")
+
+
+def _wait(answer: Wait | Stop, seen: Observation) -> Held:
+    """A wait that ends within the run's time."""
+    if isinstance(answer, Stop):
+        return _stopped(answer.reason)
+    if seen.seconds_left is not None and answer.seconds >= seen.seconds_left:
+        return _stopped(
+            f"{answer.reason}; it would have to wait for {answer.seconds:.0f} s and the run ends "
+            f"in {seen.seconds_left:.0f} s"
+        )
+    return Held(answer, (f"{answer.reason}: it waits for {answer.seconds:.0f} s",))

@@ -1,0 +1,134 @@
+"""How one round is decided: observe, ask the policy, make its visits, hold it to the limits.
+
+::
+
+    look -> policy -> constraints --Plan, Stop--> Decision
+      ^                    |
+      |                    +--Compare--> visit devices --+
+      |                    +--Wait-----> sleep ----------+
+      +--------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from isthmus.errors import JobError, RoundFailed
+from isthmus_server.clock import Clock
+from isthmus_server.strategy.constraints import Refused, hold
+from isthmus_server.strategy.policy import (
+    Compare,
+    Comparison,
+    Observation,
+    Plan,
+    Policy,
+    Stop,
+    Wait,
+    checked_answer,
+)
+
+MOST_VISITS = 8
+"""Comparisons that a policy may ask for in one round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is done next, and everything that led to it."""
+
+    answer: Plan | Stop
+    seen: Mapping[str, Any]
+    """The observation it was decided on, as JSON data, without the history, which is in the log;
+    with what the policy `asked` of devices, how long it `waited`, and the limits' `interventions`.
+    """
+    comparisons: Sequence[Comparison] = ()
+    """Made for it, and to be paid for."""
+
+    @property
+    def price(self) -> float:
+        """What the comparisons cost."""
+        return sum(one.price for one in self.comparisons)
+
+    @classmethod
+    def from_log(cls, plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Decision:
+        """One that was written down before a crash: it stands, whatever time it is now."""
+        names = {field.name for field in dataclasses.fields(Plan) if field.init}
+        return cls(
+            answer=Plan(**{name: value for name, value in plan.items() if name in names}),
+            seen=seen,
+            comparisons=[Comparison(**one) for one in seen["comparisons"]],
+        )
+
+
+Look = Callable[[], Observation]
+Visit = Callable[[Compare], Awaitable[Comparison]]
+Note = Callable[[str, Mapping[str, Any]], None]
+
+
+async def decide(
+    policy: Policy, name: str, look: Look, visit: Visit, clock: Clock, note: Note, *, secure: bool
+) -> Decision:
+    """Decide on the next round.
+
+    Args:
+        policy: the job's.
+        name: how the job calls it.
+        look: makes an observation of what is so now.
+        visit: has devices score models; raises `RoundFailed` where too few answer.
+        clock: what waiting goes by.
+        note: told of waits.
+        secure: federated rounds are securely aggregated.
+
+    Raises:
+        JobError: the policy broke its contract.
+    """
+    comparisons: list[Comparison] = []
+    refused: list[str] = []
+    asked: list[dict[str, Any]] = []
+    waited: list[dict[str, Any]] = []
+    state: Mapping[str, Any] | None = None
+    while True:
+        seen = look()
+        seen = dataclasses.replace(
+            seen,
+            comparisons=tuple(comparisons),
+            refused=tuple(refused),
+            # Visits of this round are paid for with it, and count already.
+            spent=seen.spent + sum(one.price for one in comparisons),
+            state=seen.state if state is None else state,
+        )
+        wanted = checked_answer(policy, name, seen)
+        held = hold(wanted, seen, secure=secure)
+        answer = held.answer
+        if isinstance(wanted, Compare):
+            if len(asked) == MOST_VISITS:
+                raise JobError(
+                    f"the policy {name!r} asked for more than {MOST_VISITS} comparisons in round "
+                    f"{seen.round}"
+                )
+            asked.append({**dataclasses.asdict(wanted), "refused": None})
+            state = wanted.state
+        if isinstance(answer, Compare):
+            try:
+                comparisons.append(await visit(answer))
+                continue
+            except RoundFailed as error:
+                answer = Refused(str(error))
+        if isinstance(answer, Refused):
+            asked[-1]["refused"] = answer.reason
+            refused.append(answer.reason)
+        elif isinstance(answer, Wait):
+            waited.append({"seconds": answer.seconds, "reason": answer.reason})
+            note("paused", {"round": seen.round, **waited[-1]})
+            await clock.sleep(answer.seconds)
+            refused.clear()
+        else:
+            log = {
+                **dataclasses.asdict(seen),
+                "history": None,
+                "asked": asked,
+                "waited": waited,
+                "interventions": list(held.interventions),
+            }
+            return Decision(answer=answer, seen=log, comparisons=comparisons)

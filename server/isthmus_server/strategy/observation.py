@@ -1,0 +1,106 @@
+"""What a policy is shown, from the job, the round log and whoever is here; nothing else goes in.
+
+Everything is copied: a policy that changes what it was given changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isthmus.job import Job
+from isthmus_server.strategy.policy import CURRENT, Comparison, Observation, PastRound
+from isthmus_server.strategy.windows import forecast
+
+
+def observe(
+    job: Job,
+    outcomes: Sequence[Mapping[str, Any]],
+    *,
+    spent: float,
+    device_bytes: int,
+    state: Mapping[str, Any],
+    clients_ready: int,
+    datacenter_ready: bool,
+    model_bytes: int,
+    now: float,
+    elapsed: float,
+    models: Sequence[str] = (CURRENT,),
+) -> Observation:
+    """The observation for the next round.
+
+    Args:
+        job: limits, prices, windows and what a round is made of.
+        outcomes: rows of all committed rounds, oldest first (`receipts.attempt_row`).
+        spent: price of everything so far, failed attempts included.
+        device_bytes: bytes to and from devices so far, failed attempts included.
+        state: what the policy's last committed plan had.
+        clients_ready: devices that have opened the run.
+        datacenter_ready: whether a datacenter has.
+        model_bytes: size of the encoded model.
+        now: seconds since 1970, UTC.
+        elapsed: seconds that the run has gone on for.
+        models: names of what may be compared and started from.
+    """
+    left = None if job.seconds is None else job.seconds - elapsed
+    return Observation(
+        round=len(outcomes) + 1,
+        rounds=job.rounds,
+        history=[past_round(row) for row in outcomes],
+        clients_ready=clients_ready,
+        datacenter_ready=datacenter_ready,
+        spent=spent,
+        budget=job.budget,
+        state=dict(state),
+        cohort=job.federated.cohort,
+        over_selection=job.federated.over_selection,
+        needed=job.federated.needed,
+        datacenter_steps=job.datacenter.steps,
+        client_price=job.prices.client_update,
+        step_price=job.prices.datacenter_step,
+        visit_price=job.prices.client_evaluation,
+        client_bytes=_bytes_of_a_device(outcomes, model_bytes),
+        model_bytes=model_bytes,
+        now=now,
+        elapsed=elapsed,
+        seconds_left=left,
+        bytes_left=None if job.device_bytes is None else job.device_bytes - device_bytes,
+        forecast={
+            "datacenter": forecast(job.strategy.windows, "datacenter", now, left),
+            "federated": forecast(job.strategy.windows, "federated", now, left),
+        },
+        models=tuple(models),
+    )
+
+
+def past_round(row: Mapping[str, Any]) -> PastRound:
+    """A committed round, from its row in the log."""
+    cost = row["cost"]
+    return PastRound(
+        round=row["round"],
+        regime=row["regime"],
+        metrics=dict(row["metrics"]),
+        seconds=row["seconds"],
+        price=cost["price"],
+        accepted=row["participants"]["accepted"],
+        bytes_up=cost["bytes_up"],
+        bytes_down=cost["bytes_down"],
+        device_seconds=cost["device_seconds"],
+        datacenter_seconds=cost["datacenter_seconds"],
+        datacenter_steps=sum(r["steps"] for r in row["receipts"] if r["regime"] == "datacenter"),
+        training={name: dict(figures) for name, figures in row.get("training", {}).items()},
+        norms=dict(row.get("norms", {})),
+        cosine=row.get("cosine"),
+        comparisons=[Comparison(**one) for one in row.get("comparisons", ())],
+    )
+
+
+def _bytes_of_a_device(outcomes: Sequence[Mapping[str, Any]], model_bytes: int) -> float:
+    """The most that one has moved in a round, and at least a model down and an update up."""
+    seen = [
+        receipt["bytes_in"] + receipt["bytes_out"]
+        for row in outcomes[-10:]
+        for receipt in row["receipts"]
+        if receipt["regime"] == "federated"
+    ]
+    return float(max([2 * model_bytes, *seen]))
