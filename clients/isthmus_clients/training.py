@@ -6,6 +6,7 @@ Shape legend: N = float32 elements of the exchange set.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +18,41 @@ import torch
 from isthmus.contents import describe
 from isthmus.errors import TaskError
 from isthmus.exchange import Layout
-from isthmus.job import Job
+from isthmus.job import FederatedSection, Job
 from isthmus.scoring import Averages, batches, build_model, count_examples, losses
 from isthmus.task import Participant, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
 
 CPU = torch.device("cpu")
+
+
+def local_seed(seed: int, round_: int, name: str) -> bytes:
+    """What a device's randomness in a round comes from: 32 bytes."""
+    return hashlib.sha256(f"isthmus/local/{seed}/{round_}/{name}".encode()).digest()
+
+
+def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iterator[list[int]]:
+    """Which examples each local step trains on: shuffled passes, as long as the job asks for.
+
+    >>> passes = FederatedSection(local_epochs=2, batch_size=2)
+    >>> [len(batch) for batch in step_indices(bytes(32), 3, passes)]
+    [2, 1, 2, 1]
+    """
+    generator = torch.Generator().manual_seed(_number(seed))
+    left = settings.local_steps
+    epochs = itertools.repeat(None) if left is not None else range(settings.local_epochs or 1)
+    for _ in epochs:
+        order = torch.randperm(examples, generator=generator).tolist()
+        for start in range(0, examples, settings.batch_size):
+            if left == 0:
+                return
+            yield order[start : start + settings.batch_size]
+            left = None if left is None else left - 1
+
+
+def _number(seed: bytes) -> int:
+    return int.from_bytes(seed[:8], "little") >> 1
 
 
 class LocalRun:
@@ -53,8 +82,7 @@ class LocalRun:
 
     def seed_of(self, round_: int) -> bytes:
         """Of this device in a round; the same in every attempt, so that they do the same work."""
-        text = f"isthmus/local/{self.job.seed}/{round_}/{self.participant.name}"
-        return hashlib.sha256(text.encode()).digest()
+        return local_seed(self.job.seed, round_, self.participant.name)
 
     def train(
         self,
@@ -99,7 +127,7 @@ class LocalRun:
         settings = self.job.federated
         averages = Averages()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(self.seed_of(round_)[:8], "little") >> 1)
+            torch.manual_seed(_number(self.seed_of(round_)))
             with user_code("optimizer()"):
                 optimizer = self.task.optimizer(self.model.parameters(), self.participant)
             if not isinstance(optimizer, torch.optim.Optimizer):
@@ -109,7 +137,7 @@ class LocalRun:
             self.model.train()
             anchors = dict(self.layout.parts(start)) if settings.proximal else {}
             step = 0
-            for inputs, target in self._batches():
+            for inputs, target in self._batches(round_):
                 if stopped():
                     raise TaskError("the server does not want this round's update any more")
                 optimizer.zero_grad(set_to_none=True)
@@ -130,24 +158,10 @@ class LocalRun:
                 progress(step, value)
         return step, averages
 
-    def _batches(self) -> Iterator[tuple[Any, Any]]:
-        """Shuffled passes over this device's data, as many as the job asks for."""
+    def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:
         settings = self.job.federated
-        if settings.local_steps is None:
-            for _ in range(settings.local_epochs or 1):
-                yield from self._epoch()
-            return
-        left = settings.local_steps
-        while left:
-            for batch in self._epoch():
-                yield batch
-                left -= 1
-                if not left:
-                    return
-
-    def _epoch(self) -> Iterator[tuple[Any, Any]]:
-        order = torch.randperm(self.examples).tolist()
-        return batches(self.dataset, order, self.job.federated.batch_size, CPU)
+        for indices in step_indices(self.seed_of(round_), self.examples, settings):
+            yield from batches(self.dataset, indices, settings.batch_size, CPU)
 
     def _add_proximal(self, anchors: dict[str, torch.Tensor], mu: float) -> None:
         """The gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)."""

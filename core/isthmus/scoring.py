@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
@@ -84,8 +84,16 @@ def batches(
     dataset: Dataset[Any], indices: Sequence[int], batch_size: int, device: torch.device
 ) -> Iterator[tuple[Any, Any]]:
     """`(inputs, target)` pairs of the examples at `indices`, in that order, moved to `device`."""
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        # What a loader would make, without taking every example apart first.
+        for start in range(0, len(indices), batch_size):
+            chosen = torch.as_tensor(indices[start : start + batch_size])
+            with user_code("reading the dataset"):
+                inputs, target = (tensor[chosen] for tensor in dataset.tensors)
+            yield _to(inputs, device), _to(target, device)
+        return
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, sampler=indices)
-    return read(loader, device)
+    yield from read(loader, device)
 
 
 def read(loader: DataLoader[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:

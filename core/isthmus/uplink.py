@@ -224,7 +224,7 @@ class Uplink:
         job = self._jobs.get(request.id)
         if job is None:
             job = self._jobs[request.id] = _Job(request)
-            content = _model_of(request)
+            content = model_of(request)
             if content is not None and content.size:
                 try:
                     job.buffer = self.worker.buffer(request, content.size)
@@ -298,7 +298,7 @@ class Uplink:
         for job in self._jobs.values():
             if job.payload is None or job.reply is None:
                 continue
-            if _content_of(job.reply).sha256 == want.sha256:
+            if content_of(job.reply).sha256 == want.sha256:
                 for message in chunks(want.sha256, job.payload, offset=want.offset):
                     await stream.send(message)
                 return
@@ -310,7 +310,7 @@ def _failure(reason: str) -> link_pb2.Reply:
     return link_pb2.Reply(failure=link_pb2.Failure(reason=reason))
 
 
-def _model_of(request: link_pb2.Request) -> link_pb2.Content | None:
+def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
     kind = request.WhichOneof("work")
     if kind == "train_local":
         return request.train_local.model
@@ -319,7 +319,7 @@ def _model_of(request: link_pb2.Request) -> link_pb2.Content | None:
     return None
 
 
-def _content_of(reply: link_pb2.Reply) -> link_pb2.Content:
+def content_of(reply: link_pb2.Reply) -> link_pb2.Content:
     kind = reply.WhichOneof("outcome")
     if kind == "trained":
         return reply.trained.result

@@ -1,0 +1,207 @@
+"""A datacenter of one rank inside this process, for simulations.
+
+It trains on the same examples in the same steps as an `engine.Engine` on one rank, without groups,
+checkpoints or processes; of its past it remembers one command.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isthmus.contents import Buffer, describe
+from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.scoring import (
+    batches,
+    build_model,
+    count_examples,
+    evaluate,
+    losses,
+)
+from isthmus.task import Participant, load_task, user_code
+from isthmus.uplink import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_datacenter.data import Order, derived_seed
+
+CPU = torch.device("cpu")
+
+
+class VirtualDatacenter:
+    """One datacenter, as the link sees it: an `isthmus.uplink.Worker`."""
+
+    def __init__(
+        self, name: str = "datacenter-0", data: Path | None = None, step_seconds: float = 0.0
+    ) -> None:
+        """`data` wins over what a job says; `step_seconds` is the virtual time of a step."""
+        self.name = name
+        self.data = data
+        self.step_seconds = step_seconds
+        self._run: _Run | None = None
+
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
+        """Memory for an arriving model."""
+        return bytearray(size)
+
+    async def work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Open or close a run, train, or hand back the model."""
+        kind = request.WhichOneof("work")
+        if kind == "open":
+            self._run = _Run(request.open, self.name, self.data)
+            return link_pb2.Reply(opened=link_pb2.Opened(examples=self._run.examples)), None
+        if kind == "train_steps":
+            run = self._opened(request.train_steps.run_id)
+            trained, payload = run.train(request.train_steps, model, self.step_seconds)
+            return link_pb2.Reply(trained=trained), payload
+        if kind == "export":
+            run = self._opened(request.export.run_id)
+            run.go_to(request.export.step)
+            payload = run.encoded()
+            exported = link_pb2.Exported(model=describe(payload))
+            return link_pb2.Reply(exported=exported), payload
+        if kind == "close":
+            return link_pb2.Reply(closed=link_pb2.Closed()), None
+        raise Refused(f"a virtual datacenter does not do {kind!r}")
+
+    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+        """There is nothing to keep."""
+
+    def cancel(self, request: link_pb2.Request, reason: str) -> None:
+        """What has begun is finished."""
+
+    def _opened(self, run_id: str) -> _Run:
+        if self._run is None or self._run.run_id != run_id:
+            raise UpdateError(f"the run {run_id!r} is not open in this datacenter")
+        return self._run
+
+
+class _Run:
+    """The run that is open: model, optimizer and data, at an absolute step."""
+
+    def __init__(self, work: link_pb2.OpenRun, name: str, data: Path | None) -> None:
+        self.run_id = work.run_id
+        self.job = Job.model_validate_json(work.job)
+        base = Path(work.base)
+        if data is None and self.job.task.data:
+            data = base / self.job.task.data
+        self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
+        self.model = build_model(self.task, self.job.seed).train()
+        self.layout = Layout.of(self.model)
+        difference = self.layout.explain_difference(Layout.from_header(work.layout))
+        if difference is not None:
+            raise TaskError(f"the virtual datacenter's model is not the server's: {difference}")
+        self.participant = Participant(name=name, regime="datacenter")
+        with user_code("local_data()"):
+            self.dataset = self.task.local_data(self.participant)
+        self.examples = count_examples(self.dataset, "local_data()")
+        with user_code("eval_data()"):
+            self.held_out = self.task.eval_data()
+        self.order = Order(
+            examples=self.examples,
+            ranks=1,
+            batch_size=self.job.datacenter.batch_size,
+            seed=self.job.seed,
+        )
+        self.optimizer = self._make_optimizer()
+        self.step = 0
+        self._before = self._snapshot()
+
+    def train(
+        self, work: link_pb2.TrainSteps, model: Buffer | None, step_seconds: float
+    ) -> tuple[link_pb2.Trained, Buffer | None]:
+        """Train from one absolute step to another.
+
+        Raises:
+            UpdateError: it does not remember the step to start from.
+            TaskError: the task's code raised, or the loss is not finite.
+        """
+        reset = self.job.datacenter.optimizer_on_load == "reset"
+        if model is None or not reset:
+            self.go_to(work.from_step)
+        self._before = self._snapshot()
+        if model is not None:
+            self.layout.scatter(self.layout.decode(model), self.model)
+            if reset:
+                self.optimizer = self._make_optimizer()
+        count = work.until_step - work.from_step
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derived_seed(self.job.seed, work.from_step, 0))
+            loss = self._steps(self.order.steps(work.from_step, work.until_step, 0))
+        self.step = work.until_step
+        if not math.isfinite(loss):
+            raise TaskError(
+                f"the loss is {loss} between steps {work.from_step} and {work.until_step}; lower "
+                "the learning rate or check the data"
+            )
+        trained = link_pb2.Trained(
+            examples=count * self.order.batch_size,
+            steps=count,
+            seconds=step_seconds * count,
+            training={"loss": loss} if count else {},
+            evaluation=self._evaluate() if work.evaluate else {},
+        )
+        if not work.hand_back:
+            return trained, None
+        payload = self.encoded()
+        trained.result.CopyFrom(describe(payload))
+        return trained, payload
+
+    def go_to(self, step: int) -> None:
+        """Have the state of a step.
+
+        Raises:
+            UpdateError: it is neither the current one nor the one before the last command.
+        """
+        if step == self.step:
+            return
+        before, parameters, optimizer = self._before
+        if step != before:
+            raise UpdateError(f"this virtual datacenter does not remember step {step}")
+        self.layout.scatter(parameters, self.model)
+        self.optimizer = self._make_optimizer()
+        self.optimizer.load_state_dict(optimizer)
+        self.step = step
+
+    def encoded(self) -> bytearray:
+        """The model as it is."""
+        return self.layout.encode(self.layout.gather(self.model))
+
+    def _steps(self, indices: Any) -> float:
+        size = self.order.batch_size
+        total = torch.zeros((), dtype=torch.float64)
+        units = 0
+        for inputs, target in batches(self.dataset, indices, size, CPU):
+            self.optimizer.zero_grad(set_to_none=True)
+            _, values = losses(self.task, self.model, inputs, target)
+            with user_code("the backward pass"):
+                torch.autograd.backward(values.mean())
+            if self.job.datacenter.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(
+                    self.model.parameters(), self.job.datacenter.clip_norm
+                )
+            with user_code("the optimizer's step"):
+                self.optimizer.step()
+            total += values.detach().sum(dtype=torch.float64)
+            units += values.numel()
+        return float(total) / max(units, 1)
+
+    def _evaluate(self) -> dict[str, float]:
+        count = count_examples(self.held_out, "eval_data()")
+        size = self.job.evaluation.batch_size
+        return evaluate(self.task, self.model, self.held_out, range(count), size, CPU).result()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        with user_code("optimizer()"):
+            made = self.task.optimizer(self.model.parameters(), self.participant)
+        return made
+
+    def _snapshot(self) -> tuple[int, torch.Tensor, dict[str, Any]]:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        return self.step, self.layout.gather(self.model), state

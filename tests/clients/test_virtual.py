@@ -1,0 +1,110 @@
+import asyncio
+
+import pytest
+import torch
+
+from isthmus.errors import IsthmusError, TaskError
+from isthmus.exchange import Layout
+from isthmus.scoring import build_model
+from isthmus.task import Participant, load_task
+from isthmus.wire import link_pb2
+from isthmus_clients.training import LocalRun
+from isthmus_clients.virtual import VirtualFleet
+
+RAGGED = """
+def local_data(self, participant):
+    return rows(5 + 4 * int(participant.name[-1]), seed=sum(participant.name.encode()))
+"""
+
+
+@pytest.fixture
+def opening(write_task, make_job, tmp_path):
+    def opening(*overrides, methods="pass"):
+        write_task(methods)
+        job = make_job("federated.batch_size=4", *overrides)
+        layout = Layout.of(build_model(load_task(job.task.source, {}, base=tmp_path), job.seed))
+        return link_pb2.OpenRun(
+            run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
+        )
+
+    return opening
+
+
+async def updates(fleet, opening, start, layout, round_=1):
+    """What every device of a fleet answers, asked all at once."""
+    for device in fleet.devices:
+        await device.work(link_pb2.Request(id="o", open=opening), None, None)
+
+    async def one(device):
+        payload = layout.encode(start)
+        work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
+        request = link_pb2.Request(id=device.participant.name, train_local=work)
+        reply, back = await device.work(request, payload, None)
+        return layout.decode(back), reply.trained
+
+    return await asyncio.gather(*(one(device) for device in fleet.devices))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("federated.local_steps=7",),
+        ("federated.local_epochs=2",),
+        ("federated.local_epochs=1", "federated.proximal=0.5"),
+        ("federated.local_steps=0",),
+    ],
+)
+@pytest.mark.parametrize(
+    "optimizer", ["SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"]
+)
+async def test_a_virtual_device_does_what_a_real_one_does(opening, overrides, optimizer):
+    """Also with shards of different sizes, so different numbers of steps and short last batches."""
+    methods = (
+        RAGGED
+        + f"def optimizer(self, parameters, participant):\n    return torch.optim.{optimizer}"
+    )
+    work = opening(*overrides, methods=methods)
+    fleet = VirtualFleet(3)
+    real = [LocalRun(work, device.participant, None) for device in fleet.devices]
+    layout = real[0].layout
+    start = layout.gather(real[0].model)
+    virtual = await updates(fleet, work, start, layout)
+    for run, (update, trained) in zip(real, virtual, strict=True):
+        payload = layout.encode(start)
+        request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
+        expected = run.train(request, payload, lambda steps, loss: None, lambda: False)
+        torch.testing.assert_close(update, layout.decode(payload), rtol=1e-4, atol=1e-6)
+        assert (trained.examples, trained.steps) == (expected.examples, expected.steps)
+        assert dict(trained.training) == pytest.approx(dict(expected.training), rel=1e-5)
+
+
+async def test_an_update_does_not_depend_on_who_else_trains(opening):
+    work = opening("federated.local_steps=3")
+    layout = Layout.from_header(work.layout)
+    start = torch.zeros(layout.size)
+    alone, together = VirtualFleet(4), VirtualFleet(4)
+    alone.devices = alone.devices[2:3]
+    ((one, _),) = await updates(alone, work, start, layout)
+    everyone = await updates(together, work, start, layout)
+    torch.testing.assert_close(one, everyone[2][0])
+    assert not torch.equal(everyone[1][0], everyone[2][0])
+
+
+async def test_an_optimizer_that_would_mix_devices_is_refused(opening):
+    work = opening(methods="def optimizer(self, p, who):\n    return torch.optim.LBFGS(p)")
+    layout = Layout.from_header(work.layout)
+    with pytest.raises(TaskError, match="virtual devices cannot use LBFGS"):
+        await updates(VirtualFleet(2), work, torch.zeros(layout.size), layout)
+
+
+async def test_masked_updates_are_refused(opening):
+    fleet = VirtualFleet(1)
+    work = link_pb2.TrainLocal(run_id="run", secure=b"x")
+    with pytest.raises(IsthmusError, match="secure_aggregation = false"):
+        await fleet.devices[0].work(link_pb2.Request(id="r", train_local=work), bytearray(8), None)
+
+
+def test_a_device_has_its_shard():
+    assert VirtualFleet(4).devices[2].participant == Participant(
+        name="client-2", regime="federated", shard=(2, 4)
+    )
