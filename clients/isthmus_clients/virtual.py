@@ -100,7 +100,7 @@ class VirtualFleet:
         del self._waiting[key]
         try:
             trained = self.run(work.run_id).train(work, parts, self.step_seconds)
-        except Exception as error:  # each device says so
+        except Exception as error:  # noqa: BLE001 - each device says so
             for part in parts:
                 if not part.done.done():
                     part.done.set_exception(error)

@@ -311,6 +311,7 @@ def _failure(reason: str) -> link_pb2.Reply:
 
 
 def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
+    """The content that a worker needs for a request, if any."""
     kind = request.WhichOneof("work")
     if kind == "train_local":
         return request.train_local.model
@@ -320,6 +321,7 @@ def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
 
 
 def content_of(reply: link_pb2.Reply) -> link_pb2.Content:
+    """The content that goes with a reply; empty without one."""
     kind = reply.WhichOneof("outcome")
     if kind == "trained":
         return reply.trained.result

@@ -199,8 +199,7 @@ class _Run:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         with user_code("optimizer()"):
-            made = self.task.optimizer(self.model.parameters(), self.participant)
-        return made
+            return self.task.optimizer(self.model.parameters(), self.participant)
 
     def _snapshot(self) -> tuple[int, torch.Tensor, dict[str, Any]]:
         state = copy.deepcopy(self.optimizer.state_dict())

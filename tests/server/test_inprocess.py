@@ -1,0 +1,96 @@
+import asyncio
+
+import pytest
+
+from isthmus.contents import describe, into
+from isthmus.errors import ParticipantLost, TaskError, UpdateError
+from isthmus.wire import link_pb2
+from isthmus_server.inprocess import InProcessLink
+
+
+class Echo:
+    """A worker that hands the model back, each byte one higher."""
+
+    def __init__(self):
+        self.settled_with = []
+        self.cancelled = []
+        self.going = asyncio.Event()
+        self.may_go = asyncio.Event()
+        self.may_go.set()
+
+    def buffer(self, request, size):
+        return bytearray(size)
+
+    async def work(self, request, model, progress):
+        self.going.set()
+        await self.may_go.wait()
+        if model is None:
+            raise TaskError("there is no model")
+        for i in range(len(model)):
+            model[i] += 1
+        return link_pb2.Reply(trained=link_pb2.Trained(result=describe(model))), model
+
+    def settled(self, request, accepted, reason):
+        self.settled_with.append((request.id, accepted, reason))
+
+    def cancel(self, request, reason):
+        self.cancelled.append(request.id)
+
+
+@pytest.fixture
+def link():
+    link = InProcessLink()
+    link.worker = Echo()
+    link.left = []
+    link.on_leave = lambda peer, reason: link.left.append((peer.name, reason))
+    link.join("a", link_pb2.CLIENT, link.worker)
+    return link
+
+
+def request(link, content=None):
+    work = link_pb2.TrainLocal(model=content)
+    return link_pb2.Request(id=link.new_id(), train_local=work)
+
+
+async def test_a_model_goes_out_and_a_result_comes_back(link):
+    model = describe(b"\x01\x02")
+    link.publish(model, b"\x01\x02")
+    asked = request(link, model)
+    reply = await link.ask("a", asked)
+    back = bytearray(reply.trained.result.size)
+    await link.fetch("a", reply.trained.result, into(back))
+    assert back == b"\x02\x03"
+    link.settle("a", asked.id, True)
+    assert link.worker.settled_with == [(asked.id, True, "")]
+    with pytest.raises(UpdateError, match="does not hold"):
+        await link.fetch("a", reply.trained.result, into(back))
+
+
+async def test_what_a_worker_cannot_do_is_a_failure_with_its_sentence(link):
+    reply = await link.ask("a", request(link))
+    assert reply.failure.reason == "there is no model"
+    retracted = await link.ask("a", request(link, describe(b"\x01")))
+    assert "does not hold the model" in retracted.failure.reason
+
+
+async def test_one_that_leaves_fails_what_it_was_asked_for(link):
+    link.worker.may_go.clear()
+    asking = asyncio.create_task(link.ask("a", request(link)))
+    await link.worker.going.wait()
+    link.leave("a", "its window closed")
+    with pytest.raises(ParticipantLost, match="its window closed"):
+        await asking
+    assert link.left == [("a", "its window closed")]
+    with pytest.raises(ParticipantLost, match="not connected"):
+        await link.ask("a", request(link))
+
+
+async def test_a_cancelled_wait_cancels_the_work(link):
+    link.worker.may_go.clear()
+    asked = request(link)
+    asking = asyncio.create_task(link.ask("a", asked))
+    await link.worker.going.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert link.worker.cancelled == [asked.id]
