@@ -31,7 +31,6 @@ from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
     Compare,
-    Comparison,
     Observation,
     Plan,
     Stop,
@@ -95,7 +94,6 @@ class Coordinator:
         self.watch = watch
         self.clock = clock or Clock()
         self._began = self.clock.now()
-        self._unpaid = 0.0  # price of visits that no attempt has been charged with
         data = store.base / self.job.task.data if self.job.task.data else None
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         self.policy = load_policy(self.job.strategy)  # its module may lie beside the task's
@@ -157,7 +155,7 @@ class Coordinator:
                 return
             except RoundFailed as error:
                 receipts = error.receipts if isinstance(error, AttemptFailed) else []
-                self._record_failure(decision, plan, round_, attempt, started, str(error), receipts)
+                self._record_failure(plan, round_, attempt, started, str(error), receipts)
                 if tries >= self.job.attempts:
                     raise UserError(
                         f"round {round_} failed {tries} times; the last time because: {error}"
@@ -189,7 +187,7 @@ class Coordinator:
         trained = await self._train(plan, round_, attempt, cohort)
         self._merge(plan, trained)
         evaluation = await self._evaluate(plan, round_, trained)
-        self._commit(decision, plan, round_, attempt, trained, evaluation, started)
+        self._commit(plan, round_, attempt, trained, evaluation, started)
 
     # -- observe and plan --------------------------------------------------------------------------
 
@@ -211,10 +209,9 @@ class Coordinator:
     async def _decide(self) -> Decision:
         if self.at.decided is not None:
             decision = Decision.from_log(self.at.decided["plan"], self.at.decided["observation"])
-            self._unpaid = 0.0 if self.at.decided["paid"] else decision.price
             self.at = dataclasses.replace(self.at, decided=None)
             return decision
-        decision = await decide(
+        return await decide(
             self.policy,
             self.job.strategy.policy,
             self._observe,
@@ -223,10 +220,8 @@ class Coordinator:
             self._note,
             secure=self.job.federated.secure_aggregation,
         )
-        self._unpaid = decision.price
-        return decision
 
-    async def _visit(self, asked: Compare) -> Comparison:
+    async def _visit(self, asked: Compare) -> None:
         raise RoundFailed("visits are not wired in yet")
 
     def _price(self, devices: int, steps: int) -> float:
@@ -331,7 +326,6 @@ class Coordinator:
 
     def _commit(
         self,
-        decision: Decision,
         plan: Plan,
         round_: int,
         attempt: int,
@@ -345,7 +339,6 @@ class Coordinator:
             sum(receipt.regime == "federated" for receipt in trained.receipts),
             trained.datacenter_steps,
         )
-        self._charge_visits(row, decision)
         row["metrics"] = dict(evaluation)
         row["training"] = trained.training
         if trained.datacenter is not None:
@@ -390,7 +383,6 @@ class Coordinator:
 
     def _record_failure(
         self,
-        decision: Decision,
         plan: Plan,
         round_: int,
         attempt: int,
@@ -402,7 +394,6 @@ class Coordinator:
         # Devices that were reached have been paid for; what the ranks did is not known.
         reached = sum(r.started for r in receipts if r.regime == "federated")
         row["cost"]["price"] = self._price(reached, 0)
-        self._charge_visits(row, decision)
         row["error"] = reason
         row["elapsed"] = self.clock.now() - self._began
         self.store.fail(round_, attempt, {"round": row})
@@ -413,12 +404,6 @@ class Coordinator:
             device_bytes=self.at.device_bytes + row["cost"]["device_bytes"],
         )
         self._note("attempt_failed", row)
-
-    def _charge_visits(self, row: dict[str, Any], decision: Decision) -> None:
-        """The first attempt after them pays for a round's visits; all of them name them."""
-        row["comparisons"] = [dataclasses.asdict(one) for one in decision.comparisons]
-        row["cost"]["price"] += self._unpaid
-        self._unpaid = 0.0
 
     # -- beginning and end -------------------------------------------------------------------------
 

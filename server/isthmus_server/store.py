@@ -77,8 +77,7 @@ class Resume:
     elapsed: float
     """Seconds that the run went on for, up to the end of its last attempt."""
     decided: Mapping[str, Any] | None
-    """The `plan` and `observation` of the next round, if a crash cut it short, and whether a failed
-    attempt has `paid` for its visits."""
+    """The `plan` and `observation` of the next round, if a crash cut it short."""
 
 
 class Store:
@@ -230,8 +229,7 @@ class Store:
         last = committed[-1]["outcome"]["resume"] if committed else {}
         number = committed[-1]["round"] if committed else 0
         tried = self._db.execute(
-            "SELECT attempt, plan, observation, state FROM attempts WHERE round=? "
-            "ORDER BY attempt DESC",
+            "SELECT attempt, plan, observation FROM attempts WHERE round=? ORDER BY attempt DESC",
             (number + 1,),
         ).fetchone()
         cut_short = tried is not None and self.status()[0] == "running"
@@ -253,7 +251,6 @@ class Store:
             decided={
                 "plan": json.loads(tried[1]),
                 "observation": json.loads(tried[2]),
-                "paid": tried[3] == "failed",
             }
             if cut_short
             else None,

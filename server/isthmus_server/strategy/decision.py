@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from isthmus.errors import JobError, RoundFailed
@@ -20,7 +20,6 @@ from isthmus_server.clock import Clock
 from isthmus_server.strategy.constraints import Refused, hold
 from isthmus_server.strategy.policy import (
     Compare,
-    Comparison,
     Observation,
     Plan,
     Policy,
@@ -42,13 +41,6 @@ class Decision:
     """The observation it was decided on, as JSON data, without the history, which is in the log;
     with what the policy `asked` of devices, how long it `waited`, and the limits' `interventions`.
     """
-    comparisons: Sequence[Comparison] = ()
-    """Made for it, and to be paid for."""
-
-    @property
-    def price(self) -> float:
-        """What the comparisons cost."""
-        return sum(one.price for one in self.comparisons)
 
     @classmethod
     def from_log(cls, plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Decision:
@@ -57,12 +49,14 @@ class Decision:
         return cls(
             answer=Plan(**{name: value for name, value in plan.items() if name in names}),
             seen=seen,
-            comparisons=[Comparison(**one) for one in seen["comparisons"]],
         )
 
 
 Look = Callable[[], Observation]
-Visit = Callable[[Compare], Awaitable[Comparison]]
+"""What is so now, with the comparisons made for this round, their price and the policy's state."""
+Visit = Callable[[Compare], Awaitable[None]]
+"""Has devices score models, and sees to it that the next look has the result and `Compare.state`.
+Raises `RoundFailed` where too few answer."""
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -74,8 +68,8 @@ async def decide(
     Args:
         policy: the job's.
         name: how the job calls it.
-        look: makes an observation of what is so now.
-        visit: has devices score models; raises `RoundFailed` where too few answer.
+        look: see `Look`.
+        visit: see `Visit`.
         clock: what waiting goes by.
         note: told of waits.
         secure: federated rounds are securely aggregated.
@@ -83,21 +77,11 @@ async def decide(
     Raises:
         JobError: the policy broke its contract.
     """
-    comparisons: list[Comparison] = []
     refused: list[str] = []
     asked: list[dict[str, Any]] = []
     waited: list[dict[str, Any]] = []
-    state: Mapping[str, Any] | None = None
     while True:
-        seen = look()
-        seen = dataclasses.replace(
-            seen,
-            comparisons=tuple(comparisons),
-            refused=tuple(refused),
-            # Visits of this round are paid for with it, and count already.
-            spent=seen.spent + sum(one.price for one in comparisons),
-            state=seen.state if state is None else state,
-        )
+        seen = dataclasses.replace(look(), refused=tuple(refused))
         wanted = checked_answer(policy, name, seen)
         held = hold(wanted, seen, secure=secure)
         answer = held.answer
@@ -108,10 +92,9 @@ async def decide(
                     f"{seen.round}"
                 )
             asked.append({**dataclasses.asdict(wanted), "refused": None})
-            state = wanted.state
         if isinstance(answer, Compare):
             try:
-                comparisons.append(await visit(answer))
+                await visit(answer)
                 continue
             except RoundFailed as error:
                 answer = Refused(str(error))
@@ -131,4 +114,4 @@ async def decide(
                 "waited": waited,
                 "interventions": list(held.interventions),
             }
-            return Decision(answer=answer, seen=log, comparisons=comparisons)
+            return Decision(answer=answer, seen=log)

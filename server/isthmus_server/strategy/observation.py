@@ -26,6 +26,7 @@ def observe(
     now: float,
     elapsed: float,
     models: Sequence[str] = (CURRENT,),
+    comparisons: Sequence[Comparison] = (),
 ) -> Observation:
     """The observation for the next round.
 
@@ -41,6 +42,7 @@ def observe(
         now: seconds since 1970, UTC.
         elapsed: seconds that the run has gone on for.
         models: names of what may be compared and started from.
+        comparisons: made for this round so far.
     """
     left = None if job.seconds is None else job.seconds - elapsed
     return Observation(
@@ -70,6 +72,7 @@ def observe(
             "federated": forecast(job.strategy.windows, "federated", now, left),
         },
         models=tuple(models),
+        comparisons=tuple(comparisons),
     )
 
 
