@@ -22,10 +22,12 @@ from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
 CHUNK_BYTES = 256 << 10
-"""Payload of one message: large enough to be fast, small enough that one on its way to each of
-many participants does not add up to another model."""
+"""Payload of one message of a small content."""
 
-MAX_MESSAGE_BYTES = CHUNK_BYTES + (64 << 20)
+MOST_CHUNK_BYTES = 1 << 20
+"""Payload of one message of a large one, where every message costs more than its bytes."""
+
+MAX_MESSAGE_BYTES = MOST_CHUNK_BYTES + (64 << 20)
 """gRPC refuses anything larger before it is read: a chunk, or a layout's header."""
 
 Buffer = bytearray | memoryview
@@ -49,8 +51,16 @@ def describe(payload: bytes | Buffer) -> link_pb2.Content:
     return link_pb2.Content(sha256=hashlib.sha256(payload).digest(), size=len(payload))
 
 
+def chunk_size(size: int) -> int:
+    """Payload of one message of a content of `size` bytes.
+
+    A message on its way to each of 32 participants does not add up to another content.
+    """
+    return max(CHUNK_BYTES, min(MOST_CHUNK_BYTES, size // 80))
+
+
 def chunks(
-    sha256: bytes, payload: bytes | Buffer, *, offset: int, chunk_bytes: int = CHUNK_BYTES
+    sha256: bytes, payload: bytes | Buffer, *, offset: int, chunk_bytes: int | None = None
 ) -> Iterator[bytes]:
     """The payload from `offset` on, as serialised envelopes that each copy their bytes once.
 
@@ -58,6 +68,7 @@ def chunks(
     protobuf do it copies every byte three times.
     """
     view = memoryview(payload)
+    chunk_bytes = chunk_bytes or chunk_size(len(view))
     while offset < len(view):
         data = view[offset : offset + chunk_bytes]
         head = link_pb2.Chunk(sha256=sha256, offset=offset).SerializeToString()

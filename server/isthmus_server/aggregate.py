@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -52,6 +53,8 @@ class WeightedSum:
         self.fraction_bits = 63 - MAGNITUDE_BITS - self.most_weight.bit_length()
         self.weight = 0
         self._sum = torch.empty(size, dtype=torch.int64)  # the first update fills it
+        self._scaled = torch.empty(TILE)
+        self._fixed = torch.empty(TILE, dtype=torch.int64)
 
     def check_weight(self, weight: int) -> None:
         """Refuse a weight that could not be added.
@@ -68,13 +71,25 @@ class WeightedSum:
     def add(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
         """Add `weight * update`, the update given as `(offset, stretch of it)` in any order."""
         for offset, tile in tiles:
-            fixed = tile.double().mul_(2.0**self.fraction_bits).round_().to(torch.int64)
-            part = self._sum[offset : offset + len(tile)]
-            if self.weight:
-                part.add_(fixed, alpha=weight)
-            else:
-                torch.mul(fixed, weight, out=part)
+            self.add_tile(offset, tile, weight)
         self.weight += weight
+
+    def add_tile(self, offset: int, tile: torch.Tensor, weight: int) -> None:
+        """Add a stretch of at most `TILE` elements; its `weight` counts when all of it is in."""
+        # Scaling by a power of two and rounding to a whole number are exact in float32 as well.
+        scaled = torch.mul(tile, 2.0**self.fraction_bits, out=self._scaled[: len(tile)])
+        fixed = self._fixed[: len(tile)].copy_(scaled.round_())
+        part = self._sum[offset : offset + len(tile)]
+        if self.weight:
+            part.add_(fixed, alpha=weight)
+        else:
+            torch.mul(fixed, weight, out=part)
+
+    def take_back(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
+        """Undo `add_tile` for an update that turned out to be bad further on."""
+        if self.weight:  # else the next first update writes over it
+            for offset, tile in tiles:
+                self.add_tile(offset, tile, -weight)
 
     def mean(self) -> torch.Tensor:
         """The weighted mean, float32 (N), in the memory of the sum, which is gone with it."""
@@ -110,7 +125,7 @@ class Spool:
         return write
 
     def add_to(self, total: WeightedSum, layout: Layout, weight: int) -> None:
-        """Check the update, then add it: all of it or nothing.
+        """Check the update and add it: all of it or nothing.
 
         Raises:
             UpdateError: another layout, a value that is not finite or out of range, or a weight
@@ -118,11 +133,14 @@ class Spool:
         """
         total.check_weight(weight)
         self._check_header(layout)
-        for offset, tile in self._tiles(layout):
-            largest = float(tile.abs().max())
-            if not largest < 2**MAGNITUDE_BITS:  # also false for nan
-                raise UpdateError(_explain(layout, offset, tile))
-        total.add(self._tiles(layout), weight)
+        for count, (offset, tile) in enumerate(self._tiles(layout)):
+            least, most = (float(value) for value in torch.aminmax(tile))
+            if not -(2**MAGNITUDE_BITS) < least <= most < 2**MAGNITUDE_BITS:  # nor for nan
+                reason = _explain(layout, offset, tile)
+                total.take_back(itertools.islice(self._tiles(layout), count), weight)
+                raise UpdateError(reason)
+            total.add_tile(offset, tile, weight)
+        total.weight += weight
 
     def _check_header(self, layout: Layout) -> None:
         size = self._file.seek(0, io.SEEK_END)
@@ -134,10 +152,13 @@ class Spool:
             )
 
     def _tiles(self, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
+        """All of it, stretch by stretch, each in the memory of the one before."""
         self._file.seek(len(layout.header))
+        raw = memoryview(bytearray(4 * min(TILE, layout.size)))
         for start in range(0, layout.size, TILE):
-            raw = self._file.read(4 * min(TILE, layout.size - start))
-            yield start, torch.frombuffer(bytearray(raw), dtype=torch.float32)
+            part = raw[: 4 * min(TILE, layout.size - start)]
+            self._file.readinto(part)
+            yield start, torch.frombuffer(part, dtype=torch.float32)
 
     @contextlib.contextmanager
     def view(self) -> Iterator[memoryview]:
