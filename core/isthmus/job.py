@@ -18,7 +18,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -31,6 +31,9 @@ RegimeName = Literal["datacenter", "federated", "hybrid"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 TimeOfDay = Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
+
+
+S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
@@ -100,10 +103,13 @@ class StrategySection(Section):
     """Which regime each round uses, and how results become the next model."""
 
     policy: str = "alternate"
-    """`datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, or your own `module:Name`."""
+    """`adaptive`, `rule`, `datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, `plateau`,
+    `budget`, `availability`, `bandit`, one that a package provides, or your own `module:Name`."""
     schedule: tuple[Phase, ...] = ()
     """For the policy `schedule`: the first phase that has rounds left and whose hours it is; after
     all of them the last one goes on."""
+    settings: dict[str, Any] = {}
+    """Of the policy; each has its own (docs/strategy.md)."""
     target_edge_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the target distribution that lives on the devices; the rest is the datacenter's."""
     windows: tuple[Window, ...] = ()
@@ -393,6 +399,27 @@ def _sentences(error: ValidationError) -> list[str]:
         else:
             found.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return found
+
+
+def parse_settings(kind: type[S], table: Mapping[str, Any], where: str) -> S:
+    """Validate the settings of a part that brings its own, as `where.key` of the job.
+
+    Raises:
+        JobError: one sentence naming the key, the value and what is allowed.
+    """
+    try:
+        return kind.model_validate(dict(table))
+    except ValidationError as error:
+        known = ", ".join(kind.model_fields) or "none"
+        found = [
+            f"unknown key {where}.{item['loc'][0]}; known here: {known}"
+            if item["type"] == "extra_forbidden"
+            else f"{where}.{sentence}"
+            for item, sentence in zip(
+                error.errors(include_url=False), _sentences(error), strict=True
+            )
+        ]
+        raise JobError("; ".join(found)) from None
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:

@@ -6,23 +6,11 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
-from isthmus_server.strategy import Observation, Plan, Wait, load_policy
+from isthmus_server.strategy import Plan, Wait, load_policy
 from isthmus_server.strategy.cohort import select
-from isthmus_server.strategy.policy import PastRound, checked_answer
+from isthmus_server.strategy.policy import checked_answer
 
-
-def observe(round_=1, history=(), **changes):
-    seen = {
-        "round": round_,
-        "rounds": 10,
-        "history": history,
-        "clients_ready": 8,
-        "datacenter_ready": True,
-        "spent": 0.0,
-        "budget": None,
-        "state": {},
-    }
-    return Observation(**{**seen, **changes})
+from .observing import observe, past
 
 
 def plans(strategy, rounds, **changes):
@@ -100,11 +88,6 @@ def test_a_schedule_with_a_phase_that_is_never_reached_is_refused():
 
 
 def test_the_gain_of_a_regime_is_of_its_last_evaluated_round():
-    def past(round_, regime, **metrics):
-        return PastRound(
-            round=round_, regime=regime, metrics=metrics, seconds=1.0, price=1.0, accepted=1
-        )
-
     history = [
         past(1, "datacenter", loss=2.0),
         past(2, "federated", loss=1.5),
@@ -197,10 +180,25 @@ def test_a_policy_of_ones_own_is_loaded_by_name(write_policy):
     assert plan == Plan("hybrid", "I like it", {"turns": 3})
 
 
+def test_a_package_provides_a_policy_by_entry_point(write_policy, tmp_path):
+    value = write_policy("return Plan('hybrid', 'the package said so')")
+    metadata = tmp_path / "greedy-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: greedy\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[isthmus.policies]\ngreedy = {value}\n")
+    policy = load_policy(StrategySection(policy="greedy"))
+    assert policy.plan(observe()).reason == "the package said so"
+    with pytest.raises(JobError, match=r"there are .*, greedy, hybrid, .*module:Name"):
+        load_policy(StrategySection(policy="gredy"))
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("adaptve", r"strategy\.policy='adaptve' is not known; there are alternate, .*module:Name"),
+        (
+            "adaptve",
+            r"strategy\.policy='adaptve' is not known; there are adaptive, .*module:Name",
+        ),
         (
             "no_such_module:Mine",
             r"='no_such_module:Mine' cannot be made: ModuleNotFoundError: No mod",

@@ -27,21 +27,27 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol
 
 from isthmus.errors import JobError
-from isthmus.job import StrategySection
+from isthmus.job import S, Section, StrategySection, parse_settings
 
 Kind = Literal["datacenter", "federated", "hybrid"]
 KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
 
 Side = Literal["datacenter", "federated"]
 
+ENTRY_POINTS = "isthmus.policies"
+"""Packages provide policies by entry points of this group: a name, and a class like `Greedy`."""
+
 CURRENT = "current"
 """The model that training goes on from."""
 SERVED = "served"
 """The model that is handed out: an average of the iterates, or the current one."""
+INITIAL = "initial"
+"""The model that the run began with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +172,7 @@ class Observation:
     forecast: Mapping[Side, Forecast] = dataclasses.field(default_factory=dict)
     """What the job's windows say of each side, here or not."""
     models: Sequence[str] = (CURRENT,)
-    """What may be compared and started from: current, served and whatever plans have kept."""
+    """What may be compared and started from: current, served, initial, and what plans have kept."""
     comparisons: Sequence[Comparison] = ()
     """Asked for in this round so far."""
     refused: Sequence[str] = ()
@@ -219,7 +225,8 @@ class Plan:
     transfer_weight: float | None = None
     """lambda of `transfer`, instead of the job's."""
     start: str = CURRENT
-    """The model to train from: one of `Observation.models`."""
+    """The model to train from: one of `Observation.models`, or `a+b` for half of each of two. The
+    served average begins anew with any but the current one."""
     reset_optimizer: bool = False
     """Forget the server optimizer's momentum first."""
     step_scale: float = 1.0
@@ -268,6 +275,24 @@ class Policy(Protocol):
         ...
 
 
+class NoSettings(Section):
+    """Of a policy that has none."""
+
+
+def settings_of(strategy: StrategySection, kind: type[S]) -> S:
+    """A policy's own settings, `[strategy.settings]` of the job.
+
+    Raises:
+        JobError: one sentence naming the key, the value and what is allowed.
+    """
+    return parse_settings(kind, strategy.settings, "strategy.settings")
+
+
+def no_settings(strategy: StrategySection) -> None:
+    """Refuse settings where there are none."""
+    settings_of(strategy, NoSettings)
+
+
 def load_policy(strategy: StrategySection) -> Policy:
     """The policy a job names.
 
@@ -277,22 +302,31 @@ def load_policy(strategy: StrategySection) -> Policy:
     from isthmus_server.strategy.policies import BUILT_IN
 
     factory: Any = BUILT_IN.get(strategy.policy)
-    if factory is None:
-        module, separator, name = strategy.policy.partition(":")
-        if not separator:
-            raise JobError(
-                f"strategy.policy={strategy.policy!r} is not known; there are "
-                f"{', '.join(sorted(BUILT_IN))}, or module:Name for one of your own"
-            )
     try:
         if factory is None:
-            factory = getattr(importlib.import_module(module), name)
+            factory = _found_elsewhere(strategy.policy, BUILT_IN)
         policy: Policy = factory(strategy)
+    except JobError:
+        raise
     except Exception as error:  # it may be anybody's code
         raise JobError(
             f"strategy.policy={strategy.policy!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
     return policy
+
+
+def _found_elsewhere(name: str, built_in: Iterable[str]) -> Any:
+    """A policy that a package provides by entry point, or `module:Name`."""
+    provided = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in provided:
+        return provided[name].load()
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise JobError(
+            f"strategy.policy={name!r} is not known; there are "
+            f"{', '.join(sorted({*built_in, *provided}))}, or module:Name for one of your own"
+        )
+    return getattr(importlib.import_module(module), attribute)
 
 
 def checked_answer(policy: Policy, name: str, observation: Observation) -> Answer:
@@ -348,7 +382,7 @@ def _what_is_wrong(answer: object, observation: Observation) -> str:
 def _wrong_plan(plan: Plan, observation: Observation) -> str:
     if plan.regime not in KINDS:
         return f"whose regime is none of {', '.join(KINDS)}"
-    if plan.start not in observation.models:
+    if not set(plan.start.split("+")) <= set(observation.models):
         return f"which starts from a model that is none of {', '.join(observation.models)}"
     if plan.merge not in (None, "weighted", "projected", "transfer"):
         return "whose merge is none of weighted, projected, transfer"

@@ -1,50 +1,27 @@
-"""The policies that come with Isthmus.
+"""Phases, one after the other, some of them only in hours of the day.
 
->>> from isthmus.job import StrategySection
->>> policy = Alternate(StrategySection())
+>>> schedule = [{"regime": "datacenter", "rounds": 1}, {"regime": "federated"}]
+>>> policy = Schedule(StrategySection(policy="schedule", schedule=schedule))
 >>> seen = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
-...                    spent=0.0, budget=None, state={})
+...                    spent=0.0, budget=None, state={"done": [1, 0]})
 >>> policy.plan(seen).reason
-'even rounds are federated, odd ones datacenter'
+'phase 2 of 2 is federated, to the end'
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from isthmus.job import Phase, StrategySection
-from isthmus_server.strategy.policy import Kind, Observation, Plan, Policy, Wait
+from isthmus_server.strategy.policy import Observation, Plan, Wait, no_settings
 from isthmus_server.strategy.windows import forecast_hours
-
-
-class Fixed:
-    """The same regime every round."""
-
-    def __init__(self, regime: Kind) -> None:
-        self.regime = regime
-
-    def plan(self, observation: Observation) -> Plan:
-        """Always the one."""
-        return Plan(self.regime, f"the job asks for {self.regime} rounds only")
-
-
-class Alternate:
-    """Datacenter, federated, datacenter, ..."""
-
-    def __init__(self, strategy: StrategySection) -> None:
-        pass
-
-    def plan(self, observation: Observation) -> Plan:
-        """By the parity of the round."""
-        regime: Kind = "datacenter" if observation.round % 2 else "federated"
-        return Plan(regime, "even rounds are federated, odd ones datacenter")
 
 
 class Schedule:
     """The first phase of `strategy.schedule` that has rounds left and whose hours it is."""
 
     def __init__(self, strategy: StrategySection) -> None:
+        no_settings(strategy)
         self.phases = strategy.schedule
 
     def plan(self, observation: Observation) -> Plan | Wait:
@@ -78,12 +55,3 @@ def _how_far(phase: Phase, done: int, last: bool) -> str:
     if last or phase.rounds is None:
         return f"to the end{within}"
     return f"its round {done} of {phase.rounds}{within}"
-
-
-BUILT_IN: dict[str, Callable[[StrategySection], Policy]] = {
-    "datacenter": lambda strategy: Fixed("datacenter"),
-    "federated": lambda strategy: Fixed("federated"),
-    "hybrid": lambda strategy: Fixed("hybrid"),
-    "alternate": Alternate,
-    "schedule": Schedule,
-}

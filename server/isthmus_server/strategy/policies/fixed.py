@@ -1,0 +1,38 @@
+"""One regime throughout, or each in turn.
+
+>>> from isthmus.job import StrategySection
+>>> policy = Alternate(StrategySection())
+>>> seen = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
+...                    spent=0.0, budget=None, state={})
+>>> policy.plan(seen).reason
+'even rounds are federated, odd ones datacenter'
+"""
+
+from __future__ import annotations
+
+from isthmus.job import StrategySection
+from isthmus_server.strategy.policy import Kind, Observation, Plan, no_settings
+
+
+class Fixed:
+    """The same regime every round."""
+
+    def __init__(self, strategy: StrategySection, regime: Kind) -> None:
+        no_settings(strategy)
+        self.regime = regime
+
+    def plan(self, observation: Observation) -> Plan:
+        """Always the one."""
+        return Plan(self.regime, f"the job asks for {self.regime} rounds only")
+
+
+class Alternate:
+    """Datacenter, federated, datacenter, ..."""
+
+    def __init__(self, strategy: StrategySection) -> None:
+        no_settings(strategy)
+
+    def plan(self, observation: Observation) -> Plan:
+        """By the parity of the round."""
+        regime: Kind = "datacenter" if observation.round % 2 else "federated"
+        return Plan(regime, "even rounds are federated, odd ones datacenter")

@@ -1,0 +1,69 @@
+"""Stay in a regime while it helps, then go to the other one, and back."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from isthmus.job import RegimeName, Section, StrategySection
+from isthmus_server.strategy.policy import Observation, Plan, settings_of
+
+
+class Settings(Section):
+    """`[strategy.settings]` of this policy."""
+
+    metric: str = "loss"
+    """A central held-out figure; lower is better."""
+    patience: Annotated[int, Field(ge=1)] = 3
+    """Evaluated rounds without improvement that are a plateau."""
+    improvement: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Part of the best figure so far by which a round must be better to count."""
+    first: RegimeName = "datacenter"
+    """The regime to begin with."""
+    then: RegimeName = "federated"
+    """The one to go to on a plateau, and to come back from on the next."""
+
+
+class Plateau:
+    """The other regime whenever the held-out metric stops to fall."""
+
+    def __init__(self, strategy: StrategySection) -> None:
+        self.settings = settings_of(strategy, Settings)
+
+    def plan(self, observation: Observation) -> Plan:
+        """Look at the evaluated rounds since the last switch."""
+        settings, state = self.settings, observation.state
+        regime: RegimeName = state.get("regime", settings.first)
+        since = state.get("since", 0)
+        values = [
+            past.metrics[settings.metric]
+            for past in observation.history
+            if settings.metric in past.metrics and past.round > since
+        ]
+        best, idle = _best(values, settings.improvement)
+        if idle >= settings.patience:
+            other = settings.then if regime == settings.first else settings.first
+            return Plan(
+                other,
+                f"{settings.metric} has not fallen below {best:.4g} by "
+                f"{settings.improvement:.0%} in {idle} evaluated {regime} rounds",
+                {"regime": other, "since": observation.round - 1},
+            )
+        said = f"{settings.metric} is {best:.4g} at best" if values else "it begins"
+        return Plan(
+            regime,
+            f"{said}, and a plateau is {settings.patience} rounds without a fall",
+            {"regime": regime, "since": since},
+        )
+
+
+def _best(values: list[float], improvement: float) -> tuple[float, int]:
+    """The last figure that was an improvement, and how many have come since."""
+    best, idle = float("inf"), 0
+    for value in values:
+        if value < best - improvement * abs(best) or best == float("inf"):
+            best, idle = value, 0
+        else:
+            idle += 1
+    return best, idle

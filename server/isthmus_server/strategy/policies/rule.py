@@ -1,0 +1,40 @@
+"""The regime by the declared target alone, without looking at anything."""
+
+from __future__ import annotations
+
+from isthmus.job import StrategySection
+from isthmus_server.strategy.policy import Observation, Plan, no_settings
+
+
+class Rule:
+    """Federated if the whole target lives on the devices, transfer if part of it does."""
+
+    def __init__(self, strategy: StrategySection) -> None:
+        no_settings(strategy)
+        self.share = strategy.target_edge_share
+        self.weight = transfer_weight(strategy)
+
+    def plan(self, observation: Observation) -> Plan:
+        """Always the same."""
+        said = f"the devices hold {self.share:.0%} of the target"
+        if self.share == 0:
+            return Plan("datacenter", said)
+        if self.share == 1:
+            return Plan("federated", said)
+        return Plan(
+            "hybrid",
+            f"{said}, and take the datacenter's gradient for the rest, with weight "
+            f"{self.weight:.3g}",
+            merge="transfer",
+            transfer_weight=self.weight,
+        )
+
+
+def transfer_weight(strategy: StrategySection) -> float:
+    """lambda: what the target says, (1 - pi)/pi, but never more than the job's.
+
+    More than about 1.2/(client learning rate x local steps) diverges, and a server does not know
+    that rate: `strategy.transfer_weight` is the bound.
+    """
+    share = strategy.target_edge_share
+    return min((1 - share) / share, strategy.transfer_weight) if share else 0.0

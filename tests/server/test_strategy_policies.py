@@ -1,0 +1,224 @@
+"""What each policy does, over rounds whose observations are made up."""
+
+import dataclasses
+
+import pytest
+
+from isthmus.errors import JobError
+from isthmus.job import StrategySection
+from isthmus_server.strategy import Stop, Wait, load_policy
+from isthmus_server.strategy.policies import BUILT_IN
+from isthmus_server.strategy.policy import Forecast
+
+from .observing import observe, past, play
+
+
+def job(policy, settings=None, **more):
+    return StrategySection(policy=policy, settings=settings or {}, **more)
+
+
+def initials(plans):
+    return "".join(plan.regime[0] for plan in plans)
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_settings_that_a_policy_does_not_have_are_one_sentence(policy):
+    strategy = job(policy, {"patiance": 3}, schedule=[{"regime": "federated"}])
+    with pytest.raises(JobError, match=r"^unknown key strategy\.settings\.patiance; known here: "):
+        load_policy(strategy)
+
+
+def test_a_setting_out_of_its_range_is_one_sentence():
+    with pytest.raises(JobError, match=r"^strategy\.settings\.patience=0: input should be greater"):
+        load_policy(job("plateau", {"patience": 0}))
+
+
+def test_plateau_goes_to_the_other_regime_when_the_loss_stays():
+    falling = [1.0, 0.9, 0.9, 0.9, 0.89, 0.8, 0.7, 0.7, 0.7, 0.7]
+    plans = play(job("plateau", {"patience": 2}), 10, losses=lambda round_: falling[round_ - 1])
+    assert initials(plans) == "ddddfffffd"
+    assert plans[4].reason == "loss has not fallen below 0.9 by 1% in 2 evaluated datacenter rounds"
+
+
+def test_budget_leaves_a_reserve():
+    plans = play(job("budget", {"reserve": 0.5}), 6, lambda round_: {"budget": 40.0})
+    # A round of 8 devices costs 8, so 40, 32, 24 and then 16 are left.
+    assert initials(plans) == "fffddd"
+    assert plans[3].reason == "16 of 40 is left of the budget, and 50% is kept back"
+    nearly = play(job("budget"), 3, lambda round_: {"epsilon_left": 4.0 - 2 * round_})
+    assert initials(nearly) == "fdd"
+
+
+def test_availability_takes_whoever_can_work():
+    policy = load_policy(job("availability", {"both": "hybrid"}))
+    night, always = Forecast(ready=False, changes_in=60.0, share=0.5), Forecast()
+
+    def answer(edge, center, clients=8, datacenter=True):
+        return policy.plan(
+            observe(
+                forecast={"federated": edge, "datacenter": center},
+                clients_ready=clients,
+                datacenter_ready=datacenter,
+            )
+        )
+
+    assert answer(always, always).regime == "hybrid"
+    assert answer(night, always).regime == "datacenter"
+    assert answer(always, night).regime == "federated"
+    assert answer(always, always, clients=2).regime == "datacenter"
+    assert answer(always, always, datacenter=False).regime == "federated"
+    assert answer(night, night) == Wait(
+        60.0, "the devices are outside of their window, and the datacenter cannot work"
+    )
+    assert answer(always, always, clients=0, datacenter=False).regime == "federated"
+
+
+@pytest.mark.parametrize("method", ["ucb", "thompson"])
+def test_a_bandit_tries_each_arm_and_stays_with_the_better(method):
+    settings = {"method": method, "exploration": 0.1}
+    history, plans = [past(0, "hybrid", loss=10.0)], []
+    loss = 10.0
+    for round_ in range(1, 21):
+        plan = load_policy(job("bandit", settings)).plan(observe(round_, history))
+        plans.append(plan)
+        loss -= 0.3 if plan.regime == "federated" else 0.1
+        history.append(past(round_, plan.regime, loss=loss))
+    assert set(initials(plans[:2])) == {"d", "f"}
+    assert initials(plans).count("f") > 14
+
+
+def test_the_rule_follows_the_declared_target():
+    def plan(share):
+        return load_policy(job("rule", target_edge_share=share)).plan(observe())
+
+    assert plan(1.0).regime == "federated"
+    assert plan(0.0).regime == "datacenter"
+    mixed = plan(0.95)
+    assert (mixed.regime, mixed.merge) == ("hybrid", "transfer")
+    assert mixed.transfer_weight == pytest.approx(0.05 / 0.95)
+    assert plan(0.5).transfer_weight == 0.1
+
+
+# -- adaptive ------------------------------------------------------------------------------------
+
+ROOM = {"budget": 400.0}
+"""For 50 rounds of 8 devices; with 120 rounds there is room for a warm start."""
+
+
+def adaptive(**settings):
+    return job("adaptive", settings)
+
+
+def adapt(rounds=120, judge=lambda models: [0.0] * (len(models) - 1), see=None, **more):
+    strategy = more.pop("strategy", None) or adaptive()
+    return play(strategy, rounds, see or (lambda round_: ROOM), judge, **more)
+
+
+def test_adaptive_starts_warm_where_that_takes_nothing_from_the_devices():
+    plans = adapt(judge=lambda models: [-0.1])
+    warm = initials(plans).index("f")
+    # 5 % of the budget buys 40 rounds of 0.5; the loss is flat, so half of the slack ends it.
+    assert warm == 40 - 4
+    assert set(initials(plans[:warm])) == {"d"}
+    assert set(initials(plans[warm : warm + 40])) == {"f"}
+    assert plans[warm - 1].keep == {"warm": "current"}
+    assert plans[warm].start == "current"
+
+
+def test_adaptive_starts_cold_where_the_budget_fills_every_round():
+    (first, *_) = adapt(rounds=50, judge=lambda models: "there was nothing to ask")
+    assert first.regime == "federated"
+    assert "fills 50 of the 50 rounds" in first.reason
+
+
+def test_adaptive_gives_up_a_warm_start_that_does_not_help():
+    for verdict in ([-0.005], [0.2], "devices were busy"):
+        plans = adapt(judge=lambda models, verdict=verdict: verdict)
+        assert initials(plans[:8]) == "dddddfff"
+        assert (plans[5].start, plans[5].reset_optimizer) == ("initial", True)
+        assert "begins cold" in plans[5].reason
+        assert "d" not in initials(plans[5:40])
+
+
+def test_adaptive_goes_back_when_edge_rounds_harm_and_gives_them_up_the_second_time():
+    plans = adapt(judge=lambda models: [-0.1] if models[0] == "initial" else [0.1])
+    first = initials(plans).index("f")
+    back = first + 5
+    assert (plans[back].start, plans[back].step_scale) == ("warm", 0.5)
+    assert plans[back].reset_optimizer
+    given_up = back + 5
+    assert plans[given_up].regime == "datacenter"
+    assert plans[given_up].start == "warm"
+    assert set(initials(plans[given_up:])) == {"d"}
+
+
+def test_adaptive_transfers_where_the_datacenter_holds_part_of_the_target():
+    strategy = job("adaptive", target_edge_share=20 / 26)
+    plans = adapt(rounds=20, strategy=strategy)
+    assert {plan.regime for plan in plans} == {"hybrid"}
+    assert {plan.merge for plan in plans} == {"transfer"}
+    assert {plan.transfer_weight for plan in plans} == {0.1}
+
+
+def test_adaptive_ends_edge_work_with_the_privacy_budget():
+    plans = adapt(rounds=6, see=lambda round_: {"epsilon_left": 3.0 - round_})
+    assert initials(plans) == "ffdddd"
+    assert "privacy budget is spent" in plans[2].reason
+
+
+def night(budget=None, seconds_left=None):
+    """Devices are away in rounds 3 to 5 and 8 to 10."""
+
+    def see(round_):
+        away = round_ in (3, 4, 5, 8, 9, 10)
+        edge = Forecast(ready=not away, changes_in=3.0, share=0.5)
+        return {"forecast": {"federated": edge}, "budget": budget, "seconds_left": seconds_left}
+
+    return see
+
+
+@pytest.mark.parametrize(
+    ("verdict", "start"),
+    [([-0.1, -0.05], "current"), ([-0.01, -0.1], "day+current"), ([0.1, -0.005], "day")],
+)
+def test_adaptive_merges_a_branch_only_if_it_wins(verdict, start):
+    plans = adapt(rounds=40, judge=lambda models: verdict, see=night())
+    assert initials(plans[:6]) == "ffdddf"
+    assert plans[1].keep == {"day": "current"}
+    assert plans[5].start == start
+    assert plans[5].step_scale == 1.0
+
+
+def test_adaptive_gives_up_branches_that_lost_twice():
+    plans = adapt(rounds=40, judge=lambda models: [0.1, 0.1], see=night())
+    assert plans[10].start == "day"
+    assert plans[10].state["losses"] == 2
+    policy = load_policy(adaptive())
+    dark = Forecast(ready=False, changes_in=3.0, share=0.5)
+    again = observe(12, rounds=40, state=plans[10].state, forecast={"federated": dark})
+    assert policy.plan(again).regime == "federated"  # which waits for the window
+
+
+def test_adaptive_keeps_the_money_for_the_devices():
+    # Ten of twenty rounds are the devices', at 8 each: nothing is left for a branch.
+    plans = adapt(rounds=20, see=night(budget=80.0), judge=lambda models: [0.0, 0.0])
+    assert "d" not in initials(plans)
+
+
+def test_every_reason_of_adaptive_has_numbers():
+    runs = [
+        adapt(judge=lambda models: [-0.1] * (len(models) - 1), rounds=60),
+        adapt(judge=lambda models: [0.1] * (len(models) - 1), rounds=40, see=night()),
+        adapt(rounds=12, strategy=job("adaptive", target_edge_share=0.5)),
+    ]
+    for plan in (plan for plans in runs for plan in plans):
+        assert not isinstance(plan, Stop)
+        assert any(letter.isdigit() for letter in plan.reason), plan.reason
+
+
+def test_the_state_of_adaptive_reads_back_as_it_was_written():
+    from isthmus_server.strategy.policies.adaptive import State
+
+    state = State(phase="warm", warm=3, limit=9, proved=True, asking="warm")
+    assert State.read(state.write()) == state
+    assert dataclasses.asdict(State()) == State().write()
