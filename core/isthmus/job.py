@@ -15,6 +15,7 @@ Unknown keys are errors, so a typing mistake never silently falls back to a defa
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -180,7 +181,7 @@ class FederatedSection(Section):
     @model_validator(mode="after")
     def _secure_enough(self) -> FederatedSection:
         """With fewer, a sum would show somebody's part, or a round could be opened twice."""
-        least = max(3, 56 * self.cohort // 100 + 1)
+        least = self._least_secure(self.cohort)
         if self.secure_aggregation and self.needed < least:
             raise ValueError(
                 f"secure_aggregation needs a quorum of at least {least} with cohort={self.cohort}, "
@@ -192,6 +193,30 @@ class FederatedSection(Section):
     def needed(self) -> int:
         """The quorum, with its default."""
         return self.quorum if self.quorum is not None else -(-3 * self.cohort // 4)
+
+    @property
+    def invited(self) -> int:
+        """Devices asked in one round."""
+        return math.ceil(self.cohort * self.over_selection)
+
+    def for_cohort(self, cohort: int) -> FederatedSection:
+        """The same with another cohort, and the quorum that goes with it.
+
+        A quorum that the job sets stays, and grows where secure aggregation needs more.
+
+        Raises:
+            JobError: the quorum is above the cohort, or the cohort is too small for a secure sum.
+        """
+        quorum = -(-3 * cohort // 4) if self.quorum is None else self.quorum
+        if self.secure_aggregation:
+            quorum = max(quorum, self._least_secure(cohort))
+        if cohort < quorum:
+            raise JobError(f"a cohort of {cohort} devices is below the quorum of {quorum}")
+        return self.model_copy(update={"cohort": cohort, "quorum": quorum})
+
+    @staticmethod
+    def _least_secure(cohort: int) -> int:
+        return max(3, 56 * cohort // 100 + 1)
 
 
 class DatacenterSection(Section):

@@ -1,7 +1,8 @@
 """The round loop: observe, plan, run, merge, evaluate, commit.
 
 Data goes one way: job -> plan -> updates -> model -> store -> views. Read `Coordinator.run` first;
-everything else on this page is one of its steps.
+everything else on this page is one of its steps. How a round is trained and merged is in
+`attempt`.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from isthmus.errors import IsthmusError, RoundFailed, UserError
+from isthmus.job import FederatedSection
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
+from isthmus_server.attempt import Trained, Trainer, Work
 from isthmus_server.clock import Clock
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
-from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
+from isthmus_server.outcome import AttemptFailed
 from isthmus_server.receipts import Receipt, attempt_row
 from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.roster import Roster
-from isthmus_server.store import Resume, Store
+from isthmus_server.snapshots import Snapshots
+from isthmus_server.store import Store
 from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
+    CURRENT,
+    SERVED,
     Compare,
+    Comparison,
     Observation,
     Plan,
     Stop,
@@ -41,27 +46,6 @@ log = logging.getLogger(__name__)
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 """Told of everything that happens, as `(kind, data)`; views are built on it."""
-
-
-@dataclasses.dataclass
-class Trained:
-    """What the regimes of one attempt gave, before it is merged."""
-
-    federated: FederatedResult | None = None
-    datacenter: DatacenterResult | None = None
-    datacenter_steps: int = 0
-
-    @property
-    def receipts(self) -> list[Receipt]:
-        """Of everyone who was invited."""
-        parts: list[DatacenterResult | FederatedResult | None] = [self.datacenter, self.federated]
-        return [receipt for part in parts if part is not None for receipt in part.receipts]
-
-    @property
-    def training(self) -> dict[str, dict[str, float]]:
-        """The figures of the training itself, by regime."""
-        parts = (("federated", self.federated), ("datacenter", self.datacenter))
-        return {name: dict(part.training) for name, part in parts if part is not None}
 
 
 class Coordinator:
@@ -96,9 +80,14 @@ class Coordinator:
         self._began = self.clock.now()
         data = store.base / self.job.task.data if self.job.task.data else None
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
-        self.policy = load_policy(self.job.strategy)  # its module may lie beside the task's
-        self.model = GlobalModel(task, self.job.seed, self.job.strategy.server_optimizer)
-        self.at = self._restore(store.resume_point())
+        strategy = self.job.strategy
+        self.policy = load_policy(strategy)  # its module may lie beside the task's
+        self.model = GlobalModel(
+            task, self.job.seed, strategy.server_optimizer, strategy.served_average
+        )
+        self.at = store.resume_point()
+        self.snapshots = Snapshots(self.model, store.checkpoints)
+        self.snapshots.restore(self.at)
         self.roster = Roster(
             link,
             self.job,
@@ -113,6 +102,7 @@ class Coordinator:
         layout = self.model.layout
         self.fleet = Fleet(link, self.job, store.run_id, layout, store.directory)
         self.datacenter = Datacenter(link, self.job, store.run_id, layout)
+        self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -164,12 +154,15 @@ class Coordinator:
     async def _one_attempt(
         self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
     ) -> None:
-        federated = plan.regime in ("federated", "hybrid")
-        cohort = self._cohort(round_, plan) if federated else {}
+        work = self._work(plan, round_, attempt)
         self.store.plan(
             round_,
             attempt,
-            {**dataclasses.asdict(plan), "invited": sorted(cohort)},
+            {
+                **dataclasses.asdict(plan),
+                "invited": sorted(work.cohort),
+                "datacenters": list(work.datacenters),
+            },
             decision.seen,
         )
         self._note(
@@ -179,17 +172,17 @@ class Coordinator:
                 "attempt": attempt,
                 "regime": plan.regime,
                 "reason": plan.reason,
-                "invited": len(cohort) + (plan.regime != "federated"),
+                "invited": len(work.cohort) + len(work.datacenters),
             },
         )
-        if federated and self.at.model_in_datacenter:
-            await self._bring_home()
-        trained = await self._train(plan, round_, attempt, cohort)
-        self._merge(plan, trained)
-        evaluation = await self._evaluate(plan, round_, trained)
-        self._commit(plan, round_, attempt, trained, evaluation, started)
+        if not work.model_is_there:
+            await self._stand_at(plan.start)
+        trained = await self.trainer.train(work)
+        self.trainer.merge(work, trained)
+        evaluation = await self._evaluate(work, trained)
+        self._commit(work, trained, evaluation, started)
 
-    # -- observe and plan --------------------------------------------------------------------------
+    # -- plan --------------------------------------------------------------------------------------
 
     def _observe(self) -> Observation:
         now = self.clock.now()
@@ -204,6 +197,8 @@ class Coordinator:
             model_bytes=self.model.layout.nbytes,
             now=now,
             elapsed=now - self._began,
+            models=self.snapshots.names(self.at.models),
+            comparisons=[Comparison(**visit["comparison"]) for visit in self.at.visits],
         )
 
     async def _decide(self) -> Decision:
@@ -228,158 +223,120 @@ class Coordinator:
         prices = self.job.prices
         return devices * prices.client_update + steps * prices.datacenter_step
 
-    def _cohort(self, round_: int, plan: Plan) -> dict[str, int]:
+    def _work(self, plan: Plan, round_: int, attempt: int) -> Work:
+        """What a plan comes to with those who are here."""
+        alone = plan.regime == "datacenter"
+        ranks = sorted(self.roster.datacenters) if plan.regime != "federated" else []
+        federated = self.job.federated
+        if plan.cohort is not None and not alone:
+            federated = federated.for_cohort(plan.cohort)
+        one = alone and len(ranks) == 1
+        averages = self.job.strategy.served_average > 0
+        return Work(
+            plan=plan,
+            round=round_,
+            attempt=attempt,
+            cohort={} if alone else self._cohort(round_, federated),
+            federated=federated,
+            datacenters=ranks,
+            from_step=self.at.datacenter_step,
+            steps=(plan.datacenter_steps or self.job.datacenter.steps) if ranks else 0,
+            model_is_there=plan.start == CURRENT and ranks == [self.at.holder],
+            evaluate=one and not averages and self._evaluates(round_),
+            hand_back=not one or averages or any(plan.keep.values()),
+        )
+
+    def _cohort(self, round_: int, federated: FederatedSection) -> dict[str, int]:
         names = select(
             self.roster.clients,
-            cohort=plan.cohort or self.job.federated.cohort,
-            over_selection=self.job.federated.over_selection,
+            cohort=federated.cohort,
+            over_selection=federated.over_selection,
             seed=self.job.seed,
             round_=round_,
         )
         return {name: self.roster.clients[name].examples for name in names}
 
-    # -- run ---------------------------------------------------------------------------------------
+    # -- where to start from -----------------------------------------------------------------------
 
-    async def _train(
-        self, plan: Plan, round_: int, attempt: int, cohort: Mapping[str, int]
-    ) -> Trained:
-        """Both regimes at once where the plan says so; if one fails the other is stopped."""
-        content = self.model.content
-        self.link.publish(content, self.model.payload)
-        work: list[asyncio.Task[Any]] = []
-        trained = Trained()
-        try:
-            async with asyncio.TaskGroup() as group:
-                if plan.regime != "federated":
-                    trained.datacenter_steps = self.job.datacenter.steps
-                    ranks = self._ask_ranks(plan, round_, attempt, content)
-                    work.append(group.create_task(ranks, name="datacenter"))
-                if plan.regime != "datacenter":
-                    devices = self.fleet.train(round_, attempt, content, cohort)
-                    work.append(group.create_task(devices, name="federated"))
-        except* RoundFailed as failures:
-            raise _as_one(failures, work) from None
-        finally:
-            self.link.retract(content)
-        for task in work:
-            setattr(trained, task.get_name(), task.result())
-        return trained
-
-    async def _ask_ranks(
-        self, plan: Plan, round_: int, attempt: int, content: link_pb2.Content
-    ) -> DatacenterResult:
-        return await self.datacenter.train(
-            self._datacenter_name(),
-            round_,
-            attempt,
-            from_step=self.at.datacenter_step,
-            until_step=self.at.datacenter_step + self.job.datacenter.steps,
-            model=None if self.at.datacenter_current else content,
-            evaluate=plan.regime == "datacenter" and self._evaluates(round_),
-            hand_back=plan.regime == "hybrid",
-        )
-
-    def _datacenter_name(self) -> str:
-        if not self.roster.datacenters:
-            raise RoundFailed("no datacenter is connected")
-        return sorted(self.roster.datacenters)[0]
+    async def _stand_at(self, start: str) -> None:
+        """Have the model to train from; done again before every attempt, with the same result."""
+        if {CURRENT, SERVED} & set(start.split("+")):
+            await self._bring_home()
+        if start != CURRENT:
+            self.model.restart(self.snapshots.read(start, self.at.models))
 
     async def _bring_home(self) -> None:
-        """Fetch the committed model from the datacenter, where only it is."""
-        vector = await self.datacenter.export(self._datacenter_name(), self.at.datacenter_step)
-        self.model.replace(vector)
+        """Fetch the committed model from the datacenter, if only it has it."""
+        if not self.at.model_in_datacenter:
+            return
+        assert self.at.holder is not None
+        if self.at.holder not in self.roster.datacenters:
+            raise RoundFailed(f"the datacenter {self.at.holder!r}, which has the model, is away")
+        self.model.replace(await self.datacenter.export(self.at.holder, self.at.datacenter_step))
         self.at = dataclasses.replace(self.at, model_in_datacenter=False)
 
-    # -- merge and evaluate ------------------------------------------------------------------------
-
-    def _merge(self, plan: Plan, trained: Trained) -> None:
-        """Make the next model.
-
-        A datacenter round is plain training: its result *is* the next model and stays there until
-        somebody else needs it. Where devices took part, the server optimizer steps on the
-        pseudo-gradient, in a hybrid round on the weighted sum of both.
-        """
-        if trained.federated is None:
-            return
-        merged = trained.federated.pseudo_gradient
-        if trained.datacenter is not None:
-            share = self.job.strategy.datacenter_weight
-            assert trained.datacenter.vector is not None
-            theirs = torch.sub(
-                self.model.vector, trained.datacenter.vector, out=trained.datacenter.vector
-            )
-            merged.mul_(1 - share).add_(theirs, alpha=share)
-        self.model.step(merged)
+    # -- evaluate ----------------------------------------------------------------------------------
 
     def _evaluates(self, round_: int) -> bool:
         return round_ % self.job.evaluation.every == 0 or round_ == self.job.rounds
 
-    async def _evaluate(self, plan: Plan, round_: int, trained: Trained) -> Mapping[str, float]:
-        if plan.regime == "datacenter":
-            assert trained.datacenter is not None
-            return trained.datacenter.evaluation
-        if not self._evaluates(round_):
+    async def _evaluate(self, work: Work, trained: Trained) -> Mapping[str, float]:
+        """Figures of the served model on the central held-out data."""
+        if work.evaluate:
+            return trained.datacenters[0].evaluation
+        if not self._evaluates(work.round):
             return {}
         return await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
 
     # -- commit ------------------------------------------------------------------------------------
 
     def _commit(
-        self,
-        plan: Plan,
-        round_: int,
-        attempt: int,
-        trained: Trained,
-        evaluation: Mapping[str, float],
-        started: float,
+        self, work: Work, trained: Trained, evaluation: Mapping[str, float], started: float
     ) -> None:
-        away = plan.regime == "datacenter"
-        row = attempt_row(plan, round_, attempt, trained.receipts, started, self.clock.now())
-        row["cost"]["price"] = self._price(
-            sum(receipt.regime == "federated" for receipt in trained.receipts),
-            trained.datacenter_steps,
+        plan = work.plan
+        alone = plan.regime == "datacenter" and len(work.datacenters) == 1
+        away = alone and not work.hand_back
+        row = attempt_row(
+            plan, work.round, work.attempt, trained.receipts, started, self.clock.now()
         )
+        row["cost"]["price"] = self._price(len(work.cohort), work.steps * len(work.datacenters))
         row["metrics"] = dict(evaluation)
         row["training"] = trained.training
-        if trained.datacenter is not None:
-            row["profile"] = dict(trained.datacenter.profile)
-        row["model_sha256"] = None if away else self.model.sha256
-        tensors, numbers = self.model.optimizer_state()
+        row["norms"] = trained.norms
+        row["cosine"] = trained.cosine
+        for one in trained.datacenters:
+            row["profile"] = dict(one.profile)
+        row["model_sha256"] = None if away else self.model.served_sha256
         self.at = dataclasses.replace(
             self.at,
-            round=round_,
+            round=work.round,
             attempts=0,
-            model_file=self.at.model_file
-            if away
-            else self.store.write_model(round_, self.model.payload),
-            optimizer_file=self.at.optimizer_file
-            if away
-            else self.store.write_tensors(round_, tensors),
-            optimizer_numbers=numbers,
-            datacenter_step=self.at.datacenter_step + trained.datacenter_steps,
-            datacenter_current=away,
+            models=self.snapshots.write(work.round, plan, self.at.models, away=away),
+            averaged=self.model.averaged,
+            **self._write_optimizer(work.round, plan, alone=alone),
+            datacenter_step=self.at.datacenter_step + work.steps,
+            holder=work.datacenters[0] if alone else None,
             model_in_datacenter=away,
             policy_state=dict(plan.state),
             outcomes=[*self.at.outcomes, row],
             spent=self.at.spent + row["cost"]["price"],
             device_bytes=self.at.device_bytes + row["cost"]["device_bytes"],
+            visits=[],
         )
-        resume = {
-            field: getattr(self.at, field)
-            for field in (
-                "model_file",
-                "optimizer_file",
-                "optimizer_numbers",
-                "datacenter_step",
-                "datacenter_current",
-                "model_in_datacenter",
-                "policy_state",
-            )
-        }
         row["seconds"] = self.clock.now() - started
         row["elapsed"] = self.clock.now() - self._began
-        self.store.commit(round_, attempt, {"round": row, "resume": resume})
+        self.store.commit(work.round, work.attempt, {"round": row, "resume": self.at.to_json()})
         self._note("committed", row)
+
+    def _write_optimizer(self, round_: int, plan: Plan, *, alone: bool) -> dict[str, Any]:
+        """The server optimizer's state, where this round changed it."""
+        if alone and not plan.reset_optimizer:
+            return {}
+        tensors, numbers = self.model.optimizer_state()
+        return {
+            "optimizer": self.store.checkpoints.write_tensors(round_, tensors),
+            "optimizer_numbers": numbers,
+        }
 
     def _record_failure(
         self,
@@ -407,23 +364,13 @@ class Coordinator:
 
     # -- beginning and end -------------------------------------------------------------------------
 
-    def _restore(self, at: Resume) -> Resume:
-        if at.model_file is not None:
-            self.store.read_model(at.model_file, self.model.payload)
-            self.model.forget_content()
-        if at.optimizer_file is not None or at.optimizer_numbers:
-            tensors = self.store.read_tensors(at.optimizer_file) if at.optimizer_file else {}
-            self.model.load_optimizer_state(tensors, at.optimizer_numbers)
-        return at
-
     async def _finish(self, reason: str) -> Mapping[str, Any]:
-        """Bring the model home, write it out and say how good it is."""
+        """Bring the model home, write the served one out and say how good it is."""
         try:
-            if self.at.model_in_datacenter:
-                await self._bring_home()
+            await self._bring_home()
         except RoundFailed as error:
             raise UserError(f"the final model could not be fetched: {error}") from None
-        path = self.store.write_final(self.model.payload)
+        path = self.store.write_final(self.model.served_payload)
         last = next((row for row in reversed(self.at.outcomes) if row["metrics"]), None)
         if last is not None and last["round"] == self.at.round:
             metrics = last["metrics"]
@@ -431,7 +378,7 @@ class Coordinator:
             metrics = await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
         final = {
             "metrics": metrics,
-            "model_sha256": self.model.sha256,
+            "model_sha256": self.model.served_sha256,
             "model_path": str(path),
         }
         self.store.finish("finished", reason, final)
@@ -442,19 +389,3 @@ class Coordinator:
         if kind in ("joined", "ready", "left", "declined"):
             self.store.event(kind, data)
         self.watch(kind, data)
-
-
-def _as_one(
-    failures: BaseExceptionGroup[RoundFailed], work: Sequence[asyncio.Task[Any]]
-) -> AttemptFailed:
-    """All failures of an attempt as one, with every receipt there is."""
-    reasons: list[str] = []
-    receipts: list[Receipt] = []
-    for error in failures.exceptions:
-        reasons.append(str(error))
-        if isinstance(error, AttemptFailed):
-            receipts += error.receipts
-    for task in work:
-        if task.done() and not task.cancelled() and task.exception() is None:
-            receipts += task.result().receipts
-    return AttemptFailed("; ".join(reasons), receipts)

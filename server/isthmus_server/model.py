@@ -1,8 +1,9 @@
 """The one model: its exchange set as a flat vector, the server optimizer, central evaluation.
 
-The vector lives inside its own encoding (`payload`), and the module's parameters and the
-optimizer's parameters are views of it: what is sent, stored, stepped and evaluated is one
-memory.
+The vector lives inside its own encoding (`payload`), and the optimizer's parameters are views of
+it: what is sent, stored and stepped is one memory. What is handed out and evaluated is the *served*
+model: the same memory, or an average of the rounds' models in one of its own. The module's
+parameters are views of that.
 """
 
 from __future__ import annotations
@@ -14,37 +15,52 @@ import torch
 from torch import nn
 
 from isthmus.contents import describe
-from isthmus.errors import JobError, UpdateError
+from isthmus.errors import UpdateError
 from isthmus.exchange import Layout
 from isthmus.job import ServerOptimizer
 from isthmus.scoring import build_model, count_examples, evaluate
 from isthmus.task import Task, user_code
 from isthmus.wire import link_pb2
+from isthmus_server.optimizers import make_optimizer
 
 
 class GlobalModel:
     """The model the server holds.
 
     Guarantees:
-      * one copy of the exchange set, whatever is done with it;
+      * one copy of the exchange set, whatever is done with it, and one more for a served average;
       * `content` always names the bytes in `payload`.
     """
 
-    def __init__(self, task: Task, seed: int, optimizer: ServerOptimizer) -> None:
+    def __init__(
+        self, task: Task, seed: int, optimizer: ServerOptimizer, served_average: float = 0.0
+    ) -> None:
         """Build the task's model and the server optimizer.
+
+        Args:
+            task: what is learned.
+            seed: of the job; the same one gives the same model.
+            optimizer: for pseudo-gradients.
+            served_average: how much of the served average stays each round; 0 serves the model.
 
         Raises:
             TaskError: the task's `model()` or what it returned does not do.
             JobError: no such optimizer, or it does not take these options.
         """
         self.task = task
+        self.seed = seed
         self.module = build_model(task, seed)
         self.layout = Layout.of(self.module)
         self.payload = self.layout.encode(self.layout.gather(self.module))
         self.vector = self.layout.decode(self.payload)
+        self.served_average = served_average
+        self.served_payload = bytearray(self.payload) if served_average else self.payload
+        self.served_vector = self.layout.decode(self.served_payload)
+        self.averaged = 0
+        """Models in the served average so far."""
         self._views = {name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)}
         self._share_memory()
-        self.optimizer = _make_optimizer(optimizer, list(self._views.values()))
+        self.optimizer = make_optimizer(optimizer, list(self._views.values()))
         self._content: link_pb2.Content | None = None
 
     @property
@@ -59,10 +75,43 @@ class GlobalModel:
         """The digest of the encoded model, in hexadecimal."""
         return self.content.sha256.hex()
 
+    @property
+    def served_sha256(self) -> str:
+        """The digest of the served model as it is encoded, in hexadecimal."""
+        if self.served_payload is self.payload:
+            return self.sha256
+        return describe(self.served_payload).sha256.hex()
+
+    def initial(self) -> torch.Tensor:
+        """The model that training began with: a new float32 vector (N)."""
+        return self.layout.gather(build_model(self.task, self.seed))
+
     def replace(self, vector: torch.Tensor) -> None:
         """Take another model as it is: float32 (N)."""
         self.vector.copy_(vector)
         self._content = None
+
+    def restart(self, vector: torch.Tensor) -> None:
+        """Go on from another model (N); the served average begins anew with it."""
+        self.replace(vector)
+        if self.served_average:
+            self.served_vector.copy_(vector)
+            self.averaged = 1
+
+    def average(self) -> None:
+        """Take the model into the served average: of all so far, until those fill its window.
+
+        With `served_average` = 0.9 the first ten rounds' models are averaged with equal weights,
+        and from then on a tenth of each next one comes in.
+        """
+        if self.served_average:
+            self.averaged += 1
+            stays = min(self.served_average, 1 - 1 / self.averaged)
+            self.served_vector.lerp_(self.vector, 1 - stays)
+
+    def reset_optimizer(self) -> None:
+        """Forget momentum, moments and step counts."""
+        self.optimizer.state.clear()
 
     def forget_content(self) -> None:
         """`payload` was filled from elsewhere: its name is to be found anew."""
@@ -86,7 +135,7 @@ class GlobalModel:
             )
 
     def evaluate(self, batch_size: int) -> dict[str, float]:
-        """Loss and metrics on the central held-out data."""
+        """Loss and metrics of the served model on the central held-out data."""
         with user_code("eval_data()"):
             dataset = self.task.eval_data()
         count = count_examples(dataset, "eval_data()")
@@ -132,37 +181,14 @@ class GlobalModel:
     # -- memory ------------------------------------------------------------------------------------
 
     def _share_memory(self) -> None:
+        parts = dict(self.layout.parts(self.served_vector))
         for name, parameter in self.module.named_parameters():
-            if name in self._views and parameter.dtype == torch.float32:
-                parameter.data = self._views[name].data
+            if name in parts and parameter.dtype == torch.float32:
+                parameter.data = parts[name]
 
     def _refresh_module(self) -> None:
         """Parameters of other dtypes are copies; bring them up to date."""
+        parts = dict(self.layout.parts(self.served_vector))
         for name, parameter in self.module.named_parameters():
-            if name in self._views and parameter.dtype != torch.float32:
-                parameter.data.copy_(self._views[name].data)
-
-
-def _make_optimizer(
-    config: ServerOptimizer, parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    kind = getattr(torch.optim, config.name, None)
-    if (
-        not isinstance(kind, type)
-        or not issubclass(kind, torch.optim.Optimizer)
-        or kind is torch.optim.Optimizer
-    ):
-        raise JobError(
-            f"strategy.server_optimizer.name={config.name!r} is not an optimizer of torch.optim"
-        )
-    if kind is torch.optim.LBFGS:
-        raise JobError("strategy.server_optimizer.name='LBFGS' needs a closure; choose another")
-    if kind is torch.optim.SparseAdam:
-        raise JobError(
-            "strategy.server_optimizer.name='SparseAdam' takes sparse gradients only; "
-            "choose another"
-        )
-    try:
-        return kind(parameters, **config.options)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise JobError(f"strategy.server_optimizer.options: {config.name}: {error}") from error
+            if name in parts and parameter.dtype != torch.float32:
+                parameter.data.copy_(parts[name])

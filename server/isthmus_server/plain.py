@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.job import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum
@@ -31,12 +32,14 @@ class PlainAttempt:
         attempt: int,
         model: link_pb2.Content,
         cohort: Mapping[str, int],
+        settings: FederatedSection,
     ) -> None:
         self.fleet = fleet
         self.round = round_
         self.attempt = attempt
         self.model = model
         self.cohort = cohort
+        self.settings = settings
         self.total = WeightedSum(fleet.layout.size, sum(cohort.values()))
         self.receipts: dict[str, Receipt] = {}
         self.losses: dict[str, tuple[float, int]] = {}
@@ -54,7 +57,7 @@ class PlainAttempt:
         Raises:
             AttemptFailed: fewer updates than the quorum.
         """
-        settings = self.fleet.job.federated
+        settings = self.settings
         tasks = {asyncio.create_task(self._one(name)): name for name in self.cohort}
         ended_because = f"the round's {self.fleet.job.time.round_seconds:g} s were over"
         try:
@@ -74,9 +77,7 @@ class PlainAttempt:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for name in self.cohort:
-            self.receipts.setdefault(name, self._receipt(name, "dropped", ended_because))
-        receipts = [self.receipts[name] for name in self.cohort]
+        receipts = self.stopped(ended_because)
         if self.accepted < settings.needed:
             reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
             raise AttemptFailed(
@@ -87,6 +88,12 @@ class PlainAttempt:
         return FederatedResult(
             pseudo_gradient=self.total.mean(), training=self._training(), receipts=receipts
         )
+
+    def stopped(self, reason: str) -> list[Receipt]:
+        """Everyone's receipt; who has none yet was dropped for that reason."""
+        for name in self.cohort:
+            self.receipts.setdefault(name, self._receipt(name, "dropped", reason))
+        return [self.receipts[name] for name in self.cohort]
 
     async def _one(self, name: str) -> None:
         """One device's part; leaves a receipt, whatever happens."""
@@ -134,7 +141,7 @@ class PlainAttempt:
 
     async def _add(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
         async with self.adding:
-            if self.accepted >= self.fleet.job.federated.cohort:
+            if self.accepted >= self.settings.cohort:
                 raise UpdateError("enough updates were in")
             await asyncio.to_thread(spool.add_to, self.total, self.fleet.layout, trained.examples)
             self.receipts[name] = self._receipt(

@@ -15,7 +15,7 @@ import torch
 from isthmus.contents import into
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.exchange import Layout
-from isthmus.job import Job
+from isthmus.job import FederatedSection, Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory
 from isthmus_server.link import Link
@@ -36,23 +36,36 @@ class Fleet:
         self.layout = layout
         self.spool = spool
         self.directory = Directory(link.enrolments.authority)
+        self._running: PlainAttempt | SecureAttempt | None = None
 
     async def train(
-        self, round_: int, attempt: int, model: link_pb2.Content, cohort: Mapping[str, int]
+        self,
+        round_: int,
+        attempt: int,
+        model: link_pb2.Content,
+        cohort: Mapping[str, int],
+        settings: FederatedSection | None = None,
     ) -> FederatedResult:
         """Have a cohort (names with their declared examples) train from a published model.
 
         Ends when enough updates are in, when too few can still come, or at the deadline.
+        `settings` are the job's, or those of a round with another cohort.
 
         Raises:
             AttemptFailed: fewer updates than the quorum.
         """
-        needed = self.job.federated.needed
-        if len(cohort) < needed:
-            raise AttemptFailed(f"{len(cohort)} devices are ready and the quorum is {needed}", [])
-        if self.job.federated.secure_aggregation:
-            return await SecureAttempt(self, round_, attempt, model, cohort).run()
-        return await PlainAttempt(self, round_, attempt, model, cohort).run()
+        settings = settings or self.job.federated
+        if len(cohort) < settings.needed:
+            raise AttemptFailed(
+                f"{len(cohort)} devices are ready and the quorum is {settings.needed}", []
+            )
+        kind = SecureAttempt if settings.secure_aggregation else PlainAttempt
+        self._running = kind(self, round_, attempt, model, cohort, settings)
+        return await self._running.run()
+
+    def stopped(self, reason: str) -> list[Receipt]:
+        """Receipts of an attempt that was cancelled before its end."""
+        return [] if self._running is None else list(self._running.stopped(reason))
 
 
 class Datacenter:

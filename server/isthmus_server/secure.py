@@ -22,6 +22,7 @@ from isthmus.errors import (
     Refused,
     UpdateError,
 )
+from isthmus.job import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
@@ -54,9 +55,10 @@ _FOR_TRAINING = 0.75
 """Share of the round's time after which the protocol begins with those who have trained."""
 
 
-def agreement(fleet: Fleet, round_: int, attempt: int, model: link_pb2.Content) -> RoundConfig:
+def agreement(
+    fleet: Fleet, round_: int, attempt: int, model: link_pb2.Content, settings: FederatedSection
+) -> RoundConfig:
     """What every device of the attempt agrees to; see `RoundConfig`."""
-    settings = fleet.job.federated
     missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
     return RoundConfig(
         run_id=fleet.run_id,
@@ -90,13 +92,15 @@ class SecureAttempt:
         attempt: int,
         model: link_pb2.Content,
         cohort: Collection[str],
+        settings: FederatedSection,
     ) -> None:
         self.fleet = fleet
         self.round = round_
         self.attempt = attempt
         self.model = model
         self.cohort = sorted(cohort)
-        self.config = agreement(fleet, round_, attempt, model)
+        self.settings = settings
+        self.config = agreement(fleet, round_, attempt, model, settings)
         self.session = ServerSession(self.config, fleet.directory, invited=cohort)
         self.receipts: dict[str, Receipt] = {}
         self.seconds: dict[str, float] = {}
@@ -110,7 +114,7 @@ class SecureAttempt:
             AttemptFailed: too few were left at some step.
         """
         times = self.fleet.job.time
-        session, settings = self.session, self.fleet.job.federated
+        session, settings = self.session, self.settings
         start = asyncio.get_running_loop().time()
         trained_by = start + _FOR_TRAINING * times.round_seconds
         try:
@@ -220,7 +224,7 @@ class SecureAttempt:
         self.fleet.link.settle(name, request.id, True)
         advert = AdvertiseKeys.from_bytes(reply.trained.secure)
         _same(name, advert.name)
-        if self.session.heard >= self.fleet.job.federated.cohort:
+        if self.session.heard >= self.settings.cohort:
             raise UpdateError("enough devices had come")
         self.session.take_advert(advert)
         self.seconds[name] = reply.trained.seconds
@@ -288,6 +292,13 @@ class SecureAttempt:
         self.session.take_release(release)
 
     # -- receipts ----------------------------------------------------------------------------------
+
+    def stopped(self, reason: str) -> Sequence[Receipt]:
+        """Receipts of an attempt that was cancelled; whoever has none was dropped for that."""
+        for name in self.cohort:
+            if name not in self.receipts:
+                self._drop(name, reason)
+        return self._all_receipts(())
 
     def _drop(self, name: str, reason: str) -> None:
         self.receipts[name] = self._receipt(name, "dropped", reason)

@@ -4,7 +4,7 @@ A run directory holds::
 
     job.json                the validated job and where it came from
     run.sqlite              the round log (WAL)
-    checkpoints/            model-<round>.safetensors, optimizer-<round>.safetensors
+    checkpoints/            model-, served- and optimizer-<round>.safetensors
     model.safetensors       the final model, when the run has ended
     logs/                   one file per process
 
@@ -14,23 +14,18 @@ belongs to it in one transaction. Files that a commit names are complete on disk
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isthmus.errors import UserError
-from isthmus.exchange import Layout
 from isthmus.job import Job
-
-if TYPE_CHECKING:
-    import torch
+from isthmus_server.checkpoints import Checkpoints, Saved, replacing
 
 KEPT_CHECKPOINTS = 2
 """Committed models kept on disk besides the final one."""
@@ -43,6 +38,9 @@ CREATE TABLE IF NOT EXISTS attempts (
     round INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
     planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL, outcome TEXT,
     PRIMARY KEY (round, attempt)
+);
+CREATE TABLE IF NOT EXISTS visits (
+    number INTEGER PRIMARY KEY, round INTEGER NOT NULL, asked TEXT NOT NULL, outcome TEXT
 );
 CREATE TABLE IF NOT EXISTS events (
     at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
@@ -58,15 +56,18 @@ class Resume:
     """Last committed round; 0 if none."""
     attempts: int
     """Number of the last attempt at the next round, one that a crash cut short included."""
-    model_file: str | None
-    optimizer_file: str | None
+    models: Mapping[str, Saved]
+    """Checkpoints by name: `current`, `served` where it is another, and those that plans kept."""
+    averaged: int
+    """Models in the served average."""
+    optimizer: Saved | None
     optimizer_numbers: Mapping[str, Any]
     datacenter_step: int
     """Optimizer steps the datacenter has made in committed rounds."""
-    datacenter_current: bool
-    """The datacenter holds the committed model at that step."""
+    holder: str | None
+    """The datacenter that holds the committed model at that step, if one does."""
     model_in_datacenter: bool
-    """Only the datacenter holds it: `model_file` is of an earlier round."""
+    """Only that one holds it: the checkpoint of `current` is of an earlier round."""
     policy_state: Mapping[str, Any]
     outcomes: Sequence[Mapping[str, Any]]
     """What each committed round came to, in order."""
@@ -78,6 +79,23 @@ class Resume:
     """Seconds that the run went on for, up to the end of its last attempt."""
     decided: Mapping[str, Any] | None
     """The `plan` and `observation` of the next round, if a crash cut it short."""
+    visits: Sequence[Mapping[str, Any]]
+    """Made for the next round before a crash, in order; they are not made again."""
+    visited: int
+    """Visits of the whole run so far, each try counted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What a commit has to remember beside its round's row."""
+        return {
+            "models": {name: dataclasses.asdict(saved) for name, saved in self.models.items()},
+            "averaged": self.averaged,
+            "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
+            "optimizer_numbers": dict(self.optimizer_numbers),
+            "datacenter_step": self.datacenter_step,
+            "holder": self.holder,
+            "model_in_datacenter": self.model_in_datacenter,
+            "policy_state": dict(self.policy_state),
+        }
 
 
 class Store:
@@ -94,6 +112,7 @@ class Store:
         self.job = job
         self.base = base
         self.run_id = run_id
+        self.checkpoints = Checkpoints(directory / "checkpoints")
         self._db = sqlite3.connect(directory / "run.sqlite", isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -123,7 +142,7 @@ class Store:
         text = json.dumps(
             {"run_id": run_id, "base": str(base), "job": job.model_dump(mode="json")}, indent=1
         )
-        with _replacing(directory / "job.json") as file:
+        with replacing(directory / "job.json") as file:
             file.write(text.encode())
         return store
 
@@ -174,6 +193,18 @@ class Store:
             (json.dumps(outcome), round_, attempt),
         )
         self._drop_old_checkpoints()
+
+    def visit(self, number: int, round_: int, asked: Mapping[str, Any]) -> None:
+        """Write down that devices are about to be asked to compare models for a round."""
+        self._db.execute(
+            "INSERT INTO visits VALUES (?, ?, ?, NULL)", (number, round_, json.dumps(asked))
+        )
+
+    def visited(self, number: int, outcome: Mapping[str, Any]) -> None:
+        """A visit has ended, with a result or without."""
+        self._db.execute(
+            "UPDATE visits SET outcome=? WHERE number=?", (json.dumps(outcome), number)
+        )
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
         """Note something that happened, for the report and for views."""
@@ -234,14 +265,23 @@ class Store:
         ).fetchone()
         cut_short = tried is not None and self.status()[0] == "running"
         rows = [row["outcome"]["round"] for row in committed + failed]
+        visits = [
+            json.loads(outcome)
+            for (outcome,) in self._db.execute(
+                "SELECT outcome FROM visits WHERE round=? AND outcome NOT NULL ORDER BY number",
+                (number + 1,),
+            )
+        ]
+        optimizer = last.get("optimizer")
         return Resume(
             round=number,
             attempts=tried[0] if tried else 0,
-            model_file=last.get("model_file"),
-            optimizer_file=last.get("optimizer_file"),
+            models={name: Saved(**saved) for name, saved in last.get("models", {}).items()},
+            averaged=last.get("averaged", 0),
+            optimizer=None if optimizer is None else Saved(**optimizer),
             optimizer_numbers=last.get("optimizer_numbers", {}),
             datacenter_step=last.get("datacenter_step", 0),
-            datacenter_current=last.get("datacenter_current", False),
+            holder=last.get("holder"),
             model_in_datacenter=last.get("model_in_datacenter", False),
             policy_state=last.get("policy_state", {}),
             outcomes=[row["outcome"]["round"] for row in committed],
@@ -254,82 +294,14 @@ class Store:
             }
             if cut_short
             else None,
+            visits=visits,
+            visited=self._db.execute("SELECT COALESCE(MAX(number), 0) FROM visits").fetchone()[0],
         )
-
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    def write_model(self, round_: int, payload: bytes | bytearray | memoryview) -> str:
-        """Write an encoded model durably; returns the file's name."""
-        name = f"model-{round_:06d}.safetensors"
-        with _replacing(self.directory / "checkpoints" / name) as file:
-            file.write(payload)
-        return name
-
-    def read_model(self, name: str, payload: bytearray) -> None:
-        """Fill `payload` from a checkpoint.
-
-        Raises:
-            UserError: it is missing or of another size.
-        """
-        path = self.directory / "checkpoints" / name
-        try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size != len(payload):
-                    raise UserError(
-                        f"{path} is not a model of this task any more; was the task changed?"
-                    )
-                file.readinto(payload)
-        except OSError as error:
-            raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
-
-    def write_tensors(self, round_: int, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Write the server optimizer's tensors, one at a time; None if there are none.
-
-        Raises:
-            UserError: one is not float32, which this format does not hold.
-        """
-        if not tensors:
-            return None
-        import torch
-
-        for name, tensor in tensors.items():
-            if tensor.dtype != torch.float32:
-                raise UserError(
-                    f"the server optimizer keeps {name!r} as {tensor.dtype}, which cannot be "
-                    "stored; choose another server optimizer"
-                )
-        layout = Layout.from_shapes({name: tuple(value.shape) for name, value in tensors.items()})
-        name = f"optimizer-{round_:06d}.safetensors"
-        with _replacing(self.directory / "checkpoints" / name) as file:
-            file.write(layout.header)
-            for entry in layout.entries:
-                piece = bytearray(4 * entry.count)
-                if entry.count:
-                    torch.frombuffer(piece, dtype=torch.float32).copy_(
-                        tensors[entry.name].detach().reshape(-1)
-                    )
-                file.write(piece)
-        return name
-
-    def read_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Read back what `write_tensors` wrote.
-
-        Raises:
-            UserError: it is missing or damaged.
-        """
-        path = self.directory / "checkpoints" / name
-        try:
-            payload = bytearray(path.read_bytes())
-        except OSError as error:
-            raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
-        length = 8 + int.from_bytes(payload[:8], "little")
-        layout = Layout.from_header(memoryview(payload)[:length])
-        return dict(layout.parts(layout.decode(payload)))
 
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
         """Write the final model beside the log."""
         path = self.directory / "model.safetensors"
-        with _replacing(path) as file:
+        with replacing(path) as file:
             file.write(payload)
         return path
 
@@ -339,26 +311,9 @@ class Store:
             "SELECT outcome FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT ?",
             (KEPT_CHECKPOINTS,),
         )
-        kept: set[str | None] = set()
+        kept: set[str] = set()
         for (outcome,) in newest:
             resume = json.loads(outcome)["resume"]
-            kept |= {resume["model_file"], resume["optimizer_file"]}
-        for path in (self.directory / "checkpoints").iterdir():
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """Write a file that appears under its name complete and durable, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+            saved = [*resume["models"].values(), resume["optimizer"]]
+            kept |= {one["file"] for one in saved if one is not None}
+        self.checkpoints.keep_only(kept)

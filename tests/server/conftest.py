@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 
 import grpc
 import grpc.aio
@@ -9,9 +10,15 @@ import pytest
 import torch
 
 from isthmus.contents import describe
+from isthmus.errors import TaskError
+from isthmus.task import Participant
 from isthmus.uplink import METHOD, Uplink
 from isthmus.wire import link_pb2
+from isthmus_clients.agent import Agent
+from isthmus_server.coordinator import Coordinator
 from isthmus_server.link import Link
+from isthmus_server.report import document
+from isthmus_server.store import Store
 
 
 async def until(condition, seconds=20.0):
@@ -217,3 +224,145 @@ def update():
         return link_pb2.Reply(trained=trained), payload
 
     return make
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+NAMES = ("a", "b", "c")
+
+
+class Killed(BaseException):
+    """Ends a coordinator as a signal would: nothing catches it."""
+
+
+class Device:
+    """An edge client in this process: the agent itself, made to fail in some attempts.
+
+    All in one process share PyTorch's random state, so they take turns at working.
+    """
+
+    def __init__(self, name, turn, faults):
+        self.agent = Agent(Participant(name=name, regime="federated"), None)
+        self.turn = turn
+        self.faults = faults
+        self.buffer, self.settled, self.cancel = (
+            self.agent.buffer,
+            self.agent.settled,
+            self.agent.cancel,
+        )
+        self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
+
+    async def work(self, request, model, progress):
+        work = request.train_local
+        if reason := self.faults.get((work.round, work.attempt)):
+            raise TaskError(reason)
+        async with self.turn:
+            return await self.agent.work(request, model, progress)
+
+
+class Ranks:
+    """A datacenter without ranks: every step takes `rate` off every parameter."""
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.vector = None
+        self.step = 0
+        self.rate = 0.001
+        self.asked = []
+        self.fail_exports = 0
+
+    async def work(self, guest, request, model):
+        kind = request.WhichOneof("work")
+        self.asked.append(request)
+        if kind == "open":
+            return link_pb2.Reply(opened=link_pb2.Opened(examples=100)), None
+        if kind == "close":
+            return link_pb2.Reply(closed=link_pb2.Closed()), None
+        if kind == "export":
+            if self.fail_exports:
+                self.fail_exports -= 1
+                raise TaskError("the disk is full")
+            assert request.export.step == self.step
+            return self.answer(self.vector, exported=True)
+        work = request.train_steps
+        if model is not None:
+            self.vector = self.layout.decode(model).clone()
+        assert model is not None or work.from_step == self.step
+        self.step = work.until_step
+        self.vector -= self.rate * (work.until_step - work.from_step)
+        return self.answer(self.vector if work.hand_back else None, evaluate=work.evaluate)
+
+    def answer(self, vector, exported=False, evaluate=False):
+        payload = self.layout.encode(vector) if vector is not None else None
+        content = link_pb2.Content()
+        if payload is not None:
+            content.sha256, content.size = hashlib.sha256(payload).digest(), len(payload)
+        if exported:
+            return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
+        trained = link_pb2.Trained(result=content, examples=1, steps=50, training={"loss": 1.0})
+        if evaluate:
+            trained.evaluation.update({"loss": 0.75, "accuracy": 0.5})
+        return link_pb2.Reply(trained=trained), payload
+
+
+@pytest.fixture
+def place(net, make_job, write_task, tmp_path):
+    """Where runs happen: devices and ranks on a link, run directories, one task."""
+    stores = []
+
+    class Place:
+        Killed = Killed
+        names = NAMES
+
+        def __init__(self):
+            self.faults = {name: {} for name in NAMES}
+            self.turn = asyncio.Lock()
+
+        async def listen(self, methods="pass", names=NAMES):
+            write_task(methods)
+            self.link = await net.listen()
+            for name in names:
+                net.call(Device(name, self.turn, self.faults.setdefault(name, {})), name)
+            await net.until(lambda: set(names) <= self.link.peers.keys())
+
+        def create(self, name, *overrides):
+            job = make_job(
+                "strategy.policy=federated",
+                f"federated.clients={len(self.link.peers)}",
+                "federated.cohort=3",
+                "federated.quorum=3",
+                "federated.secure_aggregation=true",
+                "rounds=3",
+                *overrides,
+            )
+            stores.append(Store.create(tmp_path / name, job, tmp_path))
+            return stores[-1]
+
+        def reopen(self, store):
+            stores.append(Store.open(store.directory))
+            return stores[-1]
+
+        async def run(self, name, *overrides, **more):
+            store = self.create(name, *overrides)
+            final = await Coordinator(store, self.link, **more).run()
+            return document(store), final
+
+    yield Place()
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def with_ranks(place, net):
+    """Devices, and a datacenter beside them."""
+
+    async def start(*overrides):
+        await place.listen()
+        settings = ("federated.clients=3", "datacenter.ranks=1", *overrides)
+        store = place.create("run", *settings)
+        coordinator = Coordinator(store, place.link)
+        ranks = Ranks(coordinator.model.layout)
+        await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
+        return store, coordinator, ranks
+
+    return start

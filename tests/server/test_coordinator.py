@@ -1,4 +1,3 @@
-import asyncio
 import hashlib
 import io
 import json
@@ -7,129 +6,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from isthmus.errors import TaskError, UserError
-from isthmus.task import Participant
-from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
+from isthmus.errors import UserError
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.progress import Progress
 from isthmus_server.report import document, show
-from isthmus_server.store import Store
-
-NAMES = ("a", "b", "c")
-
-
-class Device:
-    """An edge client in this process: the agent itself, made to fail in some attempts.
-
-    All in one process share PyTorch's random state, so they take turns at working.
-    """
-
-    def __init__(self, name, turn, faults):
-        self.agent = Agent(Participant(name=name, regime="federated"), None)
-        self.turn = turn
-        self.faults = faults
-        self.buffer, self.settled, self.cancel = (
-            self.agent.buffer,
-            self.agent.settled,
-            self.agent.cancel,
-        )
-        self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
-
-    async def work(self, request, model, progress):
-        work = request.train_local
-        if reason := self.faults.get((work.round, work.attempt)):
-            raise TaskError(reason)
-        async with self.turn:
-            return await self.agent.work(request, model, progress)
-
-
-class Ranks:
-    """A datacenter without ranks: every step takes 0.001 off every parameter."""
-
-    def __init__(self, layout):
-        self.layout = layout
-        self.vector = None
-        self.step = 0
-        self.asked = []
-        self.fail_exports = 0
-
-    async def work(self, guest, request, model):
-        kind = request.WhichOneof("work")
-        self.asked.append(request)
-        if kind == "open":
-            return link_pb2.Reply(opened=link_pb2.Opened(examples=100)), None
-        if kind == "close":
-            return link_pb2.Reply(closed=link_pb2.Closed()), None
-        if kind == "export":
-            if self.fail_exports:
-                self.fail_exports -= 1
-                raise TaskError("the disk is full")
-            assert request.export.step == self.step
-            return self.answer(self.vector, exported=True)
-        work = request.train_steps
-        if model is not None:
-            self.vector = self.layout.decode(model).clone()
-        assert model is not None or work.from_step == self.step
-        self.step = work.until_step
-        self.vector -= 0.001 * (work.until_step - work.from_step)
-        return self.answer(self.vector if work.hand_back else None, evaluate=work.evaluate)
-
-    def answer(self, vector, exported=False, evaluate=False):
-        payload = self.layout.encode(vector) if vector is not None else None
-        content = link_pb2.Content()
-        if payload is not None:
-            content.sha256, content.size = hashlib.sha256(payload).digest(), len(payload)
-        if exported:
-            return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
-        trained = link_pb2.Trained(result=content, examples=1, steps=50, training={"loss": 1.0})
-        if evaluate:
-            trained.evaluation.update({"loss": 0.75, "accuracy": 0.5})
-        return link_pb2.Reply(trained=trained), payload
-
-
-@pytest.fixture
-def place(net, make_job, write_task, tmp_path):
-    """Where runs happen: devices and ranks on a link, run directories, one task."""
-    stores = []
-
-    class Place:
-        def __init__(self):
-            self.faults = {name: {} for name in NAMES}
-            self.turn = asyncio.Lock()
-
-        async def listen(self, methods="pass", names=NAMES):
-            write_task(methods)
-            self.link = await net.listen()
-            for name in names:
-                net.call(Device(name, self.turn, self.faults[name]), name)
-            await net.until(lambda: set(names) <= self.link.peers.keys())
-
-        def create(self, name, *overrides):
-            job = make_job(
-                "strategy.policy=federated",
-                f"federated.clients={len(self.link.peers)}",
-                "federated.cohort=3",
-                "federated.quorum=3",
-                "federated.secure_aggregation=true",
-                "rounds=3",
-                *overrides,
-            )
-            stores.append(Store.create(tmp_path / name, job, tmp_path))
-            return stores[-1]
-
-        def reopen(self, store):
-            stores.append(Store.open(store.directory))
-            return stores[-1]
-
-        async def run(self, name, *overrides, **more):
-            store = self.create(name, *overrides)
-            final = await Coordinator(store, self.link, **more).run()
-            return document(store), final
-
-    yield Place()
-    for store in stores:
-        store.close()
 
 
 async def test_a_federated_run_from_start_to_end(place, tmp_path):
@@ -148,7 +28,7 @@ async def test_a_federated_run_from_start_to_end(place, tmp_path):
             "rejected": 0,
             "dropped": 0,
         }
-        assert [receipt["participant"] for receipt in row["receipts"]] == list(NAMES)
+        assert [receipt["participant"] for receipt in row["receipts"]] == list(place.names)
         assert row["cost"]["price"] == 3.0
     losses = [row["metrics"]["loss"] for row in report["rounds"]]
     assert losses == sorted(losses, reverse=True)
@@ -197,10 +77,6 @@ async def test_the_same_seed_and_participants_give_the_same_bytes(place):
     assert shas[0] != shas[2]
 
 
-class Killed(BaseException):
-    """Ends a coordinator as a signal would: nothing catches it."""
-
-
 @pytest.mark.parametrize(
     ("kind", "round_"), [("round", 1), ("committed", 1), ("round", 2), ("committed", 3)]
 )
@@ -214,10 +90,10 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, roun
 
     def kill(seen, data):
         if (seen, data.get("round")) == (kind, round_):
-            raise Killed
+            raise place.Killed
 
     store = place.create("killed", *momentum)
-    with pytest.raises(Killed):
+    with pytest.raises(place.Killed):
         await Coordinator(store, place.link, kill).run()
     again = place.reopen(store)
     assert again.status()[0] == "running"
@@ -239,7 +115,7 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
     assert (failed["round"], failed["attempt"]) == (2, 1)
     assert "clients_min=3" in failed["error"]
     assert "b: no power" in failed["error"]
-    assert [receipt["participant"] for receipt in failed["receipts"]] == list(NAMES)
+    assert [receipt["participant"] for receipt in failed["receipts"]] == list(place.names)
     assert [(row["round"], row["attempt"]) for row in report["rounds"]] == [(1, 1), (2, 2), (3, 1)]
     assert failed["cost"]["price"] == 3.0
 
@@ -341,22 +217,6 @@ async def test_a_policy_may_lie_beside_the_task(place, tmp_path):
 # -- with a datacenter ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_ranks(place, net):
-    """Devices, and a datacenter beside them."""
-
-    async def start(*overrides):
-        await place.listen()
-        settings = ("federated.clients=3", "datacenter.ranks=1", *overrides)
-        store = place.create("run", *settings)
-        coordinator = Coordinator(store, place.link)
-        ranks = Ranks(coordinator.model.layout)
-        await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
-        return store, coordinator, ranks
-
-    return start
-
-
 async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_ranks):
     store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=5")
     final = await coordinator.run()
@@ -415,10 +275,10 @@ async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(wi
 
     def kill(seen, data):
         if (seen, data.get("round")) == ("committed", 1):
-            raise Killed
+            raise place.Killed
 
     coordinator.watch = kill
-    with pytest.raises(Killed):
+    with pytest.raises(place.Killed):
         await coordinator.run()
     again = place.reopen(store)
     assert again.resume_point().model_in_datacenter
@@ -432,4 +292,4 @@ async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place
     with pytest.raises(UserError, match="a: no power"):
         await coordinator.run()
     (failed,) = document(store)["failed_attempts"]
-    assert {receipt["participant"] for receipt in failed["receipts"]} >= set(NAMES)
+    assert {receipt["participant"] for receipt in failed["receipts"]} >= set(place.names)

@@ -6,6 +6,7 @@ from isthmus.exchange import digest
 from isthmus.job import ServerOptimizer
 from isthmus.task import load_task
 from isthmus_server.model import GlobalModel
+from isthmus_server.optimizers import Yogi
 from isthmus_server.store import Store
 
 
@@ -13,11 +14,11 @@ from isthmus_server.store import Store
 def make_model(write_task, tmp_path):
     """The table task's model on the server, with a server optimizer."""
 
-    def make(methods="pass", name="SGD", seed=0, **options):
+    def make(methods="pass", name="SGD", seed=0, served_average=0.0, **options):
         write_task(methods)
         task = load_task("task.py:Learn", {}, base=tmp_path)
         config = ServerOptimizer(name=name, options=options or {"lr": 1.0})
-        return GlobalModel(task, seed, config)
+        return GlobalModel(task, seed, config, served_average)
 
     return make
 
@@ -68,6 +69,7 @@ def test_sgd_with_a_learning_rate_of_one_is_fedavg(make_model):
         ("NAdam", {"lr": 0.01}),
         ("RMSprop", {"lr": 0.01, "centered": True}),
         ("Rprop", {"lr": 0.01}),
+        ("Yogi", {"lr": 0.01}),
     ],
     ids=str,
 )
@@ -78,15 +80,15 @@ def test_stored_optimizer_state_goes_on_bit_by_bit(make_model, make_job, tmp_pat
         kept.step(step)
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     tensors, numbers = kept.optimizer_state()
-    model_file = store.write_model(3, kept.payload)
-    file = store.write_tensors(3, tensors)
+    model_file = store.checkpoints.write_model(3, kept.payload)
+    file = store.checkpoints.write_tensors(3, tensors)
     assert (file is None) == (not tensors)
 
     resumed = make_model(name=name, seed=9, **options)
     assert resumed.sha256 != kept.sha256
-    store.read_model(model_file, resumed.payload)
+    store.checkpoints.read_model(model_file, resumed.payload)
     resumed.forget_content()
-    resumed.load_optimizer_state(store.read_tensors(file) if file else {}, numbers)
+    resumed.load_optimizer_state(store.checkpoints.read_tensors(file) if file else {}, numbers)
     for step in steps[3:]:
         kept.step(step)
         resumed.step(step)
@@ -107,7 +109,12 @@ def test_an_optimizer_state_that_is_not_loaded_would_be_noticed(make_model):
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("Sgd", {}, r"strategy\.server_optimizer\.name='Sgd' is not an optimizer of torch\.optim"),
+        (
+            "Sgd",
+            {},
+            r"optimizer\.name='Sgd' is not an optimizer of torch\.optim, nor Yogi",
+        ),
+        ("Yogi", {"betas": (0.9, 1.0)}, r"server_optimizer\.options: Yogi: .*betas=\(0.9, 1.0\)"),
         ("Optimizer", {}, r"name='Optimizer' is not an optimizer of torch\.optim"),
         ("lr_scheduler", {}, r"name='lr_scheduler' is not an optimizer of torch\.optim"),
         ("LBFGS", {}, r"name='LBFGS' needs a closure; choose another"),
@@ -181,3 +188,67 @@ def test_tied_weights_are_one_in_the_vector_and_in_the_module(make_model):
 def test_held_out_data_that_cannot_be_used_is_one_sentence(make_model, methods, sentence):
     with pytest.raises(TaskError, match=sentence):
         make_model(methods).evaluate(10)
+
+
+# -- Yogi, resetting, and the served average -------------------------------------------------------
+
+
+def test_yogi_is_algorithm_two_of_reddi_and_others():
+    weight = torch.zeros(3)
+    optimizer = Yogi([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, initial=0.1)
+    expected, mean, square = [0.0] * 3, [0.0] * 3, [0.01] * 3
+    for gradient in ([1.0, -2.0, 0.0], [0.01, 3.0, 0.0], [0.5, 0.0, 1.0]):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        for i, g in enumerate(gradient):
+            mean[i] = 0.9 * mean[i] + 0.1 * g
+            sign = (square[i] > g * g) - (square[i] < g * g)
+            square[i] -= 0.01 * g * g * sign
+            expected[i] -= 0.1 * mean[i] / (square[i] ** 0.5 + 1e-3)
+    torch.testing.assert_close(weight, torch.tensor(expected))
+
+
+def test_an_optimizer_that_is_reset_has_no_momentum_left(make_model):
+    model, fresh = (make_model(name="SGD", lr=1.0, momentum=0.9) for _ in range(2))
+    first, second = gradients(model, 2)
+    model.step(first)
+    fresh.replace(model.vector)
+    model.reset_optimizer()
+    model.step(second)
+    fresh.step(second)
+    assert model.sha256 == fresh.sha256
+
+
+def test_the_served_model_is_the_mean_of_the_first_rounds_and_then_their_average(make_model):
+    model = make_model(served_average=0.75)
+    rounds = []
+    for step in gradients(model, 6):
+        model.step(step)
+        model.average()
+        rounds.append(model.vector.clone())
+    expected = torch.stack(rounds[:4]).mean(0)
+    for later in rounds[4:]:
+        expected = 0.75 * expected + 0.25 * later
+    torch.testing.assert_close(model.served_vector, expected)
+    assert model.served_sha256 != model.sha256
+    model.restart(rounds[0])
+    assert model.served_sha256 == model.sha256
+
+
+def test_what_is_evaluated_is_the_served_model(make_model):
+    averaging, plain = make_model(served_average=0.9), make_model()
+    for step in gradients(plain, 3):
+        averaging.step(step)
+        averaging.average()
+    before = averaging.evaluate(10)
+    averaging.vector.zero_()
+    assert averaging.evaluate(10) == before
+    plain.replace(averaging.served_vector)
+    assert plain.evaluate(10) == before
+
+
+def test_without_an_average_the_served_model_is_the_model(make_model):
+    model = make_model()
+    model.average()
+    assert model.served_payload is model.payload
+    assert model.served_sha256 == model.sha256

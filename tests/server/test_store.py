@@ -1,7 +1,10 @@
+import dataclasses
+
 import pytest
 import torch
 
 from isthmus.errors import UserError
+from isthmus_server.checkpoints import Saved
 from isthmus_server.store import Store
 
 
@@ -47,9 +50,13 @@ def plan(store, round_, attempt=1):
 
 def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, **resume):
     plan(store, round_, attempt)
-    model = model or store.write_model(round_, bytes([round_]) * 8)
-    optimizer = optimizer or store.write_tensors(round_, {"0.momentum": torch.ones(2)})
-    resume = {"model_file": model, "optimizer_file": optimizer, **resume}
+    model = model or store.checkpoints.write_model(round_, bytes([round_]) * 8)
+    optimizer = optimizer or store.checkpoints.write_tensors(round_, {"0.momentum": torch.ones(2)})
+    resume = {
+        "models": {"current": dataclasses.asdict(model)},
+        "optimizer": dataclasses.asdict(optimizer),
+        **resume,
+    }
     store.commit(round_, attempt, {"round": row(round_, price), "resume": resume})
 
 
@@ -59,7 +66,7 @@ def checkpoints(store):
 
 def test_a_new_run_stands_before_its_first_round(create):
     at = create().resume_point()
-    assert (at.round, at.attempts, at.model_file, at.spent, at.outcomes) == (0, 0, None, 0, [])
+    assert (at.round, at.attempts, at.models, at.spent, at.outcomes) == (0, 0, {}, 0, [])
     assert (at.datacenter_step, at.model_in_datacenter, at.policy_state) == (0, False, {})
 
 
@@ -96,18 +103,18 @@ def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
     store = create()
     commit(store, 1, datacenter_step=50, policy_state={"turn": 1})
     plan(store, 2)
-    store.write_model(2, b"half a round")
-    store.write_tensors(2, {"0.momentum": torch.zeros(3)})
+    store.checkpoints.write_model(2, b"half a round")
+    store.checkpoints.write_tensors(2, {"0.momentum": torch.zeros(3)})
 
     again = crash(store)
     at = again.resume_point()
     assert (at.round, at.attempts, at.spent) == (1, 1, 1.0)
     assert (at.device_bytes, at.elapsed) == (100, 10.0)
-    assert (at.model_file, at.datacenter_step) == ("model-000001.safetensors", 50)
+    assert (at.models["current"].file, at.datacenter_step) == ("model-000001.safetensors", 50)
     assert at.policy_state == {"turn": 1}
     assert [found["round"] for found in again.attempts("planned")] == [2]
     payload = bytearray(8)
-    again.read_model(at.model_file, payload)
+    again.checkpoints.read_model(at.models["current"], payload)
     assert payload == b"\1" * 8
 
 
@@ -115,7 +122,7 @@ def test_a_round_is_repeated_over_its_own_leftovers(create, crash):
     store = create()
     commit(store, 1)
     plan(store, 2)
-    store.write_model(2, b"an interrupted attempt")
+    store.checkpoints.write_model(2, b"an interrupted attempt")
     (store.directory / "checkpoints" / "model-000002.safetensors.tmp").write_bytes(b"cut sho")
 
     again = crash(store)
@@ -132,7 +139,7 @@ def test_a_round_is_repeated_over_its_own_leftovers(create, crash):
 
 def test_a_file_no_recent_commit_names_is_dropped(create):
     store = create()
-    store.write_model(9, b"of an attempt that ended")
+    store.checkpoints.write_model(9, b"of an attempt that ended")
     for round_ in (1, 2, 3):
         commit(store, round_)
     assert checkpoints(store) == [
@@ -146,9 +153,10 @@ def test_a_file_no_recent_commit_names_is_dropped(create):
 def test_a_model_the_datacenter_rounds_still_stand_on_is_kept(create):
     store = create()
     commit(store, 1)
-    names = {"model": "model-000001.safetensors", "optimizer": "optimizer-000001.safetensors"}
+    at = store.resume_point()
+    files = {"model": at.models["current"], "optimizer": at.optimizer}
     for round_ in (2, 3, 4, 5):
-        commit(store, round_, **names, model_in_datacenter=True)
+        commit(store, round_, **files, model_in_datacenter=True)
     assert checkpoints(store) == ["model-000001.safetensors", "optimizer-000001.safetensors"]
     assert store.resume_point().model_in_datacenter
 
@@ -215,10 +223,10 @@ def test_a_run_that_ended_can_go_on(create, crash):
 @pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(0), torch.randn(3, 2).t()])
 def test_tensors_survive_with_their_shapes(create, value):
     store = create()
-    name = store.write_tensors(
+    name = store.checkpoints.write_tensors(
         1, {"0.step": torch.tensor(7.0), "10.a": value, "2.b": torch.ones(2)}
     )
-    found = store.read_tensors(name)
+    found = store.checkpoints.read_tensors(name)
     assert found.keys() == {"0.step", "10.a", "2.b"}
     assert found["10.a"].shape == value.shape
     assert torch.equal(found["10.a"], value)
@@ -227,12 +235,12 @@ def test_tensors_survive_with_their_shapes(create, value):
 
 def test_tensors_of_another_precision_are_refused(create):
     with pytest.raises(UserError, match=r"keeps '0\.a' as torch\.float64, which cannot be stored"):
-        create().write_tensors(1, {"0.a": torch.zeros(1, dtype=torch.float64)})
+        create().checkpoints.write_tensors(1, {"0.a": torch.zeros(1, dtype=torch.float64)})
 
 
 def test_no_tensors_are_no_file(create):
     store = create()
-    assert store.write_tensors(1, {}) is None
+    assert store.checkpoints.write_tensors(1, {}) is None
     assert checkpoints(store) == []
 
 
@@ -247,14 +255,30 @@ def test_the_final_model_lies_beside_the_log(create):
 def test_a_checkpoint_that_is_missing_or_of_another_task_is_one_sentence(create):
     store = create()
     with pytest.raises(UserError, match=r"^the checkpoint .*nothing\.safetensors cannot be read"):
-        store.read_model("nothing.safetensors", bytearray(8))
+        store.checkpoints.read_model(Saved("nothing.safetensors", ""), bytearray(8))
     with pytest.raises(UserError, match="cannot be read"):
-        store.read_tensors("nothing.safetensors")
-    name = store.write_model(1, b"12345678")
+        store.checkpoints.read_tensors(Saved("nothing.safetensors", ""))
+    name = store.checkpoints.write_model(1, b"12345678")
     with pytest.raises(UserError, match=r"is not a model of this task any more"):
-        store.read_model(name, bytearray(9))
+        store.checkpoints.read_model(name, bytearray(9))
     with pytest.raises(UserError):
-        store.read_tensors(name)
+        store.checkpoints.read_tensors(name)
+
+
+@pytest.mark.parametrize("at", [0, 9, 15])
+def test_a_checkpoint_that_is_not_what_was_written_is_one_sentence(create, at):
+    store = create()
+    saved = store.checkpoints.write_model(1, bytes(16))
+    tensors = store.checkpoints.write_tensors(1, {"0.momentum": torch.ones(4)})
+    for one in (saved, tensors):
+        path = store.directory / "checkpoints" / one.file
+        damaged = bytearray(path.read_bytes())
+        damaged[at] ^= 4
+        path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"model-000001\.safetensors is damaged: it is not"):
+        store.checkpoints.read_model(saved, bytearray(16))
+    with pytest.raises(UserError, match=r"optimizer-000001\.safetensors is damaged"):
+        store.checkpoints.read_tensors(tensors)
 
 
 def test_a_directory_without_a_run_is_one_sentence(tmp_path):

@@ -48,6 +48,8 @@ SERVED = "served"
 """The model that is handed out: an average of the iterates, or the current one."""
 INITIAL = "initial"
 """The model that the run began with."""
+MOST_KEPT = 4
+"""Models that plans may keep at a time, by names of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +232,7 @@ class Plan:
     reset_optimizer: bool = False
     """Forget the server optimizer's momentum first."""
     step_scale: float = 1.0
-    """What the merged pseudo-gradient is multiplied with."""
+    """What the merged pseudo-gradient is multiplied with; a round of one datacenter has none."""
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Models to keep when the round is committed: a name of the policy's own to current or served.
     At most four are kept; keeping a name again replaces it, and mapping it to "" drops it."""
@@ -394,8 +396,20 @@ def _wrong_plan(plan: Plan, observation: Observation) -> str:
         return "whose transfer_weight is not a number from 0"
     if not _number(plan.step_scale, above=0.0):
         return "whose step_scale is not a number above 0"
-    if not set(plan.keep.values()) <= {CURRENT, SERVED, ""}:
-        return f"which keeps something else than {CURRENT} or {SERVED}"
+    return _wrong_kept(plan, observation)
+
+
+def _wrong_kept(plan: Plan, observation: Observation) -> str:
+    fixed = {CURRENT, SERVED, INITIAL}
+    for name, model in plan.keep.items():
+        if not isinstance(name, str) or name in fixed or not name or "+" in name:
+            return f"which keeps a model as {name!r}; a name of its own is wanted, without +"
+        if model not in (CURRENT, SERVED, ""):
+            return f"which keeps {model!r} as {name!r}, where only current or served can be kept"
+    dropped = {name for name, model in plan.keep.items() if not model}
+    kept = (set(observation.models) | set(plan.keep)) - fixed - dropped
+    if len(kept) > MOST_KEPT:
+        return f"which makes {len(kept)} kept models, and at most {MOST_KEPT} are kept"
     return ""
 
 

@@ -1,0 +1,96 @@
+"""Server optimizers: what turns a merged pseudo-gradient into the next model (Reddi et al. 2021).
+
+Any optimizer of `torch.optim` does, and `Yogi`, which PyTorch does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from isthmus.errors import JobError
+from isthmus.job import ServerOptimizer
+
+
+class Yogi(torch.optim.Optimizer):
+    """Adam whose second moment moves by at most a squared gradient a step (Zaheer et al. 2018).
+
+    FedYogi of Reddi et al. 2021, algorithm 2: no bias correction, and the second moment begins at
+    `initial ** 2`. Defaults are theirs; `eps` is their tau.
+
+    >>> weight = torch.zeros(1)
+    >>> weight.grad = torch.ones(1)
+    >>> Yogi([weight], lr=0.1, betas=(0.0, 0.9), eps=0.0, initial=1.0).step()
+    >>> weight
+    tensor([-0.1000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-3,
+        initial: float = 1e-3,
+    ) -> None:
+        """Raises ValueError where a number is out of its range."""
+        if not (lr >= 0 and eps >= 0 and initial >= 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(
+                f"lr={lr}, eps={eps} and initial={initial} must be at least 0, and betas={betas} "
+                "at least 0 and below 1"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "initial": initial})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step on the gradients that are there."""
+        assert closure is None  # a server steps on a gradient it was given
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                    state["square"] = torch.full_like(parameter, group["initial"] ** 2)
+                state["mean"].lerp_(gradient, 1 - first)
+                square = gradient * gradient
+                direction = torch.sign(state["square"] - square)
+                state["square"].addcmul_(square, direction, value=second - 1)
+                denominator = state["square"].sqrt().add_(group["eps"])
+                parameter.addcdiv_(state["mean"], denominator, value=-group["lr"])
+
+
+def make_optimizer(
+    config: ServerOptimizer, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer a job names, on the server's one model.
+
+    Raises:
+        JobError: there is none of that name, or it does not take these options.
+    """
+    kind = Yogi if config.name == "Yogi" else getattr(torch.optim, config.name, None)
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, torch.optim.Optimizer)
+        or kind is torch.optim.Optimizer
+    ):
+        raise JobError(
+            f"strategy.server_optimizer.name={config.name!r} is not an optimizer of torch.optim, "
+            "nor Yogi"
+        )
+    if kind is torch.optim.LBFGS:
+        raise JobError("strategy.server_optimizer.name='LBFGS' needs a closure; choose another")
+    if kind is torch.optim.SparseAdam:
+        raise JobError(
+            "strategy.server_optimizer.name='SparseAdam' takes sparse gradients only; "
+            "choose another"
+        )
+    try:
+        return kind(parameters, **config.options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobError(f"strategy.server_optimizer.options: {config.name}: {error}") from error

@@ -1,0 +1,82 @@
+"""The models of a run by the names that policies use, and where each is on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from isthmus_server.checkpoints import Checkpoints, Saved
+from isthmus_server.model import GlobalModel
+from isthmus_server.store import Resume
+from isthmus_server.strategy.policy import CURRENT, INITIAL, SERVED, Plan
+
+
+class Snapshots:
+    """Models as a run goes on from them, hands them out, or keeps them for a policy.
+
+    A model that is kept is a checkpoint that is not deleted: keeping one copies nothing.
+    """
+
+    def __init__(self, model: GlobalModel, checkpoints: Checkpoints) -> None:
+        self.model = model
+        self.checkpoints = checkpoints
+
+    def names(self, saved: Mapping[str, Saved]) -> tuple[str, ...]:
+        """What may be compared and started from."""
+        return (CURRENT, SERVED, INITIAL, *sorted(set(saved) - {CURRENT, SERVED}))
+
+    def read(self, name: str, saved: Mapping[str, Saved]) -> torch.Tensor:
+        """A model as a vector of its own, float32 (N); `a+b` is half of each.
+
+        Raises:
+            UserError: its checkpoint is damaged.
+        """
+        if "+" in name:
+            parts = [self.read(part, saved) for part in name.split("+")]
+            return torch.stack(parts).mean(0)
+        if name == INITIAL:
+            return self.model.initial()
+        if name in (CURRENT, SERVED):
+            return (self.model.vector if name == CURRENT else self.model.served_vector).clone()
+        payload = bytearray(self.model.layout.nbytes)
+        self.checkpoints.read_model(saved[name], payload)
+        return self.model.layout.decode(payload)
+
+    def write(
+        self, round_: int, plan: Plan, saved: Mapping[str, Saved], *, away: bool
+    ) -> dict[str, Saved]:
+        """Checkpoints of a round's models, beside those that were kept before it.
+
+        `away`: the current model is in the datacenter alone, and its checkpoint stays the old one.
+        """
+        models = dict(saved)
+        if not away:
+            models[CURRENT] = self.checkpoints.write_model(round_, self.model.payload)
+            models[SERVED] = models[CURRENT]
+        if self.model.served_average:
+            served = self.model.served_payload
+            models[SERVED] = self.checkpoints.write_model(round_, served, "served")
+        for name, kept in plan.keep.items():
+            if kept:
+                models[name] = models[kept]
+            else:
+                models.pop(name, None)
+        return models
+
+    def restore(self, at: Resume) -> None:
+        """Have the models and the server optimizer as they were after the last commit.
+
+        Raises:
+            UserError: a checkpoint is damaged.
+        """
+        model = self.model
+        if CURRENT in at.models:
+            self.checkpoints.read_model(at.models[CURRENT], model.payload)
+            model.forget_content()
+        if model.served_average and SERVED in at.models:
+            self.checkpoints.read_model(at.models[SERVED], model.served_payload)
+            model.averaged = at.averaged
+        if at.optimizer is not None or at.optimizer_numbers:
+            tensors = {} if at.optimizer is None else self.checkpoints.read_tensors(at.optimizer)
+            model.load_optimizer_state(tensors, at.optimizer_numbers)

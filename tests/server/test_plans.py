@@ -1,0 +1,232 @@
+"""What a plan can ask of a round, through the real coordinator and real agents."""
+
+import hashlib
+
+import pytest
+import torch
+
+from isthmus.exchange import Layout
+from isthmus.scoring import build_model
+from isthmus.task import load_task
+from isthmus_server import merge
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.report import document
+
+LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+
+
+@pytest.fixture
+def planned(place, tmp_path):
+    """Runs of a policy that goes through a list of answers; returns the store and the final row."""
+    written = []
+
+    def write(plans):
+        module = f"plans_{tmp_path.name.replace('-', '_')}_{len(written)}"
+        written.append(module)
+        (tmp_path / f"{module}.py").write_text(
+            "from isthmus_server.strategy import Plan\n"
+            f"PLANS = {plans!r}\n"
+            "WHAT = {'regime': 'federated', 'reason': 'it is planned'}\n"
+            "class Mine:\n"
+            "    def __init__(self, strategy): pass\n"
+            "    def plan(self, seen):\n"
+            "        return Plan(**{**WHAT, **PLANS[seen.round - 1]})\n"
+        )
+        return (f"strategy.policy={module}:Mine", f"rounds={len(plans)}")
+
+    return write
+
+
+def vectors(store):
+    """Every model on disk."""
+    return {
+        path.name: LAYOUT.decode(bytearray(path.read_bytes()))
+        for path in (store.directory / "checkpoints").glob("*.safetensors")
+        if not path.name.startswith("optimizer")
+    }
+
+
+def initial(tmp_path):
+    task = load_task("task.py:Learn", {}, base=tmp_path)
+    return LAYOUT.gather(build_model(task, 0))
+
+
+async def test_a_round_can_start_from_a_model_that_was_kept(place, planned, tmp_path):
+    await place.listen()
+    plans = planned(
+        [
+            {"keep": {"warm": "current"}},
+            {},
+            {},
+            {"start": "warm", "keep": {"warm": ""}},
+            {},
+        ]
+    )
+    store = place.create("run", *plans)
+    seen = {}
+
+    def watch(kind, data):
+        if kind == "committed":
+            seen[data["round"]] = vectors(store)
+
+    await Coordinator(store, place.link, watch).run()
+    assert {"model-000001.safetensors", "model-000003.safetensors"} <= seen[3].keys()
+    assert "model-000001.safetensors" in seen[4]  # the commit before still names it
+    assert "model-000001.safetensors" not in seen[5]
+    # A device's epoch is one batch here: from the same model it goes the same way.
+    second, fourth = seen[2]["model-000002.safetensors"], seen[4]["model-000004.safetensors"]
+    torch.testing.assert_close(fourth, second, atol=1e-5, rtol=0)
+    third = seen[3]["model-000003.safetensors"]
+    assert (third - second).abs().max() > 0.001
+
+
+async def test_a_mix_of_two_models_is_half_of_each(place, planned, tmp_path):
+    await place.listen()
+    plans = planned([{"keep": {"warm": "current"}}, {"start": "warm+initial"}])
+    store = place.create("run", *plans, "federated.local_steps=0")
+    coordinator = Coordinator(store, place.link)
+    coordinator.model.vector.add_(1.0)  # so that the first round does not end where it began
+    await coordinator.run()
+    torch.testing.assert_close(coordinator.model.vector, initial(tmp_path) + 0.5)
+
+
+async def test_the_optimizer_is_reset_where_a_plan_says_so(place, planned):
+    await place.listen()
+    momentum = "strategy.server_optimizer.options={lr=1.0, momentum=0.9}"
+    finals = []
+    for name, plans in (
+        ("kept", [{}, {}]),
+        ("reset", [{}, {"reset_optimizer": True}]),
+    ):
+        _, final = await place.run(name, *planned(plans), momentum)
+        finals.append(final["model_sha256"])
+    _, without = await place.run("plain", *planned([{}, {}]))
+    assert finals[0] != finals[1] == without["model_sha256"]
+
+
+async def test_the_step_is_scaled(place, planned, tmp_path):
+    await place.listen()
+    moved = []
+    for name, scale in (("whole", 1.0), ("half", 0.5)):
+        store = place.create(name, *planned([{"step_scale": scale}]))
+        await Coordinator(store, place.link).run()
+        moved.append(vectors(store)["model-000001.safetensors"] - initial(tmp_path))
+    torch.testing.assert_close(moved[0] * 0.5, moved[1])
+    assert moved[0].abs().max() > 0.01
+
+
+async def test_the_cohort_of_a_plan_wins(place, planned):
+    await place.listen(names=tuple("abcdef"))
+    report, _ = await place.run("run", *planned([{"cohort": 5}, {}]))
+    assert [row["participants"]["invited"] for row in report["rounds"]] == [5, 3]
+    assert [row["cost"]["price"] for row in report["rounds"]] == [5.0, 3.0]
+
+
+async def test_rounds_say_how_far_they_went(place):
+    await place.listen()
+    report, _ = await place.run("run", "rounds=1")
+    (row,) = report["rounds"]
+    assert row["norms"].keys() == {"federated"}
+    assert row["norms"]["federated"] > 0
+    assert row["cosine"] is None
+
+
+@pytest.mark.parametrize("at", [2, 3])
+async def test_kept_models_and_the_served_average_survive_a_crash(place, planned, at):
+    await place.listen()
+    plans = planned([{"keep": {"warm": "served"}}, {}, {"start": "warm"}, {}])
+    settings = (*plans, "strategy.served_average=0.9")
+    whole, final = await place.run("whole", *settings)
+
+    def kill(seen, data):
+        if (seen, data.get("round")) == ("committed", at):
+            raise place.Killed
+
+    store = place.create("killed", *settings)
+    with pytest.raises(place.Killed):
+        await Coordinator(store, place.link, kill).run()
+    again = place.reopen(store)
+    resumed = await Coordinator(again, place.link).run()
+    assert resumed["model_sha256"] == final["model_sha256"]
+    shas = [row["model_sha256"] for row in document(again)["rounds"]]
+    assert shas == [row["model_sha256"] for row in whole["rounds"]]
+
+
+async def test_the_served_average_is_evaluated_and_handed_out(place):
+    await place.listen()
+    store = place.create("run", "strategy.served_average=0.9")
+    coordinator = Coordinator(store, place.link)
+    final = await coordinator.run()
+    written = (store.directory / "model.safetensors").read_bytes()
+    assert final["model_sha256"] == hashlib.sha256(written).hexdigest()
+    assert final["model_sha256"] == coordinator.model.served_sha256 != coordinator.model.sha256
+    assert final["metrics"] == document(store)["rounds"][-1]["metrics"]
+    torch.testing.assert_close(LAYOUT.decode(bytearray(written)), coordinator.model.served_vector)
+
+
+# -- with a datacenter ---------------------------------------------------------------------------
+
+
+async def test_a_datacenter_round_hands_back_what_the_server_needs(with_ranks, planned):
+    plans = planned(
+        [
+            {"regime": "datacenter", "datacenter_steps": 10},
+            {"regime": "datacenter", "keep": {"warm": "current"}},
+            {"regime": "datacenter"},
+            {"regime": "datacenter", "start": "warm"},
+        ]
+    )
+    store, coordinator, ranks = await with_ranks(*plans)
+    await coordinator.run()
+    work = [request.train_steps for request in ranks.asked if request.HasField("train_steps")]
+    assert [(one.from_step, one.until_step) for one in work] == [
+        (0, 10),
+        (10, 60),
+        (60, 110),
+        (110, 160),
+    ]
+    assert [one.hand_back for one in work] == [False, True, False, False]
+    assert [one.HasField("model") for one in work] == [True, False, False, True]
+    report = document(store)
+    assert [row["cost"]["price"] for row in report["rounds"]] == [0.1, 0.5, 0.5, 0.5]
+    assert [bool(row["norms"]) for row in report["rounds"]] == [False, True, False, False]
+    # The last round went from the model of the second one: 60 steps, and 50.
+    start = coordinator.model.initial()
+    torch.testing.assert_close(coordinator.model.vector, start - 0.110)
+
+
+async def test_with_a_served_average_the_datacenter_hands_back(with_ranks):
+    store, coordinator, ranks = await with_ranks(
+        "strategy.policy=datacenter", "strategy.served_average=0.5", "rounds=2"
+    )
+    start = coordinator.model.initial()
+    await coordinator.run()
+    work = [request.train_steps for request in ranks.asked if request.HasField("train_steps")]
+    assert [(one.hand_back, one.evaluate) for one in work] == [(True, False)] * 2
+    assert [one.HasField("model") for one in work] == [True, False]
+    torch.testing.assert_close(coordinator.model.served_vector, start - 0.075)
+    assert document(store)["rounds"][1]["metrics"].keys() == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, planned, sign):
+    plans = planned(
+        [
+            {"regime": "hybrid", "merge": "weighted"},
+            {"regime": "hybrid", "merge": "projected", "start": "initial"},
+        ]
+    )
+    store, coordinator, ranks = await with_ranks(*plans)
+    ranks.rate = sign * torch.linspace(-0.001, 0.002, LAYOUT.size)
+    await coordinator.run()
+    start, ends = coordinator.model.initial(), vectors(store)
+    theirs = 50 * ranks.rate
+    weighted = start - ends["model-000001.safetensors"]
+    fleet = (weighted - 0.25 * theirs) / 0.75
+    expected = 0.75 * fleet + 0.25 * merge.project(theirs.clone(), fleet)
+    projected = start - ends["model-000002.safetensors"]
+    torch.testing.assert_close(projected, expected, atol=1e-6, rtol=1e-4)
+    one, other = document(store)["rounds"]
+    assert one["norms"] == pytest.approx(other["norms"], rel=1e-3)
+    assert one["norms"]["datacenter"] == pytest.approx(float(theirs.norm()), rel=1e-4)
+    assert (one["cosine"] < 0) == bool((projected - weighted).abs().max() > 1e-5)
