@@ -1,0 +1,257 @@
+"""The job's limits win over every policy that comes with Isthmus and over hostile ones."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.errors import JobError
+from isthmus.job import FederatedSection, StrategySection
+from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
+from isthmus_server.strategy.constraints import Refused, hold, largest_cohort
+from isthmus_server.strategy.policies import BUILT_IN
+from isthmus_server.strategy.policy import KINDS, Forecast, PastRound, checked_answer
+
+from .observing import MODELS, compared, observe
+
+money = st.floats(0, 100)
+forecasts = st.one_of(
+    st.just(Forecast()),
+    st.builds(Forecast, ready=st.booleans(), changes_in=st.floats(1, 1e5), share=st.floats(0, 1)),
+)
+rounds = st.builds(
+    PastRound,
+    round=st.integers(1, 50),
+    regime=st.sampled_from(KINDS),
+    metrics=st.one_of(
+        st.just({}), st.fixed_dictionaries({"loss": st.floats(0, 10), "accuracy": st.floats(0, 1)})
+    ),
+    seconds=st.floats(0, 1e4),
+    price=money,
+    accepted=st.integers(0, 20),
+)
+
+
+@st.composite
+def observations(draw):
+    """Anything a run could see."""
+    history = draw(st.lists(rounds, max_size=12))
+    models = ("initial", "current", draw(st.sampled_from(["initial", "served", "day"])))
+    comparison = st.builds(
+        lambda a, b: compared(models, (a, b)), st.floats(-1, 1), st.floats(-1, 1)
+    )
+    cohort = draw(st.integers(1, 20))
+    return observe(
+        len(history) + 1,
+        history,
+        rounds=draw(st.integers(len(history) + 1, 200)),
+        clients_ready=draw(st.integers(0, 30)),
+        datacenter_ready=draw(st.booleans()),
+        spent=draw(money),
+        budget=draw(st.none() | money),
+        cohort=cohort,
+        over_selection=draw(st.floats(1, 3)),
+        needed=draw(st.integers(1, cohort)),
+        datacenter_steps=draw(st.integers(1, 500)),
+        client_price=draw(st.floats(0, 10)),
+        step_price=draw(st.floats(0, 1)),
+        visit_price=draw(st.floats(0, 1)),
+        client_bytes=draw(st.floats(0, 1e9)),
+        model_bytes=draw(st.floats(0, 1e9)),
+        now=draw(st.floats(0, 2e9)),
+        elapsed=draw(st.floats(0, 1e6)),
+        seconds_left=draw(st.none() | st.floats(-10, 1e6)),
+        bytes_left=draw(st.none() | st.floats(-1e9, 1e11)),
+        epsilon_left=draw(st.none() | st.floats(-1, 8)),
+        forecast={"federated": draw(forecasts), "datacenter": draw(forecasts)},
+        models=(*MODELS, "day", "warm"),
+        comparisons=tuple(draw(st.lists(comparison, max_size=2))),
+        refused=tuple(draw(st.lists(st.just("devices were busy"), max_size=1))),
+    )
+
+
+plans = st.builds(
+    Plan,
+    st.sampled_from(KINDS),
+    st.just("because"),
+    datacenter_steps=st.none() | st.integers(1, 10_000),
+    cohort=st.none() | st.integers(1, 1000),
+)
+answers = st.one_of(
+    plans,
+    st.builds(Stop, st.just("enough")),
+    st.builds(Wait, st.floats(1e-3, 1e9), st.just("later")),
+    st.builds(
+        Compare,
+        st.sampled_from([("current", "served"), ("initial", "current", "initial+current")]),
+        st.integers(1, 1000),
+        st.just("to know"),
+    ),
+)
+
+
+def within_limits(answer, seen, secure):
+    """Assert that nothing is begun that a limit forbids; written apart from `hold`."""
+    over = seen.seconds_left is not None and seen.seconds_left <= 0
+    if isinstance(answer, Stop | Refused):
+        assert answer.reason
+        return
+    assert not over
+    if isinstance(answer, Wait):
+        assert seen.seconds_left is None or answer.seconds < seen.seconds_left
+        return
+    left = math.inf if seen.budget is None else seen.budget - seen.spent + 1e-6
+    edge = isinstance(answer, Compare) or answer.regime != "datacenter"
+    if edge:
+        assert seen.forecast["federated"].ready
+        assert seen.epsilon_left is None or seen.epsilon_left > 0
+    if isinstance(answer, Compare):
+        assert answer.devices <= seen.clients_ready
+        assert answer.devices * len(answer.models) * seen.visit_price <= left
+        assert seen.bytes_left is None or answer.devices * 2 * seen.model_bytes <= seen.bytes_left
+        return
+    cohort = answer.cohort or seen.cohort
+    invited = math.ceil(cohort * seen.over_selection)
+    price = 0.0
+    if edge:
+        price += invited * seen.client_price
+        assert cohort >= seen.needed
+        assert seen.bytes_left is None or invited * seen.client_bytes <= seen.bytes_left
+        if secure and answer.cohort is not None and answer.cohort != seen.needed:
+            assert 56 * answer.cohort // 100 + 1 <= seen.needed
+    if answer.regime != "federated":
+        price += (answer.datacenter_steps or seen.datacenter_steps) * seen.step_price
+        assert seen.forecast["datacenter"].ready
+    assert price <= left
+
+
+@given(observations(), answers, st.booleans())
+def test_no_answer_gets_past_a_limit(seen, answer, secure):
+    held = hold(answer, seen, secure=secure)
+    within_limits(held.answer, seen, secure)
+    assert bool(held.interventions) == (held.answer != answer)
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+@settings(max_examples=25)
+@given(seen=observations(), share=st.sampled_from([0.0, 0.6, 1.0]), secure=st.booleans())
+def test_no_built_in_policy_gets_past_a_limit(policy, seen, share, secure):
+    schedule = [{"regime": "federated", "rounds": 3}, {"regime": "hybrid"}]
+    strategy = StrategySection(policy=policy, target_edge_share=share, schedule=schedule)
+    mine = load_policy(strategy)
+    seen = dataclasses.replace(seen, state={})
+    for _ in range(3):
+        wanted = checked_answer(mine, policy, seen)
+        held = hold(wanted, seen, secure=secure)
+        within_limits(held.answer, seen, secure)
+        # The same observation always gets the same answer, from a policy that is new as well.
+        assert checked_answer(load_policy(strategy), policy, seen) == wanted
+        if isinstance(wanted, Stop | Wait):
+            break
+        seen = dataclasses.replace(seen, state=wanted.state)
+        if isinstance(wanted, Compare):
+            found = compared(wanted.models, [-0.1] * (len(wanted.models) - 1))
+            seen = dataclasses.replace(seen, comparisons=(*seen.comparisons, found))
+
+
+class Hostile:
+    """Answers whatever it was made with."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def plan(self, observation):
+        return self.answer
+
+
+@given(
+    observations(),
+    st.sampled_from(["regime", "reason", "cohort", "datacenter_steps", "step_scale", "state"]),
+    st.sampled_from([-1, 0, math.nan, math.inf, True, "x", [], None, {"x": {1}}, object()]),
+)
+def test_nonsense_is_refused_or_harmless(seen, field, value):
+    plan = dataclasses.replace(Plan("federated", "because"), **{field: value})
+    try:
+        answer = checked_answer(Hostile(plan), "mine", seen)
+    except JobError as error:
+        assert "the policy 'mine' answered" in str(error)  # noqa: PT017 - nothing need be raised
+        return
+    within_limits(hold(answer, seen, secure=True).answer, seen, True)
+
+
+def test_the_largest_cohort_is_what_a_job_would_be_allowed():
+    for quorum in range(3, 60):
+        most = largest_cohort(quorum)
+        FederatedSection(cohort=most, quorum=quorum)
+        with pytest.raises(ValueError, match="secure_aggregation needs a quorum"):
+            FederatedSection(cohort=most + 1, quorum=quorum)
+
+
+# -- what is said --------------------------------------------------------------------------------
+
+NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "expected"),
+    [
+        (
+            Plan("federated", "x"),
+            {"budget": 7.0},
+            Stop("the budget of 7 is used up: 0 is spent and a federated round costs 8"),
+        ),
+        (
+            Plan("hybrid", "x"),
+            {"seconds_left": 0.0, "elapsed": 60.0},
+            Stop("the run has gone on for 60 s, its limit"),
+        ),
+        (
+            Plan("hybrid", "x"),
+            {"epsilon_left": 0.0},
+            Stop("the privacy budget is spent, and a hybrid round would ask devices"),
+        ),
+        (
+            Plan("federated", "x"),
+            {"bytes_left": 3e6, "client_bytes": 1e6},
+            Stop(
+                "a federated round moves about 8 MB to and from devices, and 3 MB are left "
+                "(device_bytes)"
+            ),
+        ),
+        (
+            Plan("federated", "x"),
+            {"forecast": {"federated": NIGHT}},
+            Wait(600.0, "the federated side is outside of its window"),
+        ),
+        (
+            Plan("federated", "x"),
+            {"forecast": {"federated": NIGHT}, "seconds_left": 500.0},
+            Stop(
+                "the federated side is outside of its window; it would have to wait for 600 s and "
+                "the run ends in 500 s"
+            ),
+        ),
+        (Plan("datacenter", "x"), {"epsilon_left": 0.0}, Plan("datacenter", "x")),
+        (Plan("federated", "x", cohort=2), {"needed": 6}, Plan("federated", "x", cohort=6)),
+        (Plan("federated", "x", cohort=50), {"needed": 6}, Plan("federated", "x", cohort=10)),
+        (
+            Compare(("current", "served"), 9, "x"),
+            {},
+            Refused("9 devices are to be asked and 8 are ready"),
+        ),
+        (
+            Compare(("current", "served"), 8, "x"),
+            {"forecast": {"federated": NIGHT}},
+            Refused("devices cannot be asked outside of their window"),
+        ),
+        (
+            Compare(("current", "served"), 8, "x"),
+            {"budget": 0.3},
+            Refused("asking 8 devices costs 0.32 and 0.3 is left"),
+        ),
+    ],
+)
+def test_each_limit_says_what_it_does(answer, changes, expected):
+    assert hold(answer, observe(**changes), secure=True).answer == expected

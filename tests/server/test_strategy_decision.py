@@ -1,0 +1,293 @@
+"""How a round is decided, and what of it a policy sees."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.errors import JobError, RoundFailed
+from isthmus.job import StrategySection, parse_job
+from isthmus_server.clock import Clock
+from isthmus_server.receipts import Receipt, attempt_row
+from isthmus_server.strategy import Compare, Plan, Stop, Wait
+from isthmus_server.strategy.decision import MOST_VISITS, Decision, decide
+from isthmus_server.strategy.observation import observe as observe_run
+from isthmus_server.strategy.policies import BUILT_IN
+from isthmus_server.strategy.policy import Forecast, load_policy
+
+from .observing import compared, observe, play
+
+JUST_SO = ("current", "served")
+
+
+class VirtualClock(Clock):
+    def __init__(self, now=0.0):
+        self.time = now
+
+    def now(self):
+        return self.time
+
+    async def sleep(self, seconds):
+        self.time += seconds
+
+
+class Scripted:
+    """Answers what it was told to, by what it sees."""
+
+    def __init__(self, answer):
+        self.plan = answer
+
+
+@pytest.fixture
+def ask():
+    """Decide a round; `look(comparisons, clock)` sees, `visit(models)` gives differences."""
+
+    async def ask(answer, look=lambda made, clock: observe(comparisons=made), visit=None):
+        clock, made, notes = VirtualClock(), [], []
+
+        async def go(compare):
+            found = visit(compare.models)
+            if isinstance(found, str):
+                raise RoundFailed(found)
+            made.append(compared(compare.models, found))
+
+        decision = await decide(
+            Scripted(answer),
+            "mine",
+            lambda: look(tuple(made), clock),
+            go,
+            clock,
+            lambda kind, data: notes.append((kind, data)),
+            secure=True,
+        )
+        return decision, clock, notes
+
+    return ask
+
+
+async def test_a_plan_within_the_limits_is_the_decision(ask):
+    decision, _, notes = await ask(lambda seen: Plan("federated", "because", {"turn": 1}))
+    assert decision.answer == Plan("federated", "because", {"turn": 1})
+    assert decision.seen["clients_ready"] == 8
+    assert decision.seen["history"] is None
+    assert (decision.seen["asked"], decision.seen["interventions"], notes) == ([], [], [])
+
+
+async def test_a_comparison_comes_back_in_the_same_round(ask):
+    def answer(seen):
+        if not seen.comparisons:
+            return Compare(JUST_SO, 4, "to know")
+        return Plan("federated", f"served is {seen.comparisons[0].difference['served']:+}")
+
+    decision, _, _ = await ask(answer, visit=lambda models: [-0.25])
+    assert decision.answer.reason == "served is -0.25"
+    assert decision.seen["asked"] == [
+        {"models": JUST_SO, "devices": 4, "reason": "to know", "state": {}, "refused": None}
+    ]
+
+
+async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
+    def answer(seen):
+        return Stop(seen.refused[0]) if seen.refused else Compare(JUST_SO, devices, "to know")
+
+    devices = 9
+    decision, _, _ = await ask(answer)
+    assert decision.answer == Stop("9 devices are to be asked and 8 are ready")
+    devices = 4
+    decision, _, _ = await ask(answer, visit=lambda models: "1 of 4 answered")
+    assert decision.answer == Stop("1 of 4 answered")
+    assert decision.seen["asked"][0]["refused"] == "1 of 4 answered"
+
+
+async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
+    with pytest.raises(JobError, match=r"the policy 'mine' answered .* refused .* 1 of 4 answered"):
+        await ask(
+            lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: "1 of 4 answered"
+        )
+
+
+async def test_a_policy_that_only_asks_is_named(ask):
+    with pytest.raises(JobError, match=rf"'mine' asked for more than {MOST_VISITS} comparisons"):
+        await ask(lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: [0.0])
+
+
+async def test_a_round_waits_for_its_window(ask):
+    def look(made, clock):
+        away = clock.now() < 600
+        return observe(
+            forecast={"federated": Forecast(ready=not away, changes_in=600 - clock.now() % 600)}
+        )
+
+    decision, clock, notes = await ask(lambda seen: Plan("federated", "because"), look)
+    assert decision.answer.regime == "federated"
+    assert clock.now() == 600
+    reason = "the federated side is outside of its window"
+    assert decision.seen["waited"] == [{"seconds": 600.0, "reason": reason}]
+    assert notes == [("paused", {"round": 1, "seconds": 600.0, "reason": reason})]
+
+
+async def test_after_a_wait_a_policy_may_ask_again(ask):
+    def answer(seen):
+        if seen.comparisons:
+            return Stop("enough")
+        return Wait(60, "they are busy") if seen.refused else Compare(JUST_SO, 4, "to know")
+
+    busy = ["1 of 4 answered"]
+    decision, clock, _ = await ask(answer, visit=lambda models: busy.pop() if busy else [0.0])
+    assert (decision.answer, clock.now()) == (Stop("enough"), 60)
+
+
+async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
+    decision, _, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
+    assert decision.answer.cohort == 3
+    assert decision.seen["interventions"] == ["a cohort of 1 became 3, to go with the quorum of 3"]
+
+
+async def test_a_decision_reads_back_from_the_log(ask):
+    plan = Plan("hybrid", "x", {"a": 1}, merge="transfer", keep={"w": "current"}, step_scale=0.5)
+    decision, _, _ = await ask(lambda seen: plan)
+    row = json.loads(json.dumps({**dataclasses.asdict(plan), "invited": ["a", "b"]}))
+    seen = json.loads(json.dumps(decision.seen))
+    again = Decision.from_log(row, seen)
+    assert again.answer == plan
+    assert again.seen == json.loads(json.dumps(decision.seen))
+
+
+# -- what a policy sees --------------------------------------------------------------------------
+
+JOB = parse_job("""
+name = "table"
+rounds = 9
+budget = 100.0
+seconds = 90_000.0
+device_bytes = 1_000_000
+[task]
+source = "task.py:Learn"
+[[strategy.windows]]
+side = "federated"
+opens = "22:00"
+closes = "06:00"
+""")
+
+
+def row(round_, regime="federated", metrics=(("loss", 1.0),), **more):
+    receipts = [
+        Receipt(
+            participant=name, regime="federated", status="accepted", bytes_in=400, bytes_out=300
+        )
+        for name in ("a", "b")
+    ]
+    made = attempt_row(Plan(regime, "x"), round_, 1, receipts, 10.0, 14.0)
+    return {**made, "metrics": dict(metrics), "training": {}, **more}
+
+
+def see(outcomes, **changes):
+    given = {
+        "spent": 4.0,
+        "device_bytes": 1400,
+        "state": {},
+        "clients_ready": 5,
+        "datacenter_ready": True,
+        "model_bytes": 100,
+        "now": 20 * 3600.0,
+        "elapsed": 10_000.0,
+    }
+    return observe_run(JOB, outcomes, **{**given, **changes})
+
+
+def test_an_observation_says_what_is_left_and_what_things_cost():
+    seen = see([row(1)])
+    assert (seen.round, seen.rounds, seen.left) == (2, 9, 96.0)
+    assert (seen.seconds_left, seen.bytes_left, seen.epsilon_left) == (80_000.0, 998_600, None)
+    assert (seen.cohort, seen.needed, seen.price("federated")) == (8, 6, 8.0)
+    assert (seen.price("datacenter"), seen.price("hybrid", steps=100)) == (0.5, 9.0)
+    assert seen.client_bytes == 700
+    assert not seen.open("federated")
+    assert seen.open("datacenter")
+    assert seen.forecast["federated"].changes_in == 7200.0
+    (past,) = seen.history
+    assert (past.seconds, past.accepted, past.bytes_up, past.bytes_down) == (4.0, 2, 800, 600)
+
+
+plain = (str, int, float, bool, type(None))
+
+
+def only_plain(value):
+    """Numbers, words, and tables of them: nothing that leads anywhere else."""
+    if dataclasses.is_dataclass(value):
+        return all(only_plain(getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and only_plain(inner) for key, inner in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(only_plain(inner) for inner in value)
+    return isinstance(value, plain)
+
+
+def test_an_observation_leads_nowhere_else():
+    comparisons = [dataclasses.asdict(compared(JUST_SO, [0.1]))]
+    seen = see([row(1), row(2, comparisons=comparisons, norms={"federated": 1.0}, cosine=0.5)])
+    assert only_plain(seen)
+    assert seen.history[1].comparisons[0] == compared(JUST_SO, [0.1])
+    assert (seen.history[1].norms, seen.history[1].cosine) == ({"federated": 1.0}, 0.5)
+
+
+def test_the_figures_of_one_device_are_not_in_it():
+    outcomes = [row(1), row(2)]
+    other = copy.deepcopy(outcomes)
+    for past in other:
+        for receipt in past["receipts"]:
+            receipt |= {"participant": "somebody", "examples": 99, "seconds": 7.0, "reason": "?"}
+        past |= {"model_sha256": "0" * 64, "profile": {"tokens": 1.0}, "reason": "another"}
+    assert see(other) == see(outcomes)
+
+
+def test_a_policy_that_changes_what_it_was_given_changes_nothing():
+    outcomes, state = [row(1)], {"turn": 1}
+    before = copy.deepcopy(outcomes)
+    seen = see(outcomes, state=state)
+    seen.history[0].metrics["loss"] = 0.0
+    seen.history[0].training["federated"] = {"loss": 0.0}
+    seen.state["turn"] = 2
+    assert (outcomes, state) == (before, {"turn": 1})
+    assert see(outcomes).history[0].metrics == {"loss": 1.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        seen.spent = 0.0
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+@settings(max_examples=10)
+@given(st.randoms(use_true_random=False))
+def test_a_policy_that_is_made_anew_each_round_decides_the_same(policy, random):
+    """`play` makes it anew and takes its state through JSON; here one object lives on."""
+    strategy = StrategySection(policy=policy, schedule=[{"regime": "federated"}])
+    losses = [random.uniform(0.5, 2) for _ in range(24)]
+    verdicts = {models: random.uniform(-1, 1) for models in ("initial", "warm", "day")}
+    changes = [
+        {
+            "forecast": {"federated": Forecast(ready=random.random() < 0.7, changes_in=9.0)},
+            "budget": 300.0,
+        }
+        for _ in losses
+    ]
+
+    def run():
+        return play(
+            strategy,
+            24,
+            lambda round_: changes[round_ - 1],
+            lambda models: [verdicts[models[0]]] * (len(models) - 1),
+            lambda round_: losses[round_ - 1],
+        )
+
+    anew = run()
+    one = load_policy(strategy)
+    kept, load = BUILT_IN[policy], BUILT_IN
+    load[policy] = lambda strategy: one
+    try:
+        assert run() == anew
+    finally:
+        load[policy] = kept
