@@ -193,7 +193,7 @@ class Coordinator:
             device_bytes=self.at.device_bytes,
             state=self.at.policy_state,
             clients_ready=len(self.roster.clients),
-            datacenter_ready=bool(self.roster.datacenters),
+            datacenters=len(self.roster.datacenters),
             model_bytes=self.model.layout.nbytes,
             now=now,
             elapsed=now - self._began,
@@ -213,7 +213,6 @@ class Coordinator:
             self._visit,
             self.clock,
             self._note,
-            secure=self.job.federated.secure_aggregation,
         )
 
     async def _visit(self, asked: Compare) -> None:

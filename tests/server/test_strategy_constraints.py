@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import JobError
-from isthmus.job import FederatedSection, StrategySection
+from isthmus.job import StrategySection
 from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
-from isthmus_server.strategy.constraints import Refused, hold, largest_cohort
+from isthmus_server.strategy.constraints import Refused, hold
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import KINDS, Forecast, PastRound, checked_answer
 
@@ -49,6 +49,7 @@ def observations(draw):
         rounds=draw(st.integers(len(history) + 1, 200)),
         clients_ready=draw(st.integers(0, 30)),
         datacenter_ready=draw(st.booleans()),
+        datacenters=draw(st.integers(0, 3)),
         spent=draw(money),
         budget=draw(st.none() | money),
         cohort=cohort,
@@ -92,7 +93,7 @@ answers = st.one_of(
 )
 
 
-def within_limits(answer, seen, secure):
+def within_limits(answer, seen):
     """Assert that nothing is begun that a limit forbids; written apart from `hold`."""
     over = seen.seconds_left is not None and seen.seconds_left <= 0
     if isinstance(answer, Stop | Refused):
@@ -119,33 +120,32 @@ def within_limits(answer, seen, secure):
         price += invited * seen.client_price
         assert cohort >= seen.needed
         assert seen.bytes_left is None or invited * seen.client_bytes <= seen.bytes_left
-        if secure and answer.cohort is not None and answer.cohort != seen.needed:
-            assert 56 * answer.cohort // 100 + 1 <= seen.needed
     if answer.regime != "federated":
-        price += (answer.datacenter_steps or seen.datacenter_steps) * seen.step_price
+        steps = answer.datacenter_steps or seen.datacenter_steps
+        price += max(seen.datacenters, 1) * steps * seen.step_price
         assert seen.forecast["datacenter"].ready
     assert price <= left
 
 
-@given(observations(), answers, st.booleans())
-def test_no_answer_gets_past_a_limit(seen, answer, secure):
-    held = hold(answer, seen, secure=secure)
-    within_limits(held.answer, seen, secure)
+@given(observations(), answers)
+def test_no_answer_gets_past_a_limit(seen, answer):
+    held = hold(answer, seen)
+    within_limits(held.answer, seen)
     assert bool(held.interventions) == (held.answer != answer)
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
 @settings(max_examples=25)
-@given(seen=observations(), share=st.sampled_from([0.0, 0.6, 1.0]), secure=st.booleans())
-def test_no_built_in_policy_gets_past_a_limit(policy, seen, share, secure):
+@given(seen=observations(), share=st.sampled_from([0.0, 0.6, 1.0]))
+def test_no_built_in_policy_gets_past_a_limit(policy, seen, share):
     schedule = [{"regime": "federated", "rounds": 3}, {"regime": "hybrid"}]
     strategy = StrategySection(policy=policy, target_edge_share=share, schedule=schedule)
     mine = load_policy(strategy)
     seen = dataclasses.replace(seen, state={})
     for _ in range(3):
         wanted = checked_answer(mine, policy, seen)
-        held = hold(wanted, seen, secure=secure)
-        within_limits(held.answer, seen, secure)
+        held = hold(wanted, seen)
+        within_limits(held.answer, seen)
         # The same observation always gets the same answer, from a policy that is new as well.
         assert checked_answer(load_policy(strategy), policy, seen) == wanted
         if isinstance(wanted, Stop | Wait):
@@ -178,15 +178,7 @@ def test_nonsense_is_refused_or_harmless(seen, field, value):
     except JobError as error:
         assert "the policy 'mine' answered" in str(error)  # noqa: PT017 - nothing need be raised
         return
-    within_limits(hold(answer, seen, secure=True).answer, seen, True)
-
-
-def test_the_largest_cohort_is_what_a_job_would_be_allowed():
-    for quorum in range(3, 60):
-        most = largest_cohort(quorum)
-        FederatedSection(cohort=most, quorum=quorum)
-        with pytest.raises(ValueError, match="secure_aggregation needs a quorum"):
-            FederatedSection(cohort=most + 1, quorum=quorum)
+    within_limits(hold(answer, seen).answer, seen)
 
 
 # -- what is said --------------------------------------------------------------------------------
@@ -235,7 +227,7 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
         ),
         (Plan("datacenter", "x"), {"epsilon_left": 0.0}, Plan("datacenter", "x")),
         (Plan("federated", "x", cohort=2), {"needed": 6}, Plan("federated", "x", cohort=6)),
-        (Plan("federated", "x", cohort=50), {"needed": 6}, Plan("federated", "x", cohort=10)),
+        (Plan("federated", "x", cohort=50), {"needed": 6}, Plan("federated", "x", cohort=50)),
         (
             Compare(("current", "served"), 9, "x"),
             {},
@@ -254,4 +246,4 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
     ],
 )
 def test_each_limit_says_what_it_does(answer, changes, expected):
-    assert hold(answer, observe(**changes), secure=True).answer == expected
+    assert hold(answer, observe(**changes)).answer == expected

@@ -62,7 +62,6 @@ def ask():
             go,
             clock,
             lambda kind, data: notes.append((kind, data)),
-            secure=True,
         )
         return decision, clock, notes
 
@@ -144,7 +143,7 @@ async def test_after_a_wait_a_policy_may_ask_again(ask):
 async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
     decision, _, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
     assert decision.answer.cohort == 3
-    assert decision.seen["interventions"] == ["a cohort of 1 became 3, to go with the quorum of 3"]
+    assert decision.seen["interventions"] == ["a cohort of 1 became 3, which is the quorum"]
 
 
 async def test_a_decision_reads_back_from_the_log(ask):
@@ -191,7 +190,7 @@ def see(outcomes, **changes):
         "device_bytes": 1400,
         "state": {},
         "clients_ready": 5,
-        "datacenter_ready": True,
+        "datacenters": 1,
         "model_bytes": 100,
         "now": 20 * 3600.0,
         "elapsed": 10_000.0,

@@ -1,9 +1,9 @@
 """The job's limits, which win over every policy: budget, time, bytes, privacy, windows, quorum.
 
 What a policy answers passes through `hold` before anything is done. An answer within the limits
-comes out as it is. One outside of them is held back: it waits for a window to open, a cohort too
-small or too large is made to fit, a visit is refused, and where nothing of that helps the run
-ends. No limit is ever loosened, and none makes a plan of its own.
+comes out as it is. One outside of them is held back: it waits for a window to open, a cohort below
+the quorum is raised to it, a visit is refused, and where nothing of that helps the run ends. No
+limit is ever loosened, and none makes a plan of its own.
 """
 
 from __future__ import annotations
@@ -41,15 +41,8 @@ class Held:
     """What was changed and why, one sentence each; empty if nothing was."""
 
 
-def hold(answer: Answer, seen: Observation, *, secure: bool) -> Held:
-    """The answer, within the job's limits.
-
-    Args:
-        answer: what the policy wants.
-        seen: what it saw.
-        secure: federated rounds are securely aggregated, which bounds the cohort from above by the
-            quorum (see `FederatedSection`).
-    """
+def hold(answer: Answer, seen: Observation) -> Held:
+    """What a policy wants after what it saw, within the job's limits."""
     if isinstance(answer, Stop):
         return Held(answer)
     if seen.seconds_left is not None and seen.seconds_left <= 0:
@@ -60,7 +53,7 @@ def hold(answer: Answer, seen: Observation, *, secure: bool) -> Held:
     if isinstance(answer, Compare):
         refusal = _no_visit(answer, seen)
         return Held(Refused(refusal), (refusal,)) if refusal else Held(answer)
-    plan, interventions = _fitting_cohort(answer, seen, secure)
+    plan, interventions = _with_quorum(answer, seen)
     ending = _too_much(plan, seen)
     if ending:
         return Held(Stop(ending), (*interventions, ending))
@@ -126,29 +119,15 @@ def _no_visit(asked: Compare, seen: Observation) -> str:
     return ""
 
 
-# -- what is made to fit ---------------------------------------------------------------------------
+# -- what is changed -------------------------------------------------------------------------------
 
 
-def _fitting_cohort(plan: Plan, seen: Observation, secure: bool) -> tuple[Plan, tuple[str, ...]]:
-    """A cohort with which the job's quorum means what it says."""
-    if plan.cohort is None or plan.regime == "datacenter":
+def _with_quorum(plan: Plan, seen: Observation) -> tuple[Plan, tuple[str, ...]]:
+    """A cohort that is not below the quorum."""
+    if plan.cohort is None or plan.regime == "datacenter" or plan.cohort >= seen.needed:
         return plan, ()
-    most = largest_cohort(seen.needed) if secure else plan.cohort
-    cohort = max(seen.needed, min(plan.cohort, most))
-    if cohort == plan.cohort:
-        return plan, ()
-    sentence = f"a cohort of {plan.cohort} became {cohort}, to go with the quorum of {seen.needed}"
-    return dataclasses.replace(plan, cohort=cohort), (sentence,)
-
-
-def largest_cohort(quorum: int) -> int:
-    """With secure aggregation, the most devices of which this quorum is enough.
-
-    >>> largest_cohort(6), largest_cohort(3)
-    (10, 5)
-    """
-    # `FederatedSection` asks for quorum >= 56 * cohort // 100 + 1.
-    return max(quorum, ((quorum * 100) - 1) // 56)
+    sentence = f"a cohort of {plan.cohort} became {seen.needed}, which is the quorum"
+    return dataclasses.replace(plan, cohort=seen.needed), (sentence,)
 
 
 def _until_open(side: Side, seen: Observation) -> Wait | Stop:

@@ -61,7 +61,7 @@ Note = Callable[[str, Mapping[str, Any]], None]
 
 
 async def decide(
-    policy: Policy, name: str, look: Look, visit: Visit, clock: Clock, note: Note, *, secure: bool
+    policy: Policy, name: str, look: Look, visit: Visit, clock: Clock, note: Note
 ) -> Decision:
     """Decide on the next round.
 
@@ -72,7 +72,6 @@ async def decide(
         visit: see `Visit`.
         clock: what waiting goes by.
         note: told of waits.
-        secure: federated rounds are securely aggregated.
 
     Raises:
         JobError: the policy broke its contract.
@@ -83,7 +82,7 @@ async def decide(
     while True:
         seen = dataclasses.replace(look(), refused=tuple(refused))
         wanted = checked_answer(policy, name, seen)
-        held = hold(wanted, seen, secure=secure)
+        held = hold(wanted, seen)
         answer = held.answer
         if isinstance(wanted, Compare):
             if len(asked) == MOST_VISITS:

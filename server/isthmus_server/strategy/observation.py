@@ -21,7 +21,7 @@ def observe(
     device_bytes: int,
     state: Mapping[str, Any],
     clients_ready: int,
-    datacenter_ready: bool,
+    datacenters: int,
     model_bytes: int,
     now: float,
     elapsed: float,
@@ -37,7 +37,7 @@ def observe(
         device_bytes: bytes to and from devices so far, failed attempts included.
         state: what the policy's last committed plan had.
         clients_ready: devices that have opened the run.
-        datacenter_ready: whether a datacenter has.
+        datacenters: how many datacenters have.
         model_bytes: size of the encoded model.
         now: seconds since 1970, UTC.
         elapsed: seconds that the run has gone on for.
@@ -50,7 +50,8 @@ def observe(
         rounds=job.rounds,
         history=[past_round(row) for row in outcomes],
         clients_ready=clients_ready,
-        datacenter_ready=datacenter_ready,
+        datacenter_ready=datacenters > 0,
+        datacenters=datacenters,
         spent=spent,
         budget=job.budget,
         state=dict(state),

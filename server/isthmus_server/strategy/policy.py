@@ -143,6 +143,8 @@ class Observation:
     """The job's limit on it."""
     state: Mapping[str, Any]
     """What the policy put into its last committed plan."""
+    datacenters: int = 1
+    """Those that are here; each makes the steps of a datacenter round."""
     cohort: int = 8
     """Updates that the job wants from a federated round."""
     over_selection: float = 1.0
@@ -192,6 +194,7 @@ class Observation:
         """What a round costs if every device it wants takes part."""
         devices = 0 if regime == "datacenter" else self.invited(cohort)
         made = 0 if regime == "federated" else steps or self.datacenter_steps
+        made *= max(self.datacenters, 1)
         return devices * self.client_price + made * self.step_price
 
     @property
