@@ -52,23 +52,32 @@ def run(
     With federated.clients=0 or datacenter.ranks=0 that role is not started here, and whoever
     dials in takes it.
     """
-    from isthmus_server.session import Session
+    from isthmus_server.template import Template
 
-    _prepare()
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory of the run to go on with")
         if overrides:
             raise UserError("--set does not go with --resume: a run keeps the job it began with")
-        session = Session.resumed(run_dir)
-    else:
-        if job is None:
-            raise UserError("give a job file, or --resume --run-dir DIR")
-        loaded = load_job(job, overrides)
-        session = Session.new(loaded, job.resolve().parent, run_dir or _fresh_directory(loaded))
+        if not (run_dir / "job.json").exists():
+            raise UserError(f"{run_dir} does not hold a run to go on with")
+    elif job is None:
+        raise UserError("give a job file, or --resume --run-dir DIR")
+    loaded = load_job(job, overrides) if job is not None and not resume else None
     host, port = _parse_address(address)
     console = Console()
-    _run_until_stopped(session.run(host, port, console))
+    # Before anything is opened.
+    with Template.fork(ranks=loaded is None or loaded.datacenter.ranks > 0) as template:
+        _prepare()
+        from isthmus_server.session import Session
+
+        if loaded is None or job is None:
+            assert run_dir is not None
+            session = Session.resumed(run_dir)
+        else:
+            directory = run_dir or _fresh_directory(loaded)
+            session = Session.new(loaded, job.resolve().parent, directory)
+        _run_until_stopped(session.run(host, port, console, template))
     console.print(f"report  isthmus report {session.directory}", soft_wrap=True)
 
 
@@ -93,16 +102,21 @@ def compare(
     json_file: Path | None,
 ) -> None:
     """Train JOB under several policies and print what each reaches for the same cost."""
-    from isthmus_server.comparison import compare_policies
+    from isthmus_server.template import Template
 
-    _prepare()
     loaded = load_job(job, overrides)
-    names = [loaded.strategy.policy]
-    names += [name for name in policies.split(",") if name and name not in names]
-    directory = run_dir or _fresh_directory(loaded, "compare-")
-    figures = _run_until_stopped(
-        compare_policies(loaded, job.resolve().parent, directory, names, seeds, Console())
-    )
+    # Before anything is opened.
+    with Template.fork(ranks=loaded.datacenter.ranks > 0) as template:
+        _prepare()
+        from isthmus_server.comparison import compare_policies
+
+        names = [loaded.strategy.policy]
+        names += [name for name in policies.split(",") if name and name not in names]
+        directory = run_dir or _fresh_directory(loaded, "compare-")
+        base = job.resolve().parent
+        figures = _run_until_stopped(
+            compare_policies(loaded, base, directory, names, seeds, Console(), template)
+        )
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
 

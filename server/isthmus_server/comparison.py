@@ -17,13 +17,20 @@ from isthmus_server.coordinator import Coordinator
 from isthmus_server.link import Link
 from isthmus_server.session import participants
 from isthmus_server.store import Store
+from isthmus_server.template import Template
 
 _UNLIMITED = 1_000_000
 """Rounds; what ends a run that is compared is its budget."""
 
 
 async def compare_policies(
-    job: Job, base: Path, directory: Path, policies: Sequence[str], seeds: int, console: Console
+    job: Job,
+    base: Path,
+    directory: Path,
+    policies: Sequence[str],
+    seeds: int,
+    console: Console,
+    template: Template,
 ) -> dict[str, Any]:
     """Run the job under each policy and seed; print and return what they reach.
 
@@ -37,7 +44,7 @@ async def compare_policies(
     torch.set_num_threads(1)
     link = Link(job.time.lease_seconds)
     found: dict[str, list[Mapping[str, Any]]] = {policy: [] for policy in policies}
-    async with participants(job, link, "127.0.0.1", 0, directory) as embedded:
+    async with participants(job, link, "127.0.0.1", 0, directory, template) as embedded:
         for seed in range(1, seeds + 1):
             for policy in policies:
                 changes: dict[str, Any] = {"strategy.policy": policy, "seed": seed}

@@ -16,6 +16,7 @@ from isthmus_server.embedded import Embedded
 from isthmus_server.link import Link
 from isthmus_server.progress import Progress
 from isthmus_server.store import Store
+from isthmus_server.template import Template
 
 
 class Session:
@@ -39,8 +40,10 @@ class Session:
         """The run directory."""
         return self.store.directory
 
-    async def run(self, host: str, port: int, console: Console) -> Mapping[str, Any]:
-        """Train to the end; returns the final figures.
+    async def run(
+        self, host: str, port: int, console: Console, template: Template
+    ) -> Mapping[str, Any]:
+        """Train to the end, in processes forked from a template; returns the final figures.
 
         Raises:
             UserError: with the one sentence to show.
@@ -51,7 +54,7 @@ class Session:
             coordinator = Coordinator(self.store, link, progress)
             try:
                 async with participants(
-                    self.store.job, link, host, port, self.directory
+                    self.store.job, link, host, port, self.directory, template
                 ) as embedded:
                     embedded.on_gone = coordinator.roster.decline
                     return await coordinator.run()
@@ -61,11 +64,11 @@ class Session:
 
 @asynccontextmanager
 async def participants(
-    job: Job, link: Link, host: str, port: int, directory: Path
+    job: Job, link: Link, host: str, port: int, directory: Path, template: Template
 ) -> AsyncIterator[Embedded]:
     """Listen, and have the job's devices and ranks running, for as long as the block lasts."""
     bound = await link.start(host, port)
-    embedded = Embedded(job, bound, directory, lambda name, role, reason: None)
+    embedded = Embedded(job, bound, directory, template, lambda name, role, reason: None)
     embedded.start()
     try:
         yield embedded

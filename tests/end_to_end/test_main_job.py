@@ -42,12 +42,13 @@ def test_a_device_killed_in_the_middle_of_a_round_is_reported_and_comes_back(
     folder: Path, start: Any, report_of: Any
 ) -> None:
     marker = folder / "marker"
+    os.mkfifo(marker)
     run = start(
         *("job.toml", "--run-dir", "run", "--set", "strategy.policy=federated"),
         *("--set", "rounds=3", "--set", "datacenter.ranks=0"),
         *("--set", "task.settings.block=client-1", "--set", f"task.settings.marker={marker}"),
     )
-    os.kill(_pid_in(marker), signal.SIGKILL)
+    os.kill(run.hanging(marker), signal.SIGKILL)
     assert run.finish() == 0, run.output
 
     report = report_of("run")
@@ -70,13 +71,14 @@ def test_a_rank_killed_in_the_middle_of_a_round_is_replaced_and_the_result_is_th
     folder: Path, start: Any, report_of: Any
 ) -> None:
     marker = folder / "marker"
+    os.mkfifo(marker)
     settings = ("--set", "strategy.policy=datacenter", "--set", "federated.clients=0")
     settings += ("--set", "rounds=2")
     run = start(
         *("job.toml", "--run-dir", "run", *settings),
         *("--set", "task.settings.block=rank-1", "--set", f"task.settings.marker={marker}"),
     )
-    os.kill(_pid_in(marker), signal.SIGKILL)
+    os.kill(run.hanging(marker), signal.SIGKILL)
     assert run.finish() == 0, run.output
     calm = start("job.toml", "--run-dir", "calm", *settings)
     assert calm.finish() == 0, calm.output
@@ -102,10 +104,3 @@ def test_a_mistake_in_the_job_is_one_sentence(
     assert sentence in run.output
     assert run.output.count("\n") == 1
     assert "Traceback" not in run.output
-
-
-def _pid_in(marker: Path) -> int:
-    """The process that hangs, once it says so."""
-    while not (marker.exists() and marker.read_text()):
-        os.sched_yield()
-    return int(marker.read_text())

@@ -18,6 +18,7 @@ def test_a_killed_device_leaves_the_plain_weighted_mean_of_the_survivors(
     models = {}
     for way, settings in (("secure", ()), ("plain", ("federated.secure_aggregation=false",))):
         marker = folder / f"marker-{way}"
+        os.mkfifo(marker)
         changes = (
             *("strategy.policy=federated", "rounds=1", "datacenter.ranks=0"),
             *("strategy.server_optimizer.options={lr=1.0}", "task.settings.block=client-1"),
@@ -25,10 +26,7 @@ def test_a_killed_device_leaves_the_plain_weighted_mean_of_the_survivors(
         )
         arguments = [part for change in changes for part in ("--set", change)]
         run = start("job.toml", "--run-dir", way, *arguments)
-        while not (marker.exists() and marker.read_text()):
-            assert run.process.poll() is None, run.process.stdout.read()
-            os.sched_yield()
-        os.kill(int(marker.read_text()), signal.SIGKILL)
+        os.kill(run.hanging(marker), signal.SIGKILL)
         assert run.finish() == 0, run.output
         report = report_of(way)
         (row,) = report["rounds"]
