@@ -12,13 +12,14 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies, however it dies (Linux).
 
-    Call it first thing in the child: a parent that dies while this runs is noticed too. In a
-    container the parent may well be process 1.
+    Call it first thing in the child. A parent that dies while this runs is noticed too, and with
+    its process number in `parent` one that died before. In a container the parent may well be
+    process 1.
     """
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()

@@ -66,9 +66,10 @@ class Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _apart(_serve, ours, theirs)
+            _apart(_serve, server, ours, theirs)
         theirs.close()
         ours.setblocking(False)
         return cls(pid, ours)
@@ -149,13 +150,14 @@ def _apart(work: Callable[..., None], *arguments: object) -> None:
         os._exit(code)
 
 
-def _serve(ours: socket.socket, theirs: socket.socket) -> None:
+def _serve(server: int, ours: socket.socket, theirs: socket.socket) -> None:
     """In the template: fork on demand, and tell how each one ends, until nobody asks any more."""
-    die_with_parent()
+    die_with_parent(server)
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
     os.setsid()  # a Ctrl-C is for the server, which then stops us
     ours.close()
     running: dict[int, int] = {}
+    template = os.getpid()
     while True:
         watched: list[socket.socket | int] = [theirs, *running]
         ready, _, _ = select.select(watched, [], [])
@@ -175,13 +177,14 @@ def _serve(ours: socket.socket, theirs: socket.socket) -> None:
                 theirs.close()
                 for handle in running:
                     os.close(handle)
-                _apart(_become, request["arguments"], request["log"])
+                _apart(_become, template, request["arguments"], request["log"])
             running[os.pidfd_open(pid)] = pid
             theirs.send(json.dumps({"number": request["number"], "pid": pid}).encode())
 
 
-def _become(arguments: Sequence[str], log: str) -> None:
+def _become(template: int, arguments: Sequence[str], log: str) -> None:
     """Be `isthmus ARGUMENTS`, with all output in the log."""
+    die_with_parent(template)
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
