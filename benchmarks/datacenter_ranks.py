@@ -30,6 +30,7 @@ from isthmus.exchange import Layout
 from isthmus.job import Job
 from isthmus.scoring import build_model
 from isthmus.task import Participant, Task, load_task
+from isthmus_datacenter.agreement import Wish
 from isthmus_datacenter.control import Command
 from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
@@ -118,7 +119,7 @@ class Ours:
             op="train", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
-        said = self.engine.train(command, lambda steps, loss: None, lambda: False)
+        said = self.engine.train(command, lambda steps, loss: None, lambda: Wish.GO_ON)
         return float(said["seconds"])  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
 from isthmus_datacenter.passes import Passes
 from isthmus_datacenter.share import local
-from isthmus_datacenter.testing import on_ranks
+from isthmus_datacenter.testing import Ranks
 
 KINDS = ("param", "grad", "optimizer")
 FACTORS = {"param": 4, "grad": 4, "optimizer": 8}
@@ -103,7 +103,8 @@ def main() -> None:
     rows, found = [], {}
     for ranks in sorted({dp * tp * pp for dp, tp, pp, _ in layouts}):
         group = [each for each in layouts if each[0] * each[1] * each[2] == ranks]
-        by_rank = on_ranks(ranks, Path(__file__).resolve(), "measure", group, width)
+        with Ranks(ranks) as members:
+            by_rank = members.run(Path(__file__).resolve(), "measure", group, width)
         for at, (dp, tp, pp, stage) in enumerate(group):
             name = f"dp{dp}-tp{tp}-pp{pp}-zero{stage}"
             cells = []

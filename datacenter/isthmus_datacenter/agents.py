@@ -8,11 +8,7 @@ itself would not agree on which attempt is meant.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +19,8 @@ import torch.distributed as dist
 from isthmus_datacenter.agent import AgentSettings
 from isthmus_datacenter.control import Control
 from isthmus_datacenter.logs import last_words
+from isthmus_datacenter.template import Template
 
-_AGENT = "from isthmus_datacenter.agent import main; main()"
-"""Not `-m`: every rank would run that module again, to have what was defined in it."""
 _LOOK_SECONDS = 0.2
 _REDIAL_SECONDS = 1.0
 
@@ -49,41 +44,28 @@ class Agents(Protocol):
 class LocalAgent:
     """The agent process of this machine; it and its ranks end with this process."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: AgentSettings, template: Template) -> None:
         logs = Path(settings.logs)
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
-        environment = {
-            **os.environ,
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        }
+        self._log.unlink(missing_ok=True)
+        environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
         if settings.nodes == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _AGENT, settings.to_json()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
-            )
+        self._process = template.start(settings, environment, self._log)
 
     @property
     def pid(self) -> int:
-        """The agent's process."""
+        """The agent's process; waits for it to be started."""
         return self._process.pid
 
     def ended(self) -> bool:
         """Whether the process is gone."""
-        return self._process.poll() is not None
+        return self._process.ended()
 
     def end(self) -> None:
-        """Kill its session: the agent, the fork server and all ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """Kill the agent and all ranks."""
+        self._process.end()
 
     def last_words(self) -> str:
         """The end of its log."""
@@ -118,40 +100,48 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
     `leaving` says whether this node was told to go: the service hears of it, finishes what it can
     and ends the generation; after that this returns.
     """
-    done = 0
-    while True:
-        agent = None
-        try:
-            control = Control.connect(host, port)
-            while True:
-                if leaving():
-                    control.ask_to_leave()
-                generation = control.newest()
-                if generation is not None and generation != done:
-                    settings = AgentSettings.from_json(control.published(generation))
-                    agent = LocalAgent(settings)
-                    _until_over(agent, control, generation, leaving)
-                    agent.end()
-                    control.declare_over(generation)
-                    done = generation
-                elif leaving():
-                    return
-                time.sleep(_LOOK_SECONDS)
-        except dist.DistError:
-            # No service, not yet or not any more: ranks without one are of no use.
-            if agent is not None:
-                agent.end()
-            if leaving():
+    with Template("fork") as template:
+        node = _Node(template, leaving)
+        while not leaving():
+            try:
+                node.serve(Control.connect(host, port))
+            except dist.DistError:
+                # No service, not yet or not any more: ranks without one are of no use.
+                time.sleep(_REDIAL_SECONDS)
+
+
+class _Node:
+    """One machine of several."""
+
+    def __init__(self, template: Template, leaving: Callable[[], bool]) -> None:
+        self._template = template
+        self._leaving = leaving
+        self._done = 0
+        """The last generation that ran here."""
+
+    def serve(self, control: Control) -> None:
+        """Run agents until this node was told to go."""
+        while True:
+            if self._leaving():
+                control.ask_to_leave()
+            generation = control.newest()
+            if generation is not None and generation != self._done:
+                self._run(control, generation)
+            elif self._leaving():
                 return
-            time.sleep(_REDIAL_SECONDS)
+            time.sleep(_LOOK_SECONDS)
 
-
-def _until_over(
-    agent: LocalAgent, control: Control, generation: int, leaving: Callable[[], bool]
-) -> None:
-    told = False
-    while not agent.ended() and not control.is_retired(generation):
-        if leaving() and not told:
-            control.ask_to_leave()
-            told = True
-        time.sleep(_LOOK_SECONDS)
+    def _run(self, control: Control, generation: int) -> None:
+        settings = AgentSettings.from_json(control.published(generation))
+        agent = LocalAgent(settings, self._template)
+        told = False
+        try:
+            while not agent.ended() and not control.is_retired(generation):
+                if self._leaving() and not told:
+                    control.ask_to_leave()
+                    told = True
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            agent.end()
+        control.declare_over(generation)
+        self._done = generation

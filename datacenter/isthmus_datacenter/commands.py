@@ -176,8 +176,11 @@ def _serve(
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service import Service
+    from isthmus_datacenter.template import Template
 
-    asyncio.run(_until_told(Service(name, ranks, state, data, nodes=nodes), server, grace))
+    with Template("fork") if nodes is None else contextlib.nullcontext() as template:
+        service = Service(name, ranks, state, data, nodes=nodes, template=template)
+        asyncio.run(_until_told(service, server, grace))
 
 
 async def _until_told(service: Any, server: str, grace: float) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from isthmus.errors import TaskError
+from isthmus.lifetime import die_with_parent
 from isthmus.scoring import read
 
 
@@ -50,6 +51,8 @@ class Feed:
             "batch_size": self.order.batch_size,
             # Only from pinned memory does a copy to the device not wait for what runs there.
             "pin_memory": self.device.type == "cuda",
+            # A reader that outlives its rank keeps the agent from seeing the rank's end.
+            "worker_init_fn": _with_rank,
         }
         if isinstance(self.dataset, IterableDataset):
             stretch = _Stretch(self.dataset, self.order, first, until, self.replica)
@@ -61,6 +64,10 @@ class Feed:
             DataLoader(self.dataset, sampler=indices, num_workers=self.readers, **options),
             self.device,
         )
+
+
+def _with_rank(reader: int) -> None:
+    die_with_parent()
 
 
 class _Stretch(IterableDataset[Any]):

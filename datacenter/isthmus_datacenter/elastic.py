@@ -1,12 +1,18 @@
-"""torchrun's elastic engine, made to say in the control store what it sees.
+"""The agent process: torchrun's elastic engine, made to say in the control store what it sees.
 
 Agents meet in the service's store, so nothing else listens; and ranks form their process groups
 there too, under keys of their attempt, since ranks that read a dead attempt's addresses hang.
+
+Ranks are forked from the agent, which has everything imported and no more threads than the one
+that keeps its place in the rendezvous. It is a session of its own, so that ending its process
+group ends everything below it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from isthmus.lifetime import die_with_parent
 from isthmus_datacenter import worker
 from isthmus_datacenter.agent import AgentSettings
 from isthmus_datacenter.control import Attempt, Control, Death
@@ -23,6 +30,21 @@ from isthmus_datacenter.logs import last_words
 
 MONITOR_SECONDS = 0.1
 """How often the ranks are looked at."""
+
+
+def main(settings: AgentSettings, environment: Mapping[str, str], log: Path) -> None:
+    """Entry point of the process: run until the ranks have failed too often, or it is ended."""
+    os.setsid()
+    die_with_parent()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
+    )
+    run(settings)
 
 
 def run(settings: AgentSettings) -> None:
@@ -70,7 +92,7 @@ class _ReportingAgent(LocalElasticAgent):
     """The local elastic agent, through the two methods its documentation lets one override."""
 
     def __init__(self, settings: AgentSettings, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
-        super().__init__(spec, logs_specs=logs, start_method="forkserver")
+        super().__init__(spec, logs_specs=logs, start_method="fork")
         self._control = Control.connect(settings.host, settings.port)
         self._generation = settings.generation
         self._attempt = Attempt(settings.generation, 0)

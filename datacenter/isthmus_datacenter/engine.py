@@ -11,7 +11,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,21 @@ from torch.utils.data import Dataset, IterableDataset
 from isthmus.errors import TaskError, UserError
 from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import Averages, batches, build_model, count_examples, evaluate
+from isthmus.scoring import build_model, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus_datacenter import auto
+from isthmus_datacenter.agreement import (
+    AgreedError,
+    StoppedError,
+    Wish,
+    Wishes,
+    agree_on_units,
+    agreement,
+)
 from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
 from isthmus_datacenter.data import Feed, Order, derived_seed
+from isthmus_datacenter.evaluation import Evaluation
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.optim import Updater
@@ -42,14 +51,6 @@ _PROGRESS_SECONDS = 1.0
 """At most so often is a loss brought from the device to be shown."""
 
 ReportSteps = Callable[[int, float], None]
-
-
-class AgreedError(UserError):
-    """A failure that every rank knows of: all are well and can take the next command."""
-
-
-class AbortedError(AgreedError):
-    """All ranks stopped at the same step because they were asked to."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,6 @@ class Engine:
         self.job = Job.model_validate_json(command.job)
         self.layout = Layout.from_header(command.layout.encode("latin-1"))
         self.checkpoints = Checkpoints(place.state)
-        self._held_out: Dataset[object] | None = None
         with agreement():
             self.task = self._load(command)
             self.data = self._local_data()
@@ -100,6 +100,8 @@ class Engine:
         self.feed = Feed(
             self.data, self.order, self.here.data, place.device, self.job.datacenter.readers
         )
+        batch_size = self.job.evaluation.batch_size
+        self.evaluation = Evaluation(self.task, batch_size, place.device)
         self._flops: int | None = None
         self._counted = False
         self._units = 0
@@ -110,9 +112,7 @@ class Engine:
 
     # -- the commands ---------------------------------------------------------------------------
 
-    def train(
-        self, command: Command, report: ReportSteps, aborted: Callable[[], bool]
-    ) -> dict[str, object]:
+    def train(self, command: Command, report: ReportSteps, wishes: Wishes) -> dict[str, object]:
         """Train from one absolute step to another, and save the state there.
 
         Raises:
@@ -130,7 +130,7 @@ class Engine:
         started = time.monotonic()
         self.profile = Profile(self.place.device)
         self._seed(command.from_step)
-        loss = self._steps(command.from_step, command.until_step, report, aborted)
+        loss = self._steps(command.from_step, command.until_step, report, wishes)
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
         seconds = time.monotonic() - started
@@ -141,7 +141,7 @@ class Engine:
         if self.place.rank == 0:
             self.checkpoints.keep_only({command.from_step, command.until_step})
         self.at = command.until_step
-        evaluation = self._evaluate() if command.evaluate else {}
+        evaluation = self.evaluation.run(self.passes, self.here.data) if command.evaluate else {}
         if command.result is not None:
             store_shards(Path(command.result), self.layout, self.share)
         return {
@@ -261,9 +261,7 @@ class Engine:
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _steps(
-        self, first: int, until: int, report: ReportSteps, aborted: Callable[[], bool]
-    ) -> float | None:
+    def _steps(self, first: int, until: int, report: ReportSteps, wishes: Wishes) -> float | None:
         """Train; the mean loss over all units, or None if there was nothing to do."""
         device, passes = self.place.device, self.passes
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -275,9 +273,9 @@ class Engine:
             self._count_flops(inputs)
 
             def agree(mine: int, step: int = step) -> int:
-                everyones, stop = _agree_on_units(mine, aborted(), self.ranks.ranks)
-                if stop:
-                    raise AbortedError(
+                everyones, wish = agree_on_units(mine, wishes(), self.ranks.ranks)
+                if wish is Wish.ABORT:
+                    raise StoppedError(
                         f"stopped before step {step} because the result is not wanted"
                     )
                 return everyones
@@ -323,83 +321,3 @@ class Engine:
                 "the data"
             )
         return mean
-
-    def _evaluate(self) -> dict[str, float]:
-        """Loss and metrics of the held-out data, each example scored by one replica.
-
-        A sharded model runs its collectives in step, so all replicas score equally many examples;
-        for the few left over each scores one more, and those beyond the end are not counted.
-        """
-        with user_code("eval_data()"):
-            data = self._held_out = self._held_out or self.task.eval_data()
-        count = count_examples(data, "eval_data()")
-        replica, replicas = self.here.data, self.ranks.data
-        share, rest = divmod(count, replicas)
-        parts: list[Averages] = []
-        if share:
-            parts.append(self._scored(data, range(replica * share, (replica + 1) * share)))
-        if rest:
-            extra = self._scored(data, [min(share * replicas + replica, count - 1)])
-            if replica < rest:
-                parts.append(extra)
-        self.share.at_rest()
-        return _over_all_ranks(parts if self.passes.scores else [], self.place.ranks).result()
-
-    def _scored(self, data: Dataset[object], indices: Sequence[int]) -> Averages:
-        """Figures of some held-out examples, or nothing where another stage has the output."""
-        size, device = self.job.evaluation.batch_size, self.place.device
-        model = self.passes.model
-        if self.passes.has_output:
-            return evaluate(self.task, model, data, indices, size, device)
-        model.eval()
-        with torch.no_grad():
-            for inputs, _ in batches(data, indices, size, device):
-                model(inputs)
-        model.train()
-        return Averages()
-
-
-class agreement:  # noqa: N801 - used as a statement
-    """Code that each rank runs on its own; after it, all go on or all fail.
-
-    Raises:
-        AgreedError: some rank raised a `UserError`; the message is its sentence.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, UserError):
-            return
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else str(error))
-        sentence = next((each for each in said if each is not None), None)
-        if sentence is not None:
-            raise AgreedError(sentence) from error
-
-
-def _agree_on_units(mine: int, stop: bool, ranks: int) -> tuple[int, bool]:
-    """Units scored by all ranks in this step, and whether any rank was asked to stop.
-
-    Between processors, not devices: the device's queue never has to be waited for.
-    """
-    if ranks == 1:
-        return mine, stop
-    numbers = torch.tensor([mine, int(stop)])
-    dist.all_reduce(numbers)
-    return int(numbers[0]), bool(numbers[1])
-
-
-def _over_all_ranks(parts: list[Averages], ranks: int) -> Averages:
-    """All ranks' sums and counts, added in the order of ranks."""
-    mine = [
-        (name, float(part.sums[name]), part.counts[name]) for part in parts for name in part.sums
-    ]
-    everyones: list[list[tuple[str, float, int]]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(everyones, mine)
-    averages = Averages()
-    for name, total, units in (row for rows in everyones for row in rows):
-        averages.sums[name] = averages.sums.get(name, torch.zeros((), dtype=torch.float64)) + total
-        averages.counts[name] = averages.counts.get(name, 0) + units
-    return averages

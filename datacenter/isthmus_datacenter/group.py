@@ -22,6 +22,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus_datacenter.agent import AgentSettings
 from isthmus_datacenter.agents import Agents, LocalAgent, RemoteAgents
 from isthmus_datacenter.control import Attempt, Command, Control
+from isthmus_datacenter.template import Template
 
 RESTARTS = 3
 """Restarts of the ranks within one command before it is given up."""
@@ -71,14 +72,21 @@ class Group:
     """
 
     def __init__(
-        self, participant: str, ranks: int, state: Path, nodes: Nodes | None = None
+        self,
+        participant: str,
+        ranks: int,
+        state: Path,
+        nodes: Nodes | None = None,
+        template: Template | None = None,
     ) -> None:
         """`participant` is the name on the link; checkpoints and logs go under `state`.
 
-        `ranks` are started on this machine, or on each of the `nodes`.
+        `ranks` are started on this machine, from the `template`, which is then ours; or on each
+        of the `nodes`.
         """
         self.participant = participant
         self.nodes = nodes
+        self._template = None if nodes is not None else template or Template("forkserver")
         self.ranks = ranks if nodes is None else ranks * nodes.count
         self.state = state
         self.lease_seconds = 10.0
@@ -94,11 +102,7 @@ class Group:
         self._cancelled = asyncio.Event()
 
     def start(self) -> None:
-        """Start the agent and its ranks; they get ready while we go on.
-
-        Called from the thread that lives as long as the process: the kernel ties the agent's
-        life to it.
-        """
+        """Start the agent and its ranks; they get ready while we go on."""
         self._generation += 1
         nodes = self.nodes
         settings = AgentSettings(
@@ -112,7 +116,10 @@ class Group:
             restarts=_AGENT_RESTARTS if nodes is None else 0,
             logs=str(self.state / "logs"),
         )
-        self._agent = LocalAgent(settings) if nodes is None else RemoteAgents(settings)
+        if self._template is None:
+            self._agent = RemoteAgents(settings)
+        else:
+            self._agent = LocalAgent(settings, self._template)
 
     def stop(self) -> None:
         """End the agent and all ranks."""
@@ -124,6 +131,8 @@ class Group:
     def close(self) -> None:
         """End everything, for good."""
         self.stop()
+        if self._template is not None:
+            self._template.close()
         self._thread.shutdown()
 
     async def must_leave(self) -> bool:

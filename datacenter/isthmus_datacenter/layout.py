@@ -12,6 +12,7 @@ Coordinates(pipeline=1, data=0, tensor=1)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -167,13 +168,17 @@ class RankLayout:
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The device mesh; every rank must call this at the same point."""
-        return init_device_mesh(
-            device_type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes)
-        )
+        return _mesh(device_type, tuple(self.axes.items()))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The part of the mesh that `fully_shard` works on."""
         return mesh["replicate", "shard"] if self.zero_stage == 0 else mesh["shard"]
+
+
+@functools.cache  # a process group cannot be given back, and a rank opens many runs
+def _mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    names, sizes = zip(*axes, strict=True)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def _microbatches(section: DatacenterSection) -> int:

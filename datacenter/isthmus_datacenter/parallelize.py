@@ -92,7 +92,10 @@ def parallelize(
         _wrap(blocks or [stage], layout, backend)
         if layout.wrapped:
             assert mesh is not None
-            _shard(stage, blocks, layout, mesh, last=at == layout.stages - 1)
+            # With a whole replica on each rank nothing is gathered, and what units are good for is
+            # to add up gradients while others are computed: on CPUs both want the same cores.
+            apart = [] if layout.zero_stage == 0 and device.type == "cpu" else blocks
+            _shard(stage, apart, layout, mesh, last=at == layout.stages - 1)
     return share
 
 

@@ -29,6 +29,7 @@ from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
 from isthmus_datacenter.control import Command
 from isthmus_datacenter.group import Group, Nodes
+from isthmus_datacenter.template import Template
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK_SECONDS = 5.0
@@ -68,10 +69,12 @@ class Service:
         data: Path | None = None,
         *,
         nodes: Nodes | None = None,
+        template: Template | None = None,
     ) -> None:
         """`state` keeps checkpoints and logs; `data` overrides where the job says its data is.
 
-        The ranks are on this machine, or as many on each of the `nodes`.
+        The ranks are on this machine, forked from the `template`, or as many on each of the
+        `nodes`. Without a template, one is started.
 
         Raises:
             UserError: another service uses this state directory.
@@ -83,7 +86,7 @@ class Service:
         self._exchange = self.state / "exchange"
         shutil.rmtree(self._exchange, ignore_errors=True)
         self._exchange.mkdir()
-        self._group = Group(name, ranks, self.state, nodes)
+        self._group = Group(name, ranks, self.state, nodes, template)
         self._run: _Run | None = None
         self._busy = asyncio.Lock()
         self._told_to_leave = asyncio.Event()

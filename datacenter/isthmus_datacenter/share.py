@@ -8,6 +8,7 @@ and the other keeps a copy that is trained alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -168,12 +169,17 @@ class Share:
                 )
             for column in range(layout.data * layout.tensor):
                 members = [row * layout.data * layout.tensor + column for row in rows]
-                group = dist.new_group(members)
+                group = _group(tuple(members))
                 if rank in members:
                     self.tied[name] = group
                     self.holders[name] = len(rows)
             if here.pipeline in rows and here.pipeline != rows[0]:
                 self.copies.add(name)
+
+
+@functools.cache  # as the meshes are
+def _group(members: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(list(members))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,51 +9,79 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
-import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from isthmus.lifetime import die_with_parent
+from isthmus_datacenter.template import IMPORTED
 
 _SECONDS = 100.0
 """For all ranks to finish."""
 
 
-def on_ranks(ranks: int, source: Path, function: str, *arguments: Any) -> list[Any]:
-    """Call `function(rank, *arguments)` of the file `source` on each rank of a new group.
+class Ranks:
+    """A group that meets when it is first asked for something, and then stays warm."""
 
-    Returns what each returned, by rank.
+    def __init__(self, count: int) -> None:
+        """Of `count` ranks."""
+        self.count = count
+        self._members: list[tuple[ForkServerProcess, Connection]] = []
+        self._store: TCPStore | None = None
 
-    Raises:
-        RuntimeError: some rank raised, died or took too long; with its traceback.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["isthmus_datacenter.worker"])
-    with tempfile.TemporaryDirectory() as directory:
-        store = f"{directory}/store"
-        members = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_member, args=(theirs, rank, ranks, store, source, function, arguments)
-            )
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, source: Path, function: str, *arguments: Any) -> list[Any]:
+        """Call `function(rank, *arguments)` of the file `source` on each rank.
+
+        Returns what each returned, by rank.
+
+        Raises:
+            RuntimeError: some rank raised, died or took too long; with its traceback. The others
+                may be waiting for it: the next call is on new ranks.
+        """
+        if not self._members:
+            self._start()
+        try:
+            for _, ours in self._members:
+                ours.send((source, function, arguments))
+            return [_result(rank, ours) for rank, (_, ours) in enumerate(self._members)]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, ours in self._members:
+            ours.close()
+            process.kill()
+            process.join()
+            process.close()
+        self._members, self._store = [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([IMPORTED])
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.count):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, self.count, self._store.port)
+            process = context.Process(target=_member, args=arguments)
             process.start()
             theirs.close()
-            members.append((process, ours))
-        try:
-            return [_result(rank, ours) for rank, (_, ours) in enumerate(members)]
-        finally:
-            for process, ours in members:
-                ours.close()
-                process.kill()
-                process.join()
-                process.close()
+            self._members.append((process, ours))
 
 
 def _result(rank: int, ours: Connection) -> Any:
@@ -68,34 +96,35 @@ def _result(rank: int, ours: Connection) -> Any:
     return result
 
 
-def _member(
-    theirs: Connection,
-    rank: int,
-    ranks: int,
-    store: str,
-    source: Path,
-    function: str,
-    arguments: tuple[Any, ...],
-) -> None:
+def _member(theirs: Connection, rank: int, ranks: int, port: int) -> None:
     die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=_SECONDS),
-        )
-        spec = importlib.util.spec_from_file_location(source.stem, source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        theirs.send((None, getattr(module, function)(rank, *arguments)))
-    except Exception:  # noqa: BLE001 - it is raised again on the other side of the pipe
-        theirs.send((traceback.format_exc(), None))
-    finally:
-        theirs.close()
-    os._exit(0)
+    dist.init_process_group(
+        "gloo",
+        store=TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=_SECONDS),
+    )
+    modules: dict[Path, ModuleType] = {}
+    while True:
+        try:
+            source, function, arguments = theirs.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            if source not in modules:
+                modules[source] = _loaded(source)
+            theirs.send((None, getattr(modules[source], function)(rank, *arguments)))
+        except Exception:  # noqa: BLE001 - it is raised again on the other side of the pipe
+            theirs.send((traceback.format_exc(), None))
+
+
+def _loaded(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

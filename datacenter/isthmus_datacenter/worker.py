@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,8 +25,9 @@ import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.lifetime import die_with_parent
+from isthmus_datacenter.agreement import AgreedError, Wish
 from isthmus_datacenter.control import BEAT_SECONDS, Attempt, Command, Control, Outcome
-from isthmus_datacenter.engine import AgreedError, Engine, Place
+from isthmus_datacenter.engine import Engine, Place
 
 _SLICE_SECONDS = 1.0
 _COLLECTIVE = timedelta(minutes=30)
@@ -51,6 +53,9 @@ class Settings:
 
 def main(settings: str) -> None:
     """Entry point of a rank, called by the elastic agent."""
+    # The agent's handlers came along; they would wait for whatever this rank is stuck in.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     die_with_parent()
     rank = None
     try:
@@ -147,10 +152,13 @@ class _Rank:
         assert self.engine is not None
         assert self.run_id == command.run_id  # the service opens runs before it uses them
         if command.op == "train":
-            done = self.engine.train(command, self._report, lambda: self._unwanted == self.number)
+            done = self.engine.train(command, self._report, self._wish)
             return {**done, "profile": self.engine.figures}
         self.engine.export(command)
         return {}
+
+    def _wish(self) -> Wish:
+        return Wish.ABORT if self._unwanted == self.number else Wish.GO_ON
 
     def _report(self, steps: int, loss: float) -> None:
         self.control.report_progress(self.attempt, self.number, steps, loss)

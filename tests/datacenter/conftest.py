@@ -17,6 +17,7 @@ from isthmus.scoring import build_model
 from isthmus.task import Task, load_task
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service import Service
+from isthmus_datacenter.testing import Ranks
 
 HERE = Path(__file__).parent
 
@@ -153,6 +154,23 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     driver.service.start()
     yield driver
     driver.close()
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Any]:
+    """`on_ranks(4, "train", works)`: what each of 4 ranks made of a function of ranks.py.
+
+    All tests that ask for as many ranks have the same ones.
+    """
+    groups: dict[int, Ranks] = {}
+
+    def run(count: int, function: str, *arguments: Any) -> list[Any]:
+        group = groups.setdefault(count, Ranks(count))
+        return group.run(HERE / "ranks.py", function, *arguments)
+
+    yield run
+    for group in groups.values():
+        group.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import isthmus_datacenter.engine
 import isthmus_datacenter.optim
+from isthmus_datacenter.agreement import AgreedError, Wish
 from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
-from isthmus_datacenter.engine import AgreedError, Engine, Place
+from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.parallelize import parallelize
 
@@ -43,7 +46,7 @@ def train(
     shard_everything()
     return [
         engine(rank, opened, state).train(
-            Command(**command), lambda steps, loss: None, lambda: False
+            Command(**command), lambda steps, loss: None, lambda: Wish.GO_ON
         )
         for opened, command, state in works
     ]
@@ -62,42 +65,61 @@ def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> l
     ]
 
 
-def state_at(
-    rank: int, openeds: list[dict[str, Any]], state: str, step: int
-) -> list[dict[str, dict[str, Any]]]:
-    """Parameters and optimizer state of a step, whole, by name; once for each way to open it."""
+def store_state(rank: int, opened: dict[str, Any], states: list[str], step: int, to: str) -> None:
+    """Write parameters and optimizer state of a step of each directory into `to`, by name."""
+    made = engine(rank, opened, states[0])
+    for number, state in enumerate(states):
+        _load(made, state, step)
+        torch.save(
+            {name: _fields(made, parameter) for name, parameter in made.share.parameters().items()},
+            f"{to}/{number}",
+        )
+
+
+def compare_state(
+    rank: int, openeds: list[dict[str, Any]], states: list[str], step: int, wholes: str
+) -> list[list[tuple[int, list[str]]]]:
+    """What each way to open a run makes of each directory, beside what `store_state` wrote.
+
+    Returns for each the number of elements that are the same here, and the names of what differs.
+    """
     shard_everything()
-    return [_state_at(engine(rank, opened, state), step) for opened in openeds]
+    return [
+        [_compared(made, state, step, f"{wholes}/{number}") for number, state in enumerate(states)]
+        for made in (engine(rank, opened, states[0]) for opened in openeds)
+    ]
 
 
-def _state_at(made: Engine, step: int) -> dict[str, dict[str, Any]]:
+def _load(made: Engine, state: str, step: int) -> None:
+    made.checkpoints, made.at = Checkpoints(Path(state)), None
     made._go_to(step)
-    return {
-        name: {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy().copy()
-            for key, value in {
-                "value": parameter.detach(),
-                **made.updater.optimizer.state[parameter],
-            }.items()
-        }
-        for name, parameter in made.share.parameters().items()
-    }
 
 
-def states(
-    rank: int, openeds: list[dict[str, Any]], directories: list[str], step: int
-) -> list[list[dict[str, dict[str, Any]]]]:
-    """What each way to open a run makes of the checkpoints in each directory: as `state_at`."""
-    shard_everything()
-    found = []
-    for opened in openeds:
-        made = engine(rank, opened, directories[0])
-        rows = []
-        for directory in directories:
-            made.checkpoints, made.at = Checkpoints(Path(directory)), None
-            rows.append(_state_at(made, step))
-        found.append(rows)
-    return found
+def _fields(made: Engine, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    return {"value": parameter.detach(), **made.updater.optimizer.state[parameter]}
+
+
+def _compared(made: Engine, state: str, step: int, whole: str) -> tuple[int, list[str]]:
+    _load(made, state, step)
+    expected = torch.load(whole)
+    same, differing = 0, []
+    for name, parameter in made.share.parameters().items():
+        fields = _fields(made, parameter)
+        if fields.keys() != expected[name].keys():
+            differing.append(f"{name}: {sorted(fields)}")
+        for key, value in fields.items():
+            wanted = expected[name][key]
+            if isinstance(value, DTensor):
+                sizes, offsets = compute_local_shape_and_global_offset(
+                    value.shape, value.device_mesh, value.placements
+                )
+                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    wanted = wanted.narrow(dim, min(offset, wanted.shape[dim] - size), size)
+                value = value.to_local()
+            same += value.numel()
+            if not torch.equal(value, wanted):
+                differing.append(f"{name}: {key}")
+    return same, differing
 
 
 def refusals(rank: int, openeds: list[dict[str, Any]], state: str) -> list[str]:

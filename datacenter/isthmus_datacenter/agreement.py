@@ -1,0 +1,80 @@
+"""Decisions that all ranks take together: what failed, whether to stop, what everybody scored."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from isthmus.errors import UserError
+from isthmus.scoring import Averages
+
+
+class AgreedError(UserError):
+    """A failure that every rank knows of: all are well and can take the next command."""
+
+
+class StoppedError(AgreedError):
+    """All ranks stopped at the same step because they were asked to."""
+
+
+class Wish(enum.IntEnum):
+    """What somebody outside wants of the steps that run."""
+
+    GO_ON = 0
+    SAVE = 1
+    """Save the state at the next step and stop: the machines are about to go."""
+    ABORT = 2
+    """Stop at the next step: nobody wants the result."""
+
+
+Wishes = Callable[[], Wish]
+
+
+class agreement:  # noqa: N801 - used as a statement
+    """Code that each rank runs on its own; after it, all go on or all fail.
+
+    Raises:
+        AgreedError: some rank raised a `UserError`; the message is its sentence.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, UserError):
+            return
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else str(error))
+        sentence = next((each for each in said if each is not None), None)
+        if sentence is not None:
+            raise AgreedError(sentence) from error
+
+
+def agree_on_units(mine: int, wish: Wish, ranks: int) -> tuple[int, Wish]:
+    """Units scored by all ranks in this step, and the strongest wish that any rank heard of.
+
+    Between processors, not devices: the device's queue never has to be waited for.
+    """
+    if ranks == 1:
+        return mine, wish
+    numbers = torch.tensor([mine, *(int(wish is each) for each in (Wish.SAVE, Wish.ABORT))])
+    dist.all_reduce(numbers)
+    units, save, abort = numbers.tolist()
+    return units, Wish.ABORT if abort else Wish.SAVE if save else Wish.GO_ON
+
+
+def over_all_ranks(parts: list[Averages], ranks: int) -> Averages:
+    """All ranks' sums and counts, added in the order of ranks."""
+    mine = [
+        (name, float(part.sums[name]), part.counts[name]) for part in parts for name in part.sums
+    ]
+    everyones: list[list[tuple[str, float, int]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(everyones, mine)
+    averages = Averages()
+    for name, total, units in (row for rows in everyones for row in rows):
+        averages.sums[name] = averages.sums.get(name, torch.zeros((), dtype=torch.float64)) + total
+        averages.counts[name] = averages.counts.get(name, 0) + units
+    return averages
