@@ -209,7 +209,7 @@ async def _ask(service: Service, request: link_pb2.Request, model: bytes | None)
         buffer = service.buffer(request, len(model))
         buffer[:] = model
     started = time.monotonic()
-    await service.work(request, buffer, lambda steps, loss: None)
+    await service.work(request, buffer, lambda progress: None)
     seconds = time.monotonic() - started
     service.settled(request, True, "")
     return seconds

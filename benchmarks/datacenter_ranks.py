@@ -119,7 +119,7 @@ class Ours:
             op="train", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
-        said = self.engine.train(command, lambda steps, loss: None, lambda: Wish.GO_ON)
+        said = self.engine.train(command, lambda report: None, lambda: Wish.GO_ON)
         return float(said["seconds"])  # type: ignore[arg-type]
 
 

@@ -129,7 +129,7 @@ class Agent:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         self._secure = None
         attempt = SecureAttempt(work, self._credentials)
-        trained = run.train(work, model, lambda steps, loss: None, stopped)
+        trained = run.train(work, model, lambda progress: None, stopped)
         advert = attempt.advertise(
             run.layout.decode(model),
             examples=trained.examples,

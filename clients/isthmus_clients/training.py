@@ -155,7 +155,7 @@ class LocalRun:
                 self._add_proximal(anchors, settings.proximal)
                 with user_code("the optimizer's step"):
                     optimizer.step()
-                progress(step, value)
+                progress(link_pb2.Progress(steps=step, loss=value))
         return step, averages
 
     def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:

@@ -51,8 +51,8 @@ _PROGRESS_SECONDS = 0.5
 
 log = logging.getLogger(__name__)
 
-ReportProgress = Callable[[int, float], None]
-"""`(steps so far, latest loss)`; cheap, callable from any thread, may be dropped."""
+ReportProgress = Callable[[link_pb2.Progress], None]
+"""Cheap, callable from any thread, may be dropped; the request's id is filled in."""
 
 
 class Worker(Protocol):
@@ -265,7 +265,7 @@ class Uplink:
         buffer, job.buffer, job.assembly = job.buffer, None, None
         try:
             reply, payload = await self.worker.work(
-                job.request, buffer, lambda steps, loss: self._progress(job, steps, loss)
+                job.request, buffer, lambda progress: self._progress(job, progress)
             )
         except IsthmusError as error:
             reply, payload = _failure(str(error)), None
@@ -281,14 +281,14 @@ class Uplink:
         if self._stream is not None:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
 
-    def _progress(self, job: _Job, steps: int, loss: float) -> None:
+    def _progress(self, job: _Job, progress: link_pb2.Progress) -> None:
         now = time.monotonic()
-        if now - job.reported_at < _PROGRESS_SECONDS:
-            return
-        job.reported_at = now
-        message = link_pb2.Envelope(
-            progress=link_pb2.Progress(id=job.request.id, steps=steps, loss=loss)
-        )
+        if not progress.note:
+            if now - job.reported_at < _PROGRESS_SECONDS:
+                return
+            job.reported_at = now
+        progress.id = job.request.id
+        message = link_pb2.Envelope(progress=progress)
         stream, loop = self._stream, self._loop
         if stream is not None and loop is not None:
             asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)

@@ -72,6 +72,19 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """How far a training command got."""
+
+    steps: int
+    total_steps: int
+    loss: float
+    """Mean over the units scored since the last report, on the replica that reports."""
+    examples_per_second: float
+    """Of all replicas, since the last report."""
+    units_per_second: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Death:
     """How an attempt ended, as its agent saw it."""
 
@@ -236,17 +249,14 @@ class Control:
         found = self._wait(f"out/{attempt}/{number}", seconds)
         return None if found is None else Outcome(**json.loads(found))
 
-    def report_progress(self, attempt: Attempt, number: int, steps: int, loss: float) -> None:
+    def report_progress(self, attempt: Attempt, number: int, report: Report) -> None:
         """How far a command got."""
-        self._store.set(f"progress/{attempt}/{number}", f"{steps} {loss}")
+        self._store.set(f"progress/{attempt}/{number}", json.dumps(dataclasses.asdict(report)))
 
-    def progress(self, attempt: Attempt, number: int) -> tuple[int, float] | None:
+    def progress(self, attempt: Attempt, number: int) -> Report | None:
         """How far a command got, if anything is known."""
         found = self._peek(f"progress/{attempt}/{number}")
-        if found is None:
-            return None
-        steps, loss = found.split()
-        return int(steps), float(loss)
+        return None if found is None else Report(**json.loads(found))
 
     def abort(self, attempt: Attempt, number: int) -> None:
         """Ask the ranks to stop this command at the next step they agree on."""

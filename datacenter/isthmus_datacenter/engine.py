@@ -11,7 +11,6 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,15 @@ from isthmus_datacenter.data import Feed, Order, derived_seed
 from isthmus_datacenter.evaluation import Evaluation
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.live import Live, Tell
 from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
 from isthmus_datacenter.passes import Passes
-from isthmus_datacenter.profile import Profile, count_flops
+from isthmus_datacenter.profile import FORWARD_AND_BACKWARD, Profile, count_flops
 from isthmus_datacenter.share import local
 
 _SAMPLE = 2
 """Examples to compare a model that was cut with the whole one."""
-_PROGRESS_SECONDS = 1.0
-"""At most so often is a loss brought from the device to be shown."""
-
-ReportSteps = Callable[[int, float], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +80,8 @@ class Engine:
         self.job = Job.model_validate_json(command.job)
         self.layout = Layout.from_header(command.layout.encode("latin-1"))
         self.checkpoints = Checkpoints(place.state)
+        self.note = ""
+        """What was decided here that a person may want to know."""
         with agreement():
             self.task = self._load(command)
             self.data = self._local_data()
@@ -102,17 +100,17 @@ class Engine:
         )
         batch_size = self.job.evaluation.batch_size
         self.evaluation = Evaluation(self.task, batch_size, place.device)
-        self._flops: int | None = None
-        self._counted = False
+        self._flops: float | None = None
+        """Operations of one step on one rank; 0 where nobody knows, None before anybody looked."""
         self._units = 0
         self.figures: dict[str, float] = {}
-        """Rates and memory of the last training."""
+        """What the last training cost."""
         self.at: int | None = None
         self._begin_anew()
 
     # -- the commands ---------------------------------------------------------------------------
 
-    def train(self, command: Command, report: ReportSteps, wishes: Wishes) -> dict[str, object]:
+    def train(self, command: Command, tell: Tell, wishes: Wishes) -> dict[str, object]:
         """Train from one absolute step to another, and save the state there.
 
         Raises:
@@ -123,27 +121,35 @@ class Engine:
         if command.model is None or not reset or self._has_buffers():
             self._go_to(command.from_step)
         self.at = None
+        profile = self.profile = Profile(self.place.device)
         if command.model is not None:
-            load_shards(Path(command.model), self.layout, self.share)
+            with profile.host("exchange"):
+                load_shards(Path(command.model), self.layout, self.share)
             if reset:
                 self.updater = self._make_updater()
         started = time.monotonic()
-        self.profile = Profile(self.place.device)
+        profile.begin()
         self._seed(command.from_step)
-        loss = self._steps(command.from_step, command.until_step, report, wishes)
+        loss = self._steps(command.from_step, command.until_step, tell, wishes)
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
         seconds = time.monotonic() - started
         steps = command.until_step - command.from_step
         examples = steps * self.order.ranks * self.order.batch_size
-        self.figures = self.profile.figures(steps, examples, self._units, self._flops)
-        self.checkpoints.save(command.until_step, self.share, self.updater)
+        figures = profile.figures(steps, examples, self._units, self._flops or 0)
+        with profile.host("checkpoint"):
+            self.checkpoints.save(command.until_step, self.share, self.updater)
         if self.place.rank == 0:
             self.checkpoints.keep_only({command.from_step, command.until_step})
         self.at = command.until_step
-        evaluation = self.evaluation.run(self.passes, self.here.data) if command.evaluate else {}
+        evaluation = {}
+        if command.evaluate:
+            with profile.host("evaluation"):
+                evaluation = self.evaluation.run(self.passes, self.here.data)
         if command.result is not None:
-            store_shards(Path(command.result), self.layout, self.share)
+            with profile.host("exchange"):
+                store_shards(Path(command.result), self.layout, self.share)
+        self.figures = {**figures, **profile.around()} if steps else {}
         return {
             "steps": steps,
             "examples": examples,
@@ -176,8 +182,7 @@ class Engine:
         section = self.job.datacenter
         if section.layout == "auto":
             section, why = auto.chosen(section, self.place.ranks, self.layout.size)
-            if self.place.rank == 0:
-                print(f"layout: {why}", file=sys.stderr, flush=True)
+            self.note = f"layout: {why}"
         return RankLayout.of(section, self.place.ranks)
 
     def _local_data(self) -> Dataset[object]:
@@ -261,16 +266,20 @@ class Engine:
 
     # -- work -----------------------------------------------------------------------------------
 
-    def _steps(self, first: int, until: int, report: ReportSteps, wishes: Wishes) -> float | None:
+    def _steps(self, first: int, until: int, tell: Tell, wishes: Wishes) -> float | None:
         """Train; the mean loss over all units, or None if there was nothing to do."""
-        device, passes = self.place.device, self.passes
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        passes, profile = self.passes, self.profile
+        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
         units = 0
-        shown = time.monotonic()
+        live = None
+        if passes.scores and self.here.data == 0:
+            examples = self.order.ranks * self.order.batch_size
+            live = Live(tell, until - first, examples, self.place.device)
         self.updater.optimizer.zero_grad(set_to_none=True)  # left by a step that was stopped
-        stream = self.profile.reads(self.feed.batches(first, until))
+        stream = profile.reads(self.feed.batches(first, until))
         for step, (inputs, target) in enumerate(stream, start=first):
-            self._count_flops(inputs)
+            if self._flops is None:
+                self._flops = self._count_flops(inputs)
 
             def agree(mine: int, step: int = step) -> int:
                 everyones, wish = agree_on_units(mine, wishes(), self.ranks.ranks)
@@ -280,28 +289,31 @@ class Engine:
                     )
                 return everyones
 
-            done = passes.run(inputs, target, self.updater.scale, agree)
-            self.updater.step(done.factor)
+            with profile.device_time("passes"):
+                done = passes.run(inputs, target, self.updater.scale, agree)
+            with profile.device_time("optimizer"):
+                self.updater.step(done.factor)
             total += done.summed
             units += done.everyones
-            now = time.monotonic()
-            if passes.scores and self.here.data == 0 and now - shown > _PROGRESS_SECONDS:
-                shown = now
-                report(step + 1 - first, float(done.summed) / max(done.mine, 1))
+            if live is not None:
+                live.step(total, done.mine, done.everyones)
         self._units = units
         if until == first:
             return None
         return self._checked(total, units, first, until)
 
-    def _count_flops(self, inputs: Any) -> None:
-        """Once, where the device's rate is known and a rank runs the whole model."""
-        alone = self.ranks.tensor == self.ranks.pipeline == 1
-        if self._counted or self.place.device.type != "cuda" or not alone:
-            return
-        self._counted = True
+    def _count_flops(self, inputs: Any) -> float:
+        """Of one step on one rank, where something knows the number or can use it."""
+        if self.share.sample_flops:
+            # Each rank has its part of what the whole model does with its replica's batch.
+            whole = FORWARD_AND_BACKWARD * self.share.sample_flops / _SAMPLE
+            return whole * self.order.batch_size / (self.ranks.tensor * self.ranks.pipeline)
+        if self.place.device.type != "cuda":
+            return 0
         model = self.passes.model
-        self._flops = count_flops(model, lambda: self.task.forward(model, inputs))
+        flops = count_flops(model, lambda: self.task.forward(model, inputs))
         self.share.at_rest()
+        return flops
 
     def _checked(self, total: torch.Tensor, units: int, first: int, until: int) -> float:
         """The mean loss, if it and the parameters are finite: looked at once, after the work."""

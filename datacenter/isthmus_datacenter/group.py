@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from isthmus.errors import IsthmusError, UserError
 from isthmus_datacenter.agent import AgentSettings
 from isthmus_datacenter.agents import Agents, LocalAgent, RemoteAgents
-from isthmus_datacenter.control import Attempt, Command, Control
+from isthmus_datacenter.control import Attempt, Command, Control, Report
 from isthmus_datacenter.template import Template
 
 RESTARTS = 3
@@ -144,7 +144,7 @@ class Group:
         self._cancelled.set()
 
     async def do(
-        self, command: Command, progress: Callable[[int, float], None]
+        self, command: Command, progress: Callable[[Report], None] = lambda report: None
     ) -> tuple[dict[str, Any], list[str]]:
         """Have the ranks do something; what they say, and what happened to them meanwhile.
 
@@ -233,7 +233,7 @@ class Group:
     # -- one command ----------------------------------------------------------------------------
 
     async def _ask(
-        self, attempt: Attempt, command: Command, progress: Callable[[int, float], None]
+        self, attempt: Attempt, command: Command, progress: Callable[[Report], None]
     ) -> dict[str, Any]:
         number = self._numbers.get(attempt, 0)
         self._numbers = {attempt: number + 1}
@@ -264,13 +264,13 @@ class _Watch:
     """Looks after the ranks while they work on one command."""
 
     def __init__(
-        self, group: Group, attempt: Attempt, number: int, progress: Callable[[int, float], None]
+        self, group: Group, attempt: Attempt, number: int, progress: Callable[[Report], None]
     ) -> None:
         self._group = group
         self._attempt = attempt
         self._number = number
         self._progress = progress
-        self._shown: tuple[int, float] | None = None
+        self._shown: Report | None = None
         self._beats: list[bytes] = [b""] * group.ranks
         self._heard = [time.monotonic()] * group.ranks
         self._looked = 0.0
@@ -306,7 +306,7 @@ class _Watch:
         shown = await group._call(lambda: control.progress(self._attempt, self._number))
         if shown is not None and shown != self._shown:
             self._shown = shown
-            self._progress(*shown)
+            self._progress(shown)
         if group._cancelled.is_set():
             await self._abort(now)
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
@@ -70,13 +71,15 @@ def parallelize(
     names = Names.of(model)
     with user_code("shard_units()"):
         chosen = task.shard_units(model)
-    stages, flows = _stages(task, model, layout, sample)
+    counter = FlopCounterMode(display=False)
+    stages, flows = _stages(task, model, layout, sample, counter)
     plan = _tensor_plan(task, model, layout, stages)
     tables = [_parameter_names(names, stage) for stage in stages]
     _refuse_lost(names, tables)
     mine = {at: stages[at] for at in layout.stages_of(rank)}
     share = Share(layout, mine, {at: names.in_stage(stage) for at, stage in mine.items()})
     share.mesh = mesh
+    share.sample_flops = int(counter.get_total_flops())
     share.find_tied(tables, rank)
     for at, stage in mine.items():
         stage.to(device)
@@ -103,13 +106,17 @@ def parallelize(
 
 
 def _stages(
-    task: Task, model: nn.Module, layout: RankLayout, sample: Callable[[], Any]
+    task: Task,
+    model: nn.Module,
+    layout: RankLayout,
+    sample: Callable[[], Any],
+    counter: FlopCounterMode,
 ) -> tuple[list[nn.Module], list[Flow]]:
     """All stages, and what a sample makes of each where something is to be checked."""
     if layout.pipeline == 1 and layout.tensor == 1:
         return [model], []
     given = sample()
-    with user_code("the model's forward pass on two examples"):
+    with user_code("the model's forward pass on two examples"), counter:
         whole = plans.run_still(_Called(task, model), given)
     if layout.pipeline == 1:
         return [model], [((given,), whole)]

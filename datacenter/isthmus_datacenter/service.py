@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import mmap
@@ -27,7 +28,7 @@ from isthmus.exchange import Layout
 from isthmus.job import Job
 from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
-from isthmus_datacenter.control import Command
+from isthmus_datacenter.control import Command, Report
 from isthmus_datacenter.group import Group, Nodes
 from isthmus_datacenter.template import Template
 
@@ -205,9 +206,9 @@ class Service:
         if kind == "train_steps":
             return await self._train(request.id, request.train_steps, model, progress)
         if kind == "export":
-            return await self._export(request.id, request.export, progress)
+            return await self._export(request.id, request.export)
         if kind == "close":
-            return await self._close(request.close, progress), None
+            return await self._close(request.close), None
         raise UserError(f"a datacenter cannot do {kind!r}; it may be older than the server")
 
     async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
@@ -233,7 +234,9 @@ class Service:
             data=None if data is None else str(data),
             layout=open_.layout.decode("latin-1"),
         )
-        values, _ = await self._group.do(command, progress)
+        values, _ = await self._group.do(command)
+        if values["note"]:
+            progress(link_pb2.Progress(note=values["note"]))
         self._run = _Run(open_.run_id, job, layout)
         return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
 
@@ -259,7 +262,11 @@ class Service:
             result=str(self._room_for_result(request_id, run.layout)) if train.hand_back else None,
         )
         started = time.monotonic()
-        values, losses = await self._group.do(command, progress)
+
+        def report(report: Report) -> None:
+            progress(link_pb2.Progress(**dataclasses.asdict(report)))
+
+        values, losses = await self._group.do(command, report)
         repeated = f"the group restarted and repeated steps {train.from_step} to {train.until_step}"
         trained = link_pb2.Trained(
             examples=values["examples"],
@@ -277,19 +284,19 @@ class Service:
         return link_pb2.Reply(trained=trained), payload
 
     async def _export(
-        self, request_id: str, export: link_pb2.Export, progress: ReportProgress
+        self, request_id: str, export: link_pb2.Export
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         run = self._opened(export.run_id)
         path = self._room_for_result(request_id, run.layout)
         command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
-        await self._group.do(command, progress)
+        await self._group.do(command)
         content, payload = await self._result(request_id, run.layout)
         return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
 
-    async def _close(self, close: link_pb2.CloseRun, progress: ReportProgress) -> link_pb2.Reply:
+    async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:
         if self._run is not None and self._run.run_id == close.run_id:
             self._run = None
-            await self._group.do(Command(op="close", run_id=close.run_id), progress)
+            await self._group.do(Command(op="close", run_id=close.run_id))
         return link_pb2.Reply(closed=link_pb2.Closed())
 
     # -- files ----------------------------------------------------------------------------------

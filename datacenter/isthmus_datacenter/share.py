@@ -71,6 +71,8 @@ class Share:
         self.stages = dict(stages)
         self.names = {at: dict(table) for at, table in names.items()}
         self.mesh: DeviceMesh | None = None
+        self.sample_flops = 0
+        """Operations of the whole model's forward pass of the sample, where it was made."""
         self.copies: set[str] = set()
         """Parameters that a rank of an earlier stage owns."""
         self.tied: dict[str, dist.ProcessGroup] = {}

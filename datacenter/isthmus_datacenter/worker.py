@@ -26,7 +26,7 @@ import torch.distributed as dist
 from isthmus.errors import UserError
 from isthmus.lifetime import die_with_parent
 from isthmus_datacenter.agreement import AgreedError, Wish
-from isthmus_datacenter.control import BEAT_SECONDS, Attempt, Command, Control, Outcome
+from isthmus_datacenter.control import BEAT_SECONDS, Attempt, Command, Control, Outcome, Report
 from isthmus_datacenter.engine import Engine, Place
 
 _SLICE_SECONDS = 1.0
@@ -145,7 +145,7 @@ class _Rank:
             )
             self.engine = Engine(command, place)
             self.run_id = command.run_id
-            return {"examples": self.engine.examples}
+            return {"examples": self.engine.examples, "note": self.engine.note}
         if command.op == "close":
             self.engine = self.run_id = None
             return {}
@@ -160,8 +160,8 @@ class _Rank:
     def _wish(self) -> Wish:
         return Wish.ABORT if self._unwanted == self.number else Wish.GO_ON
 
-    def _report(self, steps: int, loss: float) -> None:
-        self.control.report_progress(self.attempt, self.number, steps, loss)
+    def _report(self, report: Report) -> None:
+        self.control.report_progress(self.attempt, self.number, report)
 
     def _beat(self) -> None:
         """Say that this process runs, whatever the main thread is busy with."""

@@ -9,11 +9,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.wire import link_pb2
 from isthmus_server.report import figures
+
+_LINE_SECONDS = 10.0
+"""Between two lines about the work of one participant, where there is no terminal."""
+_LONGEST = 300
 
 _STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
 
@@ -28,7 +34,11 @@ class Progress:
         self.console = console
         self._live: Live | None = None
         self._status = "starting"
+        self._spinner = Spinner("dots")
         self._since = time.monotonic()
+        self._working: dict[str, str] = {}
+        """What datacenters said last about the work under way, by name."""
+        self._printed: dict[str, float] = {}
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -50,6 +60,25 @@ class Progress:
         show = getattr(self, f"_on_{kind}", None)
         if show is not None:
             show(data)
+
+    def heard(self, name: str, progress: link_pb2.Progress) -> None:
+        """Take what a participant says while it works; of devices there may be many: not shown."""
+        if progress.note:
+            self._say(f"[dim]{escape(name)}: {escape(progress.note[:_LONGEST])}[/dim]")
+        if not progress.total_steps:
+            return
+        line = (
+            f"{name}: step {progress.steps} of {progress.total_steps}, loss {progress.loss:.4g}, "
+            f"{progress.examples_per_second:,.0f} examples/s"
+        )
+        if progress.units_per_second > 1.5 * progress.examples_per_second:
+            line += f" ({progress.units_per_second:,.0f} scored units/s)"
+        self._working[name] = line
+        self._draw()
+        now = time.monotonic()
+        if self._live is None and now - self._printed.get(name, self._since) >= _LINE_SECONDS:
+            self._printed[name] = now
+            self._say(f"           [dim]{escape(line)}[/dim]")
 
     def _on_waiting(self, data: Mapping[str, Any]) -> None:
         self._now(
@@ -102,8 +131,13 @@ class Progress:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def _now(self, text: str) -> None:
+        self._status = text
+        self._working.clear()
+        self._draw()
+
+    def _draw(self) -> None:
         if self._live is None:
             return
         row = Table.grid(padding=(0, 1))
-        row.add_row(Spinner("dots"), Text(text))
+        row.add_row(self._spinner, Text("\n  ".join([self._status, *self._working.values()])))
         self._live.update(row)

@@ -51,6 +51,7 @@ class Session:
         torch.set_num_threads(1)  # the devices and ranks beside it need the cores
         link = Link(self.store.job.time.lease_seconds)
         with Progress(console) as progress:
+            link.on_progress = progress.heard
             coordinator = Coordinator(self.store, link, progress)
             try:
                 async with participants(

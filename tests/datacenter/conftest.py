@@ -106,7 +106,7 @@ class Driver:
         if model is not None:
             buffer = self.service.buffer(request, len(model))
             buffer[:] = model
-        reply, payload = await self.service.work(request, buffer, lambda steps, loss: None)
+        reply, payload = await self.service.work(request, buffer, lambda progress: None)
         content = None if payload is None else bytes(payload)
         self.service.settled(request, True, "")
         return reply, content

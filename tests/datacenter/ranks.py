@@ -46,7 +46,7 @@ def train(
     shard_everything()
     return [
         engine(rank, opened, state).train(
-            Command(**command), lambda steps, loss: None, lambda: Wish.GO_ON
+            Command(**command), lambda report: None, lambda: Wish.GO_ON
         )
         for opened, command, state in works
     ]

@@ -300,14 +300,14 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
     async def work() -> tuple[int, str]:
         train = link_pb2.TrainSteps(run_id="leaving", until_step=200)
         request = link_pb2.Request(id="last", train_steps=train)
-        running = asyncio.create_task(driver.service.work(request, None, lambda steps, loss: None))
+        running = asyncio.create_task(driver.service.work(request, None, lambda progress: None))
         await asyncio.sleep(0.1)
         driver.service.leave(30.0)
         await driver.service._left()
         assert running.done()
         late = link_pb2.Request(id="late", train_steps=train)
         with pytest.raises(UserError, match="told to leave") as refused:
-            await driver.service.work(late, None, lambda steps, loss: None)
+            await driver.service.work(late, None, lambda progress: None)
         return running.result()[0].trained.steps, str(refused.value)
 
     steps, _ = driver.run(work())

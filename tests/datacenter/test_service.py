@@ -213,9 +213,7 @@ def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
 
     async def cancel_soon() -> None:
         begun = asyncio.Event()
-        work = asyncio.create_task(
-            warm.service.work(request, None, lambda steps, loss: begun.set())
-        )
+        work = asyncio.create_task(warm.service.work(request, None, lambda progress: begun.set()))
         await asyncio.wait_for(begun.wait(), 30.0)
         warm.service.cancel(request, "the round is over")
         await work

@@ -142,7 +142,7 @@ async def test_progress_arrives(net):
 
     async def work(guest, request, model):
         for step in range(1, 100):
-            await asyncio.to_thread(guest.progress, step, 0.5)
+            await asyncio.to_thread(guest.progress, link_pb2.Progress(steps=step, loss=0.5))
         return link_pb2.Reply(trained=link_pb2.Trained()), None
 
     await net.join("a", work)

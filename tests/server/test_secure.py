@@ -85,7 +85,7 @@ class Place:
             payload = LAYOUT.encode(LAYOUT.decode(self.model))
             run = self.devices[name].agent._run("run")
             work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
-            run.train(work, payload, lambda steps, loss: None, lambda: False)
+            run.train(work, payload, lambda progress: None, lambda: False)
             updates.append(LAYOUT.decode(payload).double())
         return torch.stack(updates).mean(0)
 
