@@ -46,7 +46,7 @@ class Live:
         self._room = self._arrival = None
         if device.type == "cuda":
             self._room = torch.empty((), dtype=torch.float64, pin_memory=True)
-            self._arrival = torch.cuda.Event()
+            self._arrival = torch.Event("cuda")
 
     def step(self, summed: torch.Tensor, mine: int, everyones: int) -> None:
         """After a step.

@@ -67,7 +67,7 @@ class Profile:
             with self.host(part):
                 yield
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         begin.record()
         yield
         end.record()

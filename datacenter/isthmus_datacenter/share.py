@@ -181,7 +181,8 @@ class Share:
 
 @functools.cache  # as the meshes are
 def _group(members: tuple[int, ...]) -> dist.ProcessGroup:
-    return dist.new_group(list(members))
+    group: dist.ProcessGroup = dist.new_group(list(members))
+    return group
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isthmus.errors import RoundFailed
+from isthmus.errors import RoundFailed, UserError
 from isthmus.job import FederatedSection, Job
 from isthmus_server import merge
 from isthmus_server.link import Link
@@ -99,7 +99,10 @@ class Trainer:
 
         Raises:
             AttemptFailed: somebody without whom there is no round failed; with all receipts.
+            UserError: the plan asks for a merge that this version cannot do.
         """
+        if work.plan.regime == "hybrid":
+            self._how(work.plan)
         content = self.model.content
         self.link.publish(content, self.model.payload)
         ranks: list[asyncio.Task[DatacenterResult]] = []
@@ -198,6 +201,20 @@ class Trainer:
             model.replace(ends[0])
         model.average()
 
+    def _how(self, plan: Plan) -> str:
+        """How the two sides of a hybrid round are joined.
+
+        Raises:
+            UserError: in a way that this version cannot.
+        """
+        how = plan.merge or self.job.strategy.merge
+        if how == "transfer":
+            raise UserError(
+                'merge="transfer" needs devices that add the datacenter\'s gradient to their '
+                'steps, and these do not yet; use merge="weighted" or "projected"'
+            )
+        return how
+
     def _of_datacenters(self, trained: Trained, *, keep: bool) -> torch.Tensor:
         """Their mean pseudo-gradient by examples, float32 (N); in their memory unless `keep`."""
         parts = []
@@ -215,7 +232,6 @@ class Trainer:
             merged = fleet if fleet is not None else theirs
             assert merged is not None
             return merged
-        how = plan.merge or self.job.strategy.merge
-        if how == "projected":
+        if self._how(plan) == "projected":
             theirs = merge.project(theirs, fleet)
         return merge.weigh(fleet, theirs, share=self.job.strategy.datacenter_weight)

@@ -216,7 +216,7 @@ class Coordinator:
         )
 
     async def _visit(self, asked: Compare) -> None:
-        raise RoundFailed("visits are not wired in yet")
+        raise RoundFailed("devices of this version cannot score models")
 
     def _price(self, devices: int, steps: int) -> float:
         prices = self.job.prices

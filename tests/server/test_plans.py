@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 
+from isthmus.errors import UserError
 from isthmus.exchange import Layout
 from isthmus.scoring import build_model
 from isthmus.task import load_task
@@ -230,3 +231,10 @@ async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, pl
     assert one["norms"] == pytest.approx(other["norms"], rel=1e-3)
     assert one["norms"]["datacenter"] == pytest.approx(float(theirs.norm()), rel=1e-4)
     assert (one["cosine"] < 0) == bool((projected - weighted).abs().max() > 1e-5)
+
+
+async def test_a_merge_that_cannot_be_done_is_refused_before_anybody_trains(with_ranks):
+    _, coordinator, ranks = await with_ranks("strategy.policy=hybrid", "strategy.merge=transfer")
+    with pytest.raises(UserError, match=r'^merge="transfer" needs devices that add'):
+        await coordinator.run()
+    assert not [request for request in ranks.asked if request.HasField("train_steps")]
