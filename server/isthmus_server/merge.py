@@ -5,8 +5,8 @@ float32 (N); each function uses up its arguments' memory.
 
 >>> import torch
 >>> fleet, theirs = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 1.0])
->>> geometry({"federated": fleet, "datacenter": theirs})[1]
--0.7071067811865476
+>>> round(geometry({"federated": fleet, "datacenter": theirs})[1], 6)
+-0.707107
 >>> project(theirs, fleet)
 tensor([0., 1.])
 >>> weigh(fleet, theirs, share=0.25)

@@ -36,7 +36,7 @@ def train(run_id="run", id_="train"):
     return link_pb2.Request(id=id_, train_local=work)
 
 
-def ignore(steps, loss):
+def ignore(progress):
     pass
 
 
@@ -100,7 +100,7 @@ async def test_cancelled_work_stops_while_the_link_stays_alive(agent, opening):
     started = asyncio.Event()
     loop, here = asyncio.get_running_loop(), threading.get_ident()
 
-    def report(steps, loss):
+    def report(progress):
         assert threading.get_ident() != here  # off the event loop
         loop.call_soon_threadsafe(started.set)
 

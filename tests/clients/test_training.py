@@ -13,8 +13,8 @@ class Progress:
     def __init__(self):
         self.steps = []
 
-    def __call__(self, step, loss):
-        self.steps.append((step, loss))
+    def __call__(self, progress):
+        self.steps.append((progress.steps, progress.loss))
 
 
 @pytest.fixture

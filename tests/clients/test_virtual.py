@@ -72,7 +72,7 @@ async def test_a_virtual_device_does_what_a_real_one_does(opening, overrides, op
     for run, (update, trained) in zip(real, virtual, strict=True):
         payload = layout.encode(start)
         request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
-        expected = run.train(request, payload, lambda steps, loss: None, lambda: False)
+        expected = run.train(request, payload, lambda progress: None, lambda: False)
         torch.testing.assert_close(update, layout.decode(payload), rtol=1e-4, atol=1e-6)
         assert (trained.examples, trained.steps) == (expected.examples, expected.steps)
         assert dict(trained.training) == pytest.approx(dict(expected.training), rel=1e-5)
