@@ -64,7 +64,7 @@ def make_setup(
             "seed": 5,
             "task": {"source": f"tasks.py:{name}", "settings": dict(settings or {})},
             "datacenter": {"ranks": 2, "batch_size": 4, **datacenter},
-            "time": {"lease_seconds": 2.0},
+            "time": {"lease_seconds": 5.0},
         }
     )
     return Setup(with_changes(job, {}))

@@ -67,7 +67,7 @@ def test_a_fresh_service_goes_on_where_another_was(
     ranks = descendants(agent.pid)
     assert len(ranks) == 2
     os.kill(agent.pid, signal.SIGKILL)
-    assert gone(ranks, 5.0)
+    assert gone(ranks, 20.0)
     trained, content = fresh.train("resumed", 6, 9, hand_back=True)
     assert content == undisturbed
     assert not trained.events

@@ -167,7 +167,7 @@ def test_a_task_that_raises_while_it_trains(rank: dict[str, str], warm: Any, set
     ("fault", "event"),
     [
         ("kill", "rank 1 died (signal 9)"),
-        ("stop", "rank 1 did not answer for 2 s and was ended"),
+        ("stop", "rank 1 did not answer for 5 s and was ended"),
     ],
 )
 @pytest.mark.parametrize(
