@@ -142,6 +142,26 @@ class StrategySection(Section):
         return self
 
 
+class FlowerStrategy(Section):
+    """A strategy of Flower, or one written for it."""
+
+    name: str
+    """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own."""
+    options: dict[str, Any] = {}
+    """Its keyword arguments."""
+    inner: FlowerStrategy | None = None
+    """For one that wraps another, such as those for differential privacy: its `strategy`."""
+
+
+class FlowerSection(Section):
+    """Flower as a guest; the server needs the extra `flower`."""
+
+    strategy: FlowerStrategy
+    """Makes the next model of a round's updates, in place of their weighted mean."""
+    most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    """A round's updates are together in the server's memory, cohort x model; at most so much."""
+
+
 class FederatedSection(Section):
     """Rounds on edge devices."""
 
@@ -167,6 +187,8 @@ class FederatedSection(Section):
     """With secure aggregation, elements of an update are clipped to +- this."""
     most_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
     """With secure aggregation, a device with more examples weighs as much as one with these."""
+    flower: FlowerSection | None = None
+    """Aggregate with a strategy of Flower."""
 
     @model_validator(mode="after")
     def _work_and_quorum_fit(self) -> FederatedSection:
@@ -186,6 +208,16 @@ class FederatedSection(Section):
             raise ValueError(
                 f"secure_aggregation needs a quorum of at least {least} with cohort={self.cohort}, "
                 f"not {self.needed}; raise it, or set secure_aggregation = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_strategy_sees_updates(self) -> FederatedSection:
+        if self.flower is not None and self.secure_aggregation:
+            raise ValueError(
+                f"flower.strategy.name={self.flower.strategy.name!r} works on single updates, and "
+                "with secure_aggregation the server learns only their sum; set "
+                "secure_aggregation = false if it may see each of them, or leave the strategy out"
             )
         return self
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 MAGNITUDE_BITS = 12
 """Values of an update lie strictly within +-2**12; anything beyond has diverged."""
 
+MOST = float(1 << MAGNITUDE_BITS)
+
 TILE = 1 << 16
 """Elements handled at a time: they stay in the cache from one operation to the next."""
 
@@ -134,13 +136,26 @@ class Spool:
         total.check_weight(weight)
         self._check_header(layout)
         for count, (offset, tile) in enumerate(self._tiles(layout)):
-            least, most = (float(value) for value in torch.aminmax(tile))
-            if not -(2**MAGNITUDE_BITS) < least <= most < 2**MAGNITUDE_BITS:  # nor for nan
+            if not _in_range(tile):
                 reason = _explain(layout, offset, tile)
                 total.take_back(itertools.islice(self._tiles(layout), count), weight)
                 raise UpdateError(reason)
             total.add_tile(offset, tile, weight)
         total.weight += weight
+
+    def read(self, layout: Layout) -> torch.Tensor:
+        """The update, checked: a new float32 vector (N).
+
+        Raises:
+            UpdateError: another layout, or a value that is not finite or out of range.
+        """
+        self._check_header(layout)
+        vector = torch.empty(layout.size)
+        for offset, tile in self._tiles(layout):
+            if not _in_range(tile):
+                raise UpdateError(_explain(layout, offset, tile))
+            vector[offset : offset + len(tile)] = tile
+        return vector
 
     def _check_header(self, layout: Layout) -> None:
         size = self._file.seek(0, io.SEEK_END)
@@ -181,6 +196,11 @@ class Spool:
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
+
+
+def _in_range(tile: torch.Tensor) -> bool:
+    least, most = (float(value) for value in torch.aminmax(tile))
+    return -MOST < least <= most < MOST  # not so for nan
 
 
 def _explain(layout: Layout, offset: int, tile: torch.Tensor) -> str:

@@ -103,6 +103,9 @@ class Trainer:
         """
         if work.plan.regime == "hybrid":
             self._how(work.plan)
+        guest = self.fleet.guest
+        if guest is not None and work.plan.reset_optimizer:
+            guest.forget()
         content = self.model.content
         self.link.publish(content, self.model.payload)
         ranks: list[asyncio.Task[DatacenterResult]] = []
@@ -126,7 +129,12 @@ class Trainer:
 
     async def _ask_devices(self, work: Work) -> FederatedResult:
         return await self.fleet.train(
-            work.round, work.attempt, self.model.content, work.cohort, work.federated
+            work.round,
+            work.attempt,
+            self.model.content,
+            work.cohort,
+            work.federated,
+            self.model.vector,
         )
 
     async def _ask_ranks(self, name: str, work: Work) -> DatacenterResult:
@@ -183,6 +191,9 @@ class Trainer:
         server optimizer steps on the pseudo-gradient that theirs are merged to.
         """
         plan, model = work.plan, self.model
+        if trained.federated is not None and trained.federated.strategy_state is not None:
+            assert self.fleet.guest is not None
+            self.fleet.guest.state = trained.federated.strategy_state
         alone = trained.federated is None and len(trained.datacenters) == 1
         ends = [one.vector for one in trained.datacenters if one.vector is not None]
         theirs = self._of_datacenters(trained, keep=alone) if ends else None

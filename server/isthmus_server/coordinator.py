@@ -85,8 +85,10 @@ class Coordinator:
         self.model = GlobalModel(
             task, self.job.seed, strategy.server_optimizer, strategy.served_average
         )
+        layout = self.model.layout
+        self.fleet = Fleet(link, self.job, store.run_id, layout, store.directory)
         self.at = store.resume_point()
-        self.snapshots = Snapshots(self.model, store.checkpoints)
+        self.snapshots = Snapshots(self.model, store.checkpoints, self.fleet.guest)
         self.snapshots.restore(self.at)
         self.roster = Roster(
             link,
@@ -99,8 +101,6 @@ class Coordinator:
             ),
             self._note,
         )
-        layout = self.model.layout
-        self.fleet = Fleet(link, self.job, store.run_id, layout, store.directory)
         self.datacenter = Datacenter(link, self.job, store.run_id, layout)
         self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
 
@@ -331,11 +331,8 @@ class Coordinator:
         """The server optimizer's state, where this round changed it."""
         if alone and not plan.reset_optimizer:
             return {}
-        tensors, numbers = self.model.optimizer_state()
-        return {
-            "optimizer": self.store.checkpoints.write_tensors(round_, tensors),
-            "optimizer_numbers": numbers,
-        }
+        saved, numbers = self.snapshots.write_optimizer(round_)
+        return {"optimizer": saved, "optimizer_numbers": numbers}
 
     def _record_failure(
         self,

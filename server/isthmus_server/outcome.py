@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from isthmus.errors import RoundFailed
 from isthmus_server.receipts import Receipt
+
+if TYPE_CHECKING:
+    from isthmus_server.flower.state import State
 
 
 class AttemptFailed(RoundFailed):
@@ -24,10 +28,12 @@ class FederatedResult:
     """What a cohort came to."""
 
     pseudo_gradient: torch.Tensor
-    """Weighted mean of start minus end, float32 (N)."""
+    """Weighted mean of start minus end, or what a Flower strategy made of them, float32 (N)."""
     training: Mapping[str, float]
     """Weighted means of the devices' own figures: loss."""
     receipts: Sequence[Receipt]
+    strategy_state: State | None = None
+    """What a Flower strategy remembers after it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

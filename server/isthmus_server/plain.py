@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from isthmus.errors import ParticipantLost, UpdateError
+import torch
+
+from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
 from isthmus.job import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
@@ -19,6 +21,7 @@ from isthmus_server.receipts import Receipt
 from isthmus_server.secure import UPLOADS_AT_ONCE
 
 if TYPE_CHECKING:
+    from isthmus_server.flower.guest import Gathering
     from isthmus_server.regimes import Fleet
 
 
@@ -33,14 +36,16 @@ class PlainAttempt:
         model: link_pb2.Content,
         cohort: Mapping[str, int],
         settings: FederatedSection,
+        gathering: Gathering | None = None,
     ) -> None:
+        """With `gathering`, a Flower strategy takes the place of the weighted mean."""
         self.fleet = fleet
         self.round = round_
         self.attempt = attempt
         self.model = model
         self.cohort = cohort
         self.settings = settings
-        self.total = WeightedSum(fleet.layout.size, sum(cohort.values()))
+        self.total = gathering or WeightedSum(fleet.layout.size, sum(cohort.values()))
         self.receipts: dict[str, Receipt] = {}
         self.losses: dict[str, tuple[float, int]] = {}
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
@@ -86,8 +91,19 @@ class PlainAttempt:
                 receipts,
             )
         return FederatedResult(
-            pseudo_gradient=self.total.mean(), training=self._training(), receipts=receipts
+            pseudo_gradient=await self._result(receipts),
+            training=self._training(),
+            receipts=receipts,
+            strategy_state=None if isinstance(self.total, WeightedSum) else self.total.state,
         )
+
+    async def _result(self, receipts: list[Receipt]) -> torch.Tensor:
+        if isinstance(self.total, WeightedSum):
+            return self.total.mean()
+        try:
+            return await asyncio.to_thread(self.total.aggregate)
+        except RoundFailed as error:
+            raise AttemptFailed(str(error), receipts) from error
 
     def stopped(self, reason: str) -> list[Receipt]:
         """Everyone's receipt; who has none yet was dropped for that reason."""
@@ -143,7 +159,12 @@ class PlainAttempt:
         async with self.adding:
             if self.accepted >= self.settings.cohort:
                 raise UpdateError("enough updates were in")
-            await asyncio.to_thread(spool.add_to, self.total, self.fleet.layout, trained.examples)
+            if isinstance(self.total, WeightedSum):
+                await asyncio.to_thread(
+                    spool.add_to, self.total, self.fleet.layout, trained.examples
+                )
+            else:
+                await asyncio.to_thread(self.total.take, name, trained, spool)
             self.receipts[name] = self._receipt(
                 name,
                 "accepted",

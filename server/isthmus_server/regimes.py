@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from isthmus_server.plain import PlainAttempt
 from isthmus_server.receipts import Receipt
 from isthmus_server.secure import SecureAttempt
 
+if TYPE_CHECKING:
+    from isthmus_server.flower.guest import Guest
+
 
 class Fleet:
     """The federated regime."""
@@ -36,6 +40,12 @@ class Fleet:
         self.layout = layout
         self.spool = spool
         self.directory = Directory(link.enrolments.authority)
+        self.guest: Guest | None = None
+        """The Flower strategy, where the job names one."""
+        if job.federated.flower is not None:
+            from isthmus_server.flower.guest import Guest
+
+            self.guest = Guest(job.federated, layout)
         self._running: PlainAttempt | SecureAttempt | None = None
 
     async def train(
@@ -45,11 +55,13 @@ class Fleet:
         model: link_pb2.Content,
         cohort: Mapping[str, int],
         settings: FederatedSection | None = None,
+        start: torch.Tensor | None = None,
     ) -> FederatedResult:
         """Have a cohort (names with their declared examples) train from a published model.
 
         Ends when enough updates are in, when too few can still come, or at the deadline.
-        `settings` are the job's, or those of a round with another cohort.
+        `settings` are the job's, or those of a round with another cohort. `start` is the same
+        model as a vector (N): a Flower strategy is shown it.
 
         Raises:
             AttemptFailed: fewer updates than the quorum.
@@ -59,8 +71,14 @@ class Fleet:
             raise AttemptFailed(
                 f"{len(cohort)} devices are ready and the quorum is {settings.needed}", []
             )
-        kind = SecureAttempt if settings.secure_aggregation else PlainAttempt
-        self._running = kind(self, round_, attempt, model, cohort, settings)
+        if settings.secure_aggregation:
+            self._running = SecureAttempt(self, round_, attempt, model, cohort, settings)
+        else:
+            gathering = None
+            if self.guest is not None:
+                assert start is not None
+                gathering = self.guest.begin(round_, start, cohort, settings)
+            self._running = PlainAttempt(self, round_, attempt, model, cohort, settings, gathering)
         return await self._running.run()
 
     def stopped(self, reason: str) -> list[Receipt]:

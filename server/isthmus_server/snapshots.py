@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,9 @@ from isthmus_server.model import GlobalModel
 from isthmus_server.store import Resume
 from isthmus_server.strategy.policy import CURRENT, INITIAL, SERVED, Plan
 
+if TYPE_CHECKING:
+    from isthmus_server.flower.guest import Guest
+
 
 class Snapshots:
     """Models as a run goes on from them, hands them out, or keeps them for a policy.
@@ -18,9 +22,13 @@ class Snapshots:
     A model that is kept is a checkpoint that is not deleted: keeping one copies nothing.
     """
 
-    def __init__(self, model: GlobalModel, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, model: GlobalModel, checkpoints: Checkpoints, guest: Guest | None = None
+    ) -> None:
+        """`guest` is a Flower strategy, whose state is kept with the server optimizer's."""
         self.model = model
         self.checkpoints = checkpoints
+        self.guest = guest
 
     def names(self, saved: Mapping[str, Saved]) -> tuple[str, ...]:
         """What may be compared and started from."""
@@ -64,8 +72,19 @@ class Snapshots:
                 models.pop(name, None)
         return models
 
+    def write_optimizer(self, round_: int) -> tuple[Saved | None, dict[str, Any]]:
+        """The server optimizer's state, and a Flower strategy's: their tensors' file, and numbers.
+
+        Raises:
+            UserError: there is something that cannot be stored.
+        """
+        tensors, numbers = self.model.optimizer_state()
+        if self.guest is not None:
+            self.guest.add_state(tensors, numbers)
+        return self.checkpoints.write_tensors(round_, tensors), numbers
+
     def restore(self, at: Resume) -> None:
-        """Have the models and the server optimizer as they were after the last commit.
+        """Have everything as it was after the last commit.
 
         Raises:
             UserError: a checkpoint is damaged.
@@ -79,4 +98,7 @@ class Snapshots:
             model.averaged = at.averaged
         if at.optimizer is not None or at.optimizer_numbers:
             tensors = {} if at.optimizer is None else self.checkpoints.read_tensors(at.optimizer)
-            model.load_optimizer_state(tensors, at.optimizer_numbers)
+            numbers = dict(at.optimizer_numbers)
+            if self.guest is not None:
+                self.guest.take_state(tensors, numbers)
+            model.load_optimizer_state(tensors, numbers)

@@ -247,3 +247,15 @@ def test_every_field_says_what_it_means(section, field):
 def test_the_schema_carries_the_descriptions():
     cohort = job_schema()["$defs"]["FederatedSection"]["properties"]["cohort"]
     assert cohort["description"] == "Updates wanted each round."
+
+
+def test_a_flower_strategy_and_secure_aggregation_exclude_each_other(make_job):
+    strategy = 'federated.flower.strategy={name="Krum"}'
+    assert make_job(strategy).federated.flower.strategy.name == "Krum"
+    with pytest.raises(JobError) as refused:
+        make_job(strategy, "federated.secure_aggregation=true")
+    assert str(refused.value) == (
+        "job: federated: flower.strategy.name='Krum' works on single updates, and with "
+        "secure_aggregation the server learns only their sum; set secure_aggregation = false if "
+        "it may see each of them, or leave the strategy out"
+    )

@@ -1,0 +1,6 @@
+"""Flower as a guest: its strategies make the next model of a federated round's updates.
+
+Loaded only for jobs that name one (`[federated.flower]`).
+"""
+
+import isthmus.flower  # noqa: F401 - before anything of flwr: it keeps it from phoning home

@@ -1,0 +1,272 @@
+"""A Flower strategy in the place of the weighted mean of a round's updates.
+
+It is shown what Flower would show it: messages with the model each device ended with and its
+figures, and the model that they began with. What it makes of them counts as the model that the
+fleet ended with, so the server optimizer and the merging with a datacenter go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
+from isthmus.exchange import Layout
+from isthmus.flower import (
+    SERVER_NODE,
+    Run,
+    hushed,
+    identify,
+    message,
+    read_record,
+    record_of,
+    the_run,
+)
+from isthmus.job import FederatedSection
+from isthmus.wire import link_pb2
+from isthmus_server.aggregate import Spool
+from isthmus_server.flower.state import State, check
+from isthmus_server.flower.strategies import describe, make
+
+PREFIX = "flower."
+"""Of a strategy's tensors and numbers beside those of the server optimizer."""
+
+
+class Guest:
+    """The strategy of a run.
+
+    Guarantees:
+      * what it remembers is committed with the round, or not at all;
+      * a round's updates take at most `most_bytes` together.
+    """
+
+    def __init__(self, federated: FederatedSection, layout: Layout) -> None:
+        """Make the strategy once, to see whether it can be used.
+
+        Raises:
+            UserError: it cannot, or a cohort's updates would take too much memory.
+        """
+        assert federated.flower is not None
+        identify()
+        self.settings = federated.flower
+        self.layout = layout
+        self.state = State()
+        check(self.make(federated.needed))
+        try:
+            self.check_size(federated.cohort)
+        except RoundFailed as error:
+            raise JobError(str(error)) from None
+
+    def begin(
+        self,
+        round_: int,
+        start: torch.Tensor,
+        cohort: Mapping[str, int],
+        federated: FederatedSection,
+    ) -> Gathering:
+        """An attempt at a round from the model `start`, float32 (N).
+
+        Raises:
+            RoundFailed: too many updates to hold at once, or the strategy failed.
+        """
+        self.check_size(federated.cohort)
+        strategy = self.make(federated.needed)
+        self.state.put_into(strategy)
+        return Gathering(self, strategy, round_, start, cohort, federated.needed)
+
+    def make(self, quorum: int) -> Strategy:
+        """A new one, that remembers nothing."""
+        with hushed():
+            return make(self.settings.strategy, quorum)
+
+    def check_size(self, cohort: int) -> None:
+        """Refuse a cohort whose updates could not be held.
+
+        Raises:
+            RoundFailed: with what they take.
+        """
+        takes = cohort * self.layout.nbytes
+        if takes > self.settings.most_bytes:
+            raise RoundFailed(
+                f"{self.settings.strategy.name} needs all updates of a round at once, and "
+                f"{cohort} of this model take {takes} bytes where federated.flower.most_bytes="
+                f"{self.settings.most_bytes}; raise it, or lower federated.cohort"
+            )
+
+    def forget(self) -> None:
+        """Begin anew: no moments, no norms."""
+        self.state = State()
+
+    # -- beside the server optimizer's state -------------------------------------------------------
+
+    def add_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """Add what the strategy remembers."""
+        tensors |= {PREFIX + name: tensor for name, tensor in self.state.tensors.items()}
+        numbers |= {PREFIX + name: how for name, how in self.state.numbers.items()}
+
+    def take_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        """Take back what `add_state` added."""
+        self.state = State(_take(tensors), _take(numbers))
+
+
+def _take(table: dict[str, Any]) -> dict[str, Any]:
+    ours = [name for name in table if name.startswith(PREFIX)]
+    return {name.removeprefix(PREFIX): table.pop(name) for name in ours}
+
+
+class Gathering:
+    """One attempt: updates come in, and at the end the strategy makes one model of them."""
+
+    def __init__(
+        self,
+        guest: Guest,
+        strategy: Strategy,
+        round_: int,
+        start: torch.Tensor,
+        cohort: Mapping[str, int],
+        needed: int,
+    ) -> None:
+        self.guest = guest
+        self.strategy = strategy
+        self.round = round_
+        self.start = start
+        self.cohort = cohort
+        self.needed = needed
+        self.nodes = {name: SERVER_NODE + 1 + place for place, name in enumerate(cohort)}
+        self.arrays: dict[str, ArrayRecord] = {}
+        self.figures: dict[str, dict[str, float]] = {}
+        self.state = guest.state
+        """What the strategy remembers after `aggregate`."""
+
+    def take(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
+        """Check an update and keep the model it stands for.
+
+        Raises:
+            UpdateError: another layout, a bad value, or a weight beyond what was declared.
+        """
+        most = 2 * max(self.cohort[name], 1)
+        if not 1 <= trained.examples <= most:
+            raise UpdateError(
+                f"its weight={trained.examples} does not fit: it must be at least 1 and at most "
+                f"{most}, twice the examples declared at the start"
+            )
+        layout = self.guest.layout
+        end = spool.read(layout)
+        torch.sub(self.start, end, out=end)
+        self.arrays[name] = record_of(layout.parts(end))
+        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
+        figures = {weight: float(trained.examples), **trained.training}
+        if "loss" in trained.training:
+            figures["train_loss"] = trained.training["loss"]
+        self.figures[name] = figures
+
+    def aggregate(self) -> torch.Tensor:
+        """The pseudo-gradient to the strategy's model, float32 (N), in the memory of nobody else.
+
+        Messages are in the cohort's order, whatever order they came in.
+
+        Raises:
+            RoundFailed: the strategy failed, or made no model that can be used.
+        """
+        result = torch.empty_like(self.start)
+        try:
+            with hushed() as warnings:
+                made = self._ask()
+            if made is None:
+                raise UpdateError("; ".join(["it made no model of them", *warnings]))
+            read_record(made, self.guest.layout.parts(result))
+            self.state = State.of(self.strategy, self.guest.make(self.needed))
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            if not isinstance(error, UserError):  # it may be anybody's code
+                reason = f"{type(error).__name__}: {reason}"
+            raise RoundFailed(
+                f"the strategy {describe(self.strategy)} failed on {len(self.figures)} updates: "
+                f"{reason}"
+            ) from error
+        return torch.sub(self.start, result, out=result)
+
+    def _ask(self) -> ArrayRecord | None:
+        model = record_of(self.guest.layout.parts(self.start))
+        cohort = Cohort(list(self.nodes.values()))
+        list(self.strategy.configure_train(self.round, model, ConfigRecord(), cohort))
+        made, _ = self.strategy.aggregate_train(self.round, self._replies())
+        return made
+
+    def _replies(self) -> list[Message]:
+        """Each with what every one of them has: strategies take no others."""
+        shared = set.intersection(*(set(figures) for figures in self.figures.values()))
+        return [
+            message(
+                RecordDict(
+                    {
+                        "arrays": self.arrays.pop(name),
+                        "metrics": MetricRecord(
+                            {key: self.figures[name][key] for key in sorted(shared)}
+                        ),
+                    }
+                ),
+                kind="train",
+                source=self.nodes[name],
+                to=SERVER_NODE,
+                id_=name,
+                answers=f"{self.round}/{name}",
+            )
+            for name in self.cohort
+            if name in self.arrays
+        ]
+
+
+class Cohort(Grid):
+    """The nodes of a round, for a strategy to choose from. It sends nothing."""
+
+    def __init__(self, nodes: list[int]) -> None:
+        self.nodes = nodes
+        self._asked = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Everyone who was asked; a strategy that waits for more will not get them."""
+        self._asked += 1
+        if self._asked > 10:
+            raise UpdateError(f"it waits for more than the {len(self.nodes)} devices of the cohort")
+        return list(self.nodes)
+
+    def set_run(self, run: Run) -> None:
+        """There is one."""
+
+    @property
+    def run(self) -> Run:
+        """The one."""
+        return the_run()
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message from the server."""
+        return message(
+            content, kind=message_type, source=SERVER_NODE, to=dst_node_id, group=group_id
+        )
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Refused: the cohort has been asked already."""
+        raise UpdateError("it sends messages of its own, and the devices of this job take none")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Nothing was sent."""
+        return []
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Refused, as `push_messages`."""
+        return self.pull_messages(self.push_messages(messages))

@@ -1,0 +1,96 @@
+"""What Isthmus takes for granted of the parts of flwr that flwr does not promise."""
+
+import importlib
+import logging
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus import flower
+from isthmus.errors import JobError, UpdateError
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@given(SHAPES, st.integers(0, 2**31))
+def test_our_arrays_are_what_flower_makes_of_the_same_tensor(shape, seed):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    ours, theirs = flower.array_of(tensor), flower.Array(tensor.numpy())
+    assert (ours.dtype, ours.shape, ours.stype) == (theirs.dtype, theirs.shape, theirs.stype)
+    assert ours.data == theirs.data
+    assert np.array_equal(ours.numpy(), tensor.numpy())
+
+
+def test_a_record_is_read_back_as_it_was():
+    tensors = {"bias": torch.randn(3), "weight": torch.randn(3, 4)}
+    back = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    flower.read_record(flower.record_of(tensors.items()), back.items())
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({}, "the array 'weight' is missing from what came"),
+        ({"weight": [1.0, 2.0], "more": [1.0]}, "the array 'more' is unknown, but in what came"),
+        ({"weight": [1.0]}, "the array 'weight' is float64 of shape (1,), not float32 of shape (2"),
+        ({"weight": ["a", "b"]}, "the array 'weight' is <U1 of shape (2,)"),
+        ({"weight": [1.0, float("inf")]}, "the array 'weight' is not finite"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(arrays, says):
+    record = flower.ArrayRecord(
+        {name: flower.Array(np.array(each)) for name, each in arrays.items()}
+    )
+    with pytest.raises(UpdateError) as refused:
+        flower.read_record(record, [("weight", torch.empty(2))])
+    assert str(refused.value).startswith(says)
+
+
+def test_a_message_says_what_the_runtime_would_have_filled_in():
+    asked = flower.message(flower.RecordDict(), kind="train", source=1, to=7, id_="m", group="3")
+    assert (asked.metadata.src_node_id, asked.metadata.dst_node_id) == (1, 7)
+    assert asked.has_content()
+    reply = flower.Message(flower.RecordDict(), reply_to=asked)
+    assert reply.metadata.reply_to_message_id == "m"
+    assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (7, 1)
+    failed = flower.message(None, kind="train", source=7, to=1, error=flower.Error(2, "why"))
+    assert failed.has_error()
+    assert failed.error.reason == "why"
+
+
+def test_a_process_can_be_one_in_which_messages_are_made():
+    flower.identify()
+    made = flower.Message(flower.RecordDict(), dst_node_id=7, message_type="train")
+    assert (made.metadata.run_id, made.metadata.src_node_id) == (flower.RUN, flower.SERVER_NODE)
+    assert flower.the_run().run_id == flower.RUN
+
+
+def test_flowers_log_is_kept_from_the_terminal_and_its_warnings_are_kept(capfd):
+    log = logging.getLogger("flwr")
+    before = list(log.handlers)
+    with flower.hushed() as warnings:
+        log.info("a round")
+        log.warning("too  few\nreplies")
+    assert warnings == ["too few replies"]
+    assert log.handlers == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_flower_tells_its_makers_nothing():
+    from flwr.supercore import telemetry
+
+    assert telemetry.FLWR_TELEMETRY_ENABLED == "0"
+    assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+
+
+def test_without_flower_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    monkeypatch.delitem(sys.modules, "isthmus.flower")
+    with pytest.raises(JobError, match=r"pip install 'isthmus\[flower\]'"):
+        importlib.import_module("isthmus.flower")

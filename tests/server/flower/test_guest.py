@@ -1,0 +1,401 @@
+"""Flower's strategies as the federated regime's aggregator."""
+
+import gc
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus import flower  # before flwr
+from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
+from isthmus.exchange import Layout
+from isthmus.job import FederatedSection
+from isthmus.wire import link_pb2
+from isthmus_server.aggregate import Spool
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.flower.guest import Guest
+from isthmus_server.flower.state import State, check
+from isthmus_server.report import document
+
+LAYOUT = Layout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
+COHORT = dict.fromkeys("abcdefg", 10)
+
+STATELESS = [
+    {"name": "FedAvg"},
+    {"name": "FedProx", "options": {"proximal_mu": 0.1}},
+    {"name": "FedMedian"},
+    {"name": "FedTrimmedAvg", "options": {"beta": 0.2}},
+    {"name": "Krum", "options": {"num_malicious_nodes": 1}},
+    {"name": "MultiKrum", "options": {"num_malicious_nodes": 1, "num_nodes_to_select": 3}},
+    {"name": "Bulyan", "options": {"num_malicious_nodes": 1}},
+    {"name": "QFedAvg", "options": {"client_learning_rate": 0.1, "q": 0.5}},
+    {
+        "name": "DifferentialPrivacyServerSideFixedClipping",
+        "options": {"noise_multiplier": 0.5, "clipping_norm": 0.1},
+        "inner": {"name": "FedMedian"},
+    },
+]
+MOMENTUM = {
+    "name": "FedAvgM",
+    "options": {"server_momentum": 0.9, "server_learning_rate": 0.5},
+}
+STATEFUL = [
+    {"name": "FedAdagrad"},
+    {"name": "FedAdam"},
+    {"name": "FedYogi"},
+    {
+        "name": "DifferentialPrivacyServerSideAdaptiveClipping",
+        "options": {"noise_multiplier": 0.05, "clipped_count_stddev": 0.5},
+        "inner": {"name": "FedAdam"},
+    },
+]
+BY_NAME = {"ids": lambda config: config["name"]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects():
+    """Flower collects garbage for every update it reads: in a process of torch's size, slowly."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def section(strategy, **more):
+    flower = {"strategy": strategy, **more}
+    return FederatedSection(cohort=7, quorum=7, secure_aggregation=False, flower=flower)
+
+
+class Round:
+    """One round's updates: what devices send us, and the same as Flower's messages."""
+
+    def __init__(self, seed, scale=0.1, names=COHORT):
+        draw = torch.Generator().manual_seed(seed)
+        self.start = torch.randn(LAYOUT.size, generator=draw)
+        self.updates = {name: scale * torch.randn(LAYOUT.size, generator=draw) for name in names}
+        self.examples = {
+            name: int(torch.randint(1, 20, (), generator=draw)) for name in self.updates
+        }
+        self.losses = {name: float(torch.rand((), generator=draw)) for name in self.updates}
+
+    def with_us(self, guest, tmp_path, order=None):
+        """The pseudo-gradient that a guest makes of it, and what it remembers."""
+        gathering = guest.begin(1, self.start, COHORT, section({"name": "FedAvg"}))
+        for name in order or self.updates:
+            trained = link_pb2.Trained(
+                examples=self.examples[name], training={"loss": self.losses[name]}
+            )
+            with Spool(tmp_path) as spool:
+                spool.write(0, bytes(LAYOUT.encode(self.updates[name])))
+                gathering.take(name, trained, spool)
+        return gathering.aggregate(), gathering.state
+
+    def with_flower(self, strategy):
+        """The pseudo-gradient that Flower's own classes make of it."""
+        from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+        from isthmus_server.flower.guest import Cohort
+
+        def record(vector):
+            return ArrayRecord({name: Array(part.numpy()) for name, part in LAYOUT.parts(vector)})
+
+        replies = [
+            flower.message(
+                RecordDict(
+                    {
+                        "arrays": record(self.start - update),
+                        "metrics": MetricRecord(
+                            {
+                                "num-examples": float(self.examples[name]),
+                                "train_loss": self.losses[name],
+                            }
+                        ),
+                    }
+                ),
+                kind="train",
+                source=2,
+                to=1,
+            )
+            for name, update in self.updates.items()
+        ]
+        with flower.hushed():
+            list(
+                strategy.configure_train(
+                    1, record(self.start), ConfigRecord(), Cohort([2, 3, 4, 5, 6, 7, 8])
+                )
+            )
+            made, _ = strategy.aggregate_train(1, replies)
+        end = torch.empty(LAYOUT.size)
+        flower.read_record(made, LAYOUT.parts(end))
+        return self.start - end
+
+
+def theirs(config, **more):
+    """Flower's own object for a job's table."""
+    from flwr.serverapp import strategy
+
+    options = dict(config.get("options", {}))
+    if "inner" in config:
+        more["num_sampled_clients"] = 7
+        options["strategy"] = theirs(config["inner"])
+    with flower.hushed():
+        return getattr(strategy, config["name"])(**options, **more)
+
+
+@pytest.mark.parametrize("config", [*STATELESS, *STATEFUL, MOMENTUM], **BY_NAME)
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**31))
+def test_the_aggregate_is_what_flowers_own_function_gives(config, seed, tmp_path_factory):
+    round_ = Round(seed)
+    np.random.seed(seed % 2**32)
+    ours, _ = round_.with_us(Guest(section(config), LAYOUT), tmp_path_factory.getbasetemp())
+    np.random.seed(seed % 2**32)
+    expected = round_.with_flower(theirs(config))
+    assert torch.equal(ours, expected)
+    assert bool(ours.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("config", STATEFUL, **BY_NAME)
+def test_what_a_strategy_remembers_goes_on_as_in_one_that_was_never_stored(config, tmp_path):
+    guest, one = Guest(section(config), LAYOUT), theirs(config)
+    rounds = [Round(seed) for seed in range(3)]
+    for later in rounds[1:]:  # the model goes on from the round before
+        later.start = rounds[0].start
+    np.random.seed(1)
+    expected = [round_.with_flower(one) for round_ in rounds]
+    np.random.seed(1)
+    for round_, wanted in zip(rounds, expected, strict=True):
+        ours, guest.state = round_.with_us(guest, tmp_path)
+        assert torch.equal(ours, wanted)
+        tensors, numbers = {}, {}
+        guest.add_state(tensors, numbers)
+        assert tensors or numbers
+        guest = Guest(section(config), LAYOUT)  # a new process
+        guest.take_state(tensors, numbers)
+        assert (tensors, numbers) == ({}, {})
+
+
+def test_momentum_is_taken_from_the_rounds_model_wherever_that_was_trained(tmp_path):
+    """Flower's FedAvgM steps from its own last model: a datacenter's rounds would be lost."""
+    config = {"name": "FedAvgM", "options": {"server_momentum": 0.5}}
+    guest = Guest(section(config), LAYOUT)
+    first, second = Round(1), Round(2)
+    one, guest.state = first.with_us(guest, tmp_path)
+    two, _ = second.with_us(guest, tmp_path)
+    plain = Guest(section({"name": "FedAvg"}), LAYOUT)
+    expected = 0.5 * first.with_us(plain, tmp_path)[0] + second.with_us(plain, tmp_path)[0]
+    assert torch.equal(one, first.with_us(plain, tmp_path)[0])
+    torch.testing.assert_close(two, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_order_in_which_updates_come_makes_no_difference(tmp_path):
+    guest = Guest(section({"name": "FedAvg"}), LAYOUT)
+    first, _ = Round(3).with_us(guest, tmp_path)
+    second, _ = Round(3).with_us(guest, tmp_path, order=reversed(COHORT))
+    assert torch.equal(first, second)
+
+
+def test_the_noise_is_reckoned_for_no_more_than_the_quorum(tmp_path):
+    config = {
+        "name": "DifferentialPrivacyServerSideFixedClipping",
+        "options": {"noise_multiplier": 1.0, "clipping_norm": 7.0},
+        "inner": {"name": "FedAvg"},
+    }
+    still = Round(1, scale=1e-6)  # Flower's clipping divides by an update's norm
+    drawn = [
+        float(still.with_us(Guest(section(config), LAYOUT), tmp_path)[0].square().mean())
+        for _ in range(40)
+    ]
+    assert math.sqrt(sum(drawn) / len(drawn)) == pytest.approx(1.0, rel=0.15)
+    config["options"]["num_sampled_clients"] = 8
+    with pytest.raises(JobError, match="above the quorum of 7: a round of fewer"):
+        Guest(section(config), LAYOUT)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        ({"name": "Kurm"}, "name='Kurm' is not a strategy of Flower; there are Bulyan, "),
+        ({"name": "Result"}, "name='Result' is not a class made from flwr's Strategy"),
+        ({"name": "math:pi"}, "name='math:pi' is not a class made from flwr's Strategy"),
+        ({"name": "nowhere:X"}, "name='nowhere:X' cannot be loaded: ModuleNotFoundError"),
+        ({"name": "FedXgbBagging"}, "merges trees, and this model has none"),
+        ({"name": "FedAvg", "options": {"fraction_train": 0.5}}, "federated.cohort and federated"),
+        ({"name": "FedAvg", "options": {"bta": 0.1}}, "got an unexpected keyword argument 'bta'"),
+        ({"name": "FedTrimmedAvg", "options": {"beta": 0.5}}, "`beta` must be in the range"),
+        ({"name": "QFedAvg"}, "missing 1 required positional argument: 'client_learning_rate'"),
+        ({"name": "DifferentialPrivacyServerSideFixedClipping"}, "inner is missing"),
+        ({"name": "DifferentialPrivacyClientSideFixedClipping"}, "devices that clip their updates"),
+        ({"name": "FedAvg", "inner": {"name": "Krum"}}, "unexpected keyword argument 'strategy'"),
+    ],
+)
+def test_a_strategy_that_cannot_be_used_is_one_sentence(strategy, says):
+    with pytest.raises(JobError) as refused:
+        Guest(section(strategy), LAYOUT)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith("federated.flower.strategy")
+    assert "\n" not in str(refused.value)
+
+
+def test_updates_that_would_not_fit_into_memory_are_refused_at_the_start():
+    needs = 7 * LAYOUT.nbytes
+    Guest(section({"name": "Krum"}, most_bytes=needs), LAYOUT)
+    with pytest.raises(JobError, match=f"7 of this model take {needs} bytes"):
+        Guest(section({"name": "Krum"}, most_bytes=needs - 1), LAYOUT)
+
+
+def test_a_strategy_that_fails_fails_the_round_with_its_name_and_its_reason(tmp_path):
+    config = {"name": "Bulyan", "options": {"num_malicious_nodes": 2}}
+    with pytest.raises(RoundFailed) as failed:
+        Round(1).with_us(Guest(section(config), LAYOUT), tmp_path)
+    assert str(failed.value) == (
+        "the strategy Bulyan failed on 7 updates: it made no model of them; Insufficient replies, "
+        "skipping Bulyan aggregation: Required at least 11 (4*num_malicious_nodes + 3), but "
+        "received 7."
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 1 / 0, None", "ZeroDivisionError: division by zero"),
+        ("return None, None", "it made no model of them"),
+        ("return ArrayRecord(), None", "the array 'bias' is missing from what came"),
+        ("self.deep = {'a': {1, 2}}\n        return self.arrays, None", "keeps a dict in 'deep'"),
+    ],
+)
+def test_whatever_somebodys_strategy_does_is_one_sentence(body, says, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"mine_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(
+        "from flwr.app import ArrayRecord\n"
+        "from flwr.serverapp.strategy import FedAvg\n"
+        "class Mine(FedAvg):\n"
+        "    def configure_train(self, server_round, arrays, config, grid):\n"
+        "        self.current_arrays = self.arrays = arrays\n"
+        "        return []\n"
+        "    def aggregate_train(self, server_round, replies):\n"
+        f"        {body}\n"
+    )
+    with pytest.raises(RoundFailed) as failed:
+        Round(1).with_us(Guest(section({"name": f"{name}:Mine"}), LAYOUT), tmp_path)
+    assert str(failed.value).startswith("the strategy Mine failed on 7 updates: ")
+    assert says in str(failed.value)
+
+
+def test_a_strategy_whose_memory_cannot_be_stored_is_refused_before_the_run():
+    from flwr.serverapp.strategy import FedAvg
+
+    with flower.hushed():
+        strategy = FedAvg()
+    strategy.model = object()
+    with pytest.raises(UserError, match="FedAvg keeps a object in 'model', which cannot be stored"):
+        check(strategy)
+    strategy.model = np.zeros(2)
+    with pytest.raises(UserError, match="keeps arrays in 'model' that are not float32"):
+        check(strategy)
+
+
+def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for_ever():
+    from isthmus_server.flower.guest import Cohort
+
+    cohort = Cohort([2, 3])
+
+    def wait():
+        while len(list(cohort.get_node_ids())) < 3:
+            pass
+
+    with pytest.raises(UpdateError, match="it waits for more than the 2 devices of the cohort"):
+        wait()
+
+
+@pytest.mark.parametrize("examples", [0, 21])
+def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
+    gathering = Guest(section({"name": "FedAvg"}), LAYOUT).begin(
+        1, torch.zeros(LAYOUT.size), COHORT, section({"name": "FedAvg"})
+    )
+    with Spool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
+        gathering.take("a", link_pb2.Trained(examples=examples), spool)
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+ADAM = 'federated.flower.strategy={name="FedAdam", options={eta=0.05}}'
+
+
+async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(place):
+    await place.listen()
+    plain = ("federated.secure_aggregation=false", ADAM)
+    whole, _ = await place.run("whole", *plain)
+    store = place.create("killed", *plain)
+
+    def kill(kind, data):
+        if (kind, data.get("round")) == ("committed", 2):
+            raise place.Killed
+
+    with pytest.raises(place.Killed):
+        await Coordinator(store, place.link, kill).run()
+    again = place.reopen(store)
+    coordinator = Coordinator(again, place.link)
+    moments = coordinator.fleet.guest.state.tensors
+    assert moments.keys() == {f"{kind}/{name}" for kind in ("m_t", "v_t") for name in PARTS}
+    await coordinator.run()
+    resumed = document(again)
+    assert [row["model_sha256"] for row in resumed["rounds"]] == [
+        row["model_sha256"] for row in whole["rounds"]
+    ]
+    assert len({row["model_sha256"] for row in whole["rounds"]}) == 3
+
+
+PARTS = ("bias", "weight")
+
+
+async def test_a_failed_attempt_leaves_the_strategy_as_it_was_committed(place):
+    await place.listen()
+    plain = ("federated.secure_aggregation=false", ADAM, "rounds=2")
+    whole, _ = await place.run("whole", *plain)
+    place.faults["a"][2, 1] = "no power"
+    again, _ = await place.run("again", *plain)
+    assert again["rounds"][1]["attempt"] == 2
+    assert again["final"]["model_sha256"] == whole["final"]["model_sha256"]
+
+
+async def test_a_strategy_that_makes_nothing_ends_the_run_with_its_reason(place):
+    await place.listen()
+    store = place.create(
+        "run",
+        "federated.secure_aggregation=false",
+        'federated.flower.strategy={name="Bulyan", options={num_malicious_nodes=1}}',
+        "attempts=1",
+    )
+    with pytest.raises(UserError, match=r"round 1 failed 1 times; .* Bulyan failed on 3 updates"):
+        await Coordinator(store, place.link).run()
+    (failed,) = document(store)["failed_attempts"]
+    assert [receipt["status"] for receipt in failed["receipts"]] == ["accepted"] * 3
+
+
+async def test_a_datacenters_rounds_between_are_kept(with_ranks):
+    _, coordinator, ranks = await with_ranks(
+        "federated.secure_aggregation=false",
+        'federated.flower.strategy={name="FedAvgM", options={server_momentum=0.9}}',
+        "strategy.policy=alternate",
+        "federated.local_steps=0",
+        "rounds=4",
+    )
+    before = coordinator.model.vector.clone()
+    await coordinator.run()
+    # The devices made no step, and the ranks took 0.05 off, twice.
+    torch.testing.assert_close(coordinator.model.vector, before - 0.1)
+    assert ranks.step == 100
+
+
+def test_state_is_only_what_changed():
+    from flwr.serverapp.strategy import FedAvg
+
+    with flower.hushed():
+        assert State.of(FedAvg(), FedAvg()) == State()
