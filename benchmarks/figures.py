@@ -17,16 +17,24 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
-def options(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line every benchmark has: `quick` (bool) and `json` (Path or None)."""
+def options(
+    description: str,
+    argv: Sequence[str] | None = None,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> argparse.Namespace:
+    """Parse the command line every benchmark has: `quick` (bool) and `json` (Path or None).
+
+    `more` adds what only one of them has.
+    """
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small part, under 100 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    more(parser)
     return parser.parse_args(argv)
 
 

@@ -133,7 +133,7 @@ class _Run:
         count = work.until_step - work.from_step
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(self.job.seed, work.from_step, 0))
-            loss = self._steps(self.order.steps(work.from_step, work.until_step, 0))
+            loss = self._steps(work.from_step, work.until_step)
         self.step = work.until_step
         if not math.isfinite(loss):
             raise TaskError(
@@ -173,8 +173,10 @@ class _Run:
         """The model as it is."""
         return self.layout.encode(self.layout.gather(self.model))
 
-    def _steps(self, indices: Any) -> float:
+    def _steps(self, first: int, until: int) -> float:
+        """Train; the mean loss over all units."""
         size = self.order.batch_size
+        indices = [self.order.example(place) for place in range(first * size, until * size)]
         total = torch.zeros((), dtype=torch.float64)
         units = 0
         for inputs, target in batches(self.dataset, indices, size, CPU):
@@ -202,5 +204,6 @@ class _Run:
             return self.task.optimizer(self.model.parameters(), self.participant)
 
     def _snapshot(self) -> tuple[int, torch.Tensor, dict[str, Any]]:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        return self.step, self.layout.gather(self.model), state
+        table = self.optimizer.state_dict()
+        table["state"] = copy.deepcopy(table["state"])
+        return self.step, self.layout.gather(self.model), table

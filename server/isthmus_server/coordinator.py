@@ -119,6 +119,7 @@ class Coordinator:
             await self.roster.wait_for_embedded()
             reason = "all rounds are done"
             while self.at.round < self.job.rounds:
+                await self.clock.sleep(0.0)  # whoever came meanwhile is heard first
                 decision = await self._decide()
                 if isinstance(decision.answer, Stop):
                     reason = decision.answer.reason

@@ -53,6 +53,12 @@ class InProcessLink(Link):
         del self._workers[name]
         self._expire(self.peers[name], reason)
 
+    async def idle(self) -> None:
+        """Return when nobody is being asked for anything: whoever joined has been heard."""
+        await asyncio.sleep(0)
+        while any(peer.asked for peer in self.peers.values()):  # noqa: ASYNC110 - workers run here
+            await asyncio.sleep(0)
+
     async def ask(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
         """Have a worker do a request.
 

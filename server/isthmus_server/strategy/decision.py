@@ -107,7 +107,7 @@ async def decide(
             refused.clear()
         else:
             log = {
-                **dataclasses.asdict(seen),
+                **dataclasses.asdict(dataclasses.replace(seen, history=())),
                 "history": None,
                 "asked": asked,
                 "waited": waited,

@@ -1,0 +1,68 @@
+"""The policies that `regimes.py` compares, as keys of a job's `strategy` in a scenario.
+
+A fixed policy says beforehand what each round is; the best of them in hindsight is what the others
+are measured against. Among them are federated rounds under other outer optimizers, so that none
+looks good only because the baseline was not tuned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scenario import HOURS, Scenario
+
+Changes = Mapping[str, Any]
+
+WARM_TICKS = 15
+CHOOSERS = ("adaptive", "plateau", "ucb", "thompson")
+"""Those that look at what happens."""
+
+
+def contenders(scenario: Scenario) -> dict[str, Changes]:
+    """Every policy by name, the fixed ones first."""
+    return {**fixed(scenario), **_choosers()}
+
+
+def fixed(scenario: Scenario) -> dict[str, Changes]:
+    """The family whose best member in hindsight is regret's zero."""
+    federated = {"policy": "federated"}
+    found: dict[str, Changes] = {
+        "datacenter": {"policy": "datacenter"},
+        "federated": federated,
+        "federated-fedavg": {**federated, "outer_lr": 1.0, "outer_momentum": 0.0},
+        "federated-cooler": {**federated, "outer_lr": scenario.federated.outer_lr / 2},
+        "alternate": {"policy": "alternate"},
+        "warm": {
+            "policy": "schedule",
+            "schedule": [
+                {"regime": "datacenter", "rounds": WARM_TICKS},
+                {"regime": "federated"},
+            ],
+        },
+        "hybrid": {"policy": "hybrid", "merge": "weighted", "datacenter_weight": 0.25},
+        "projected": {"policy": "hybrid", "merge": "projected", "datacenter_weight": 0.25},
+        "transfer": {"policy": "hybrid", "merge": "transfer"},
+        "rule": {"policy": "rule"},
+    }
+    if scenario.windows:
+        found["fill"] = {"policy": "schedule", "schedule": _fill(scenario)}
+    return found
+
+
+def _choosers() -> dict[str, Changes]:
+    return {
+        "adaptive": {"policy": "adaptive"},
+        "plateau": {"policy": "plateau"},
+        "ucb": {"policy": "bandit", "settings": {"method": "ucb"}},
+        "thompson": {"policy": "bandit", "settings": {"method": "thompson"}},
+    }
+
+
+def _fill(scenario: Scenario) -> list[dict[str, Any]]:
+    """Federated rounds while devices are there, datacenter rounds in every other hour."""
+    hours = [
+        {"opens": f"{zone.opens:02d}:00", "closes": f"{zone.closes % HOURS:02d}:00"}
+        for zone in scenario.windows
+    ]
+    return [{"regime": "federated", "hours": hours}, {"regime": "datacenter"}]

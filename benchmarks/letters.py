@@ -1,0 +1,191 @@
+"""The task of `regimes.py`: capital letters from 16 numbers, split as a scenario says.
+
+Data: UCI letter recognition, 20,000 rows of a letter and 16 integers. The last 4,000 rows are the
+test set, as its authors have it. What is public and what lives on the devices is drawn from the
+others by the scenario's `split` and a seed; see `scenario.Split`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from isthmus import Task
+from isthmus.errors import TaskError
+from isthmus.task import Participant
+
+CLASSES = 26
+FEATURES = 16
+TEST_ROWS = 4000
+FEWEST_ROWS = 20
+"""On a device."""
+HELD_OUT = 0.1
+"""Share of the public rows that is kept for central evaluation."""
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Features (n, 16), standardised, and classes (n)."""
+
+
+class Letters(Task):
+    """A multilayer perceptron; SGD on devices, AdamW in the datacenter."""
+
+    def model(self) -> nn.Module:
+        widths = [FEATURES, *self.settings["hidden"], CLASSES]
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"accuracy": (output.argmax(-1) == target).float()}
+
+    def local_data(self, participant: Participant) -> TensorDataset:
+        if participant.regime == "datacenter":
+            return TensorDataset(*self._parts().public)
+        assert participant.shard is not None
+        return TensorDataset(*self._parts().devices[participant.shard[0]])
+
+    def eval_data(self) -> TensorDataset:
+        """What an operator honestly has: public rows."""
+        return TensorDataset(*self._parts().held_out)
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], participant: Participant
+    ) -> torch.optim.Optimizer:
+        if participant.regime == "federated":
+            return torch.optim.SGD(parameters, lr=self.settings["client_lr"], fused=True)
+        return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"], fused=True)
+
+    def _parts(self) -> Parts:
+        return parts(self.data, json.dumps(self.settings["split"]), self.settings["split_seed"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Who has which rows."""
+
+    public: Rows
+    held_out: Rows
+    """Public rows too, for central evaluation."""
+    devices: Sequence[Rows]
+
+
+@functools.lru_cache(maxsize=2)
+def read(path: Path) -> tuple[Rows, Rows]:
+    """Training and test rows.
+
+    Raises:
+        TaskError: no such file, or not of this form.
+    """
+    try:
+        lines = path.read_text(encoding="ascii").split()
+        table = [line.split(",") for line in lines]
+        target = torch.tensor([ord(row[0]) - ord("A") for row in table])
+        inputs = torch.tensor([[float(cell) for cell in row[1:]] for row in table])
+        if inputs.shape[1] != FEATURES or len(inputs) <= TEST_ROWS or not target.min() >= 0:
+            raise ValueError(f"it has {tuple(inputs.shape)} numbers")
+    except (OSError, ValueError, UnicodeDecodeError, IndexError) as error:
+        raise TaskError(
+            f"{path} cannot be read as UCI letter-recognition.data (lines of a capital letter and "
+            f"{FEATURES} integers): {error}"
+        ) from None
+    train = inputs[:-TEST_ROWS]
+    inputs = (inputs - train.mean(0)) / train.std(0)
+    return (
+        (inputs[:-TEST_ROWS], target[:-TEST_ROWS]),
+        (inputs[-TEST_ROWS:], target[-TEST_ROWS:]),
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def parts(path: Path, split_json: str, seed: int) -> Parts:
+    """The split that a scenario and a seed make."""
+    split: dict[str, Any] = json.loads(split_json)
+    draw = torch.Generator().manual_seed(seed)
+    (inputs, target), _ = read(path)
+    order = torch.randperm(len(target), generator=draw)
+    inputs, target = inputs[order], target[order]
+    classes = torch.randperm(CLASSES, generator=draw)
+    public_classes = classes[: split["public_classes"]]
+    of_public = torch.isin(target, public_classes)
+    candidates = of_public.nonzero().flatten()
+    if split["exclusive"]:
+        public, private = candidates[: split["public_rows"]], (~of_public).nonzero().flatten()
+    else:
+        public = candidates[: split["public_rows"]]
+        taken = torch.zeros(len(target), dtype=torch.bool)
+        taken[public] = True
+        private = (~taken).nonzero().flatten()
+    x, y = _altered(inputs[public], target[public], split, public_classes, draw)
+    kept = max(1, int(HELD_OUT * len(y)))
+    devices = [
+        (inputs[rows], target[rows]) for rows in _partition(target, private, classes, split, draw)
+    ]
+    return Parts(public=(x[kept:], y[kept:]), held_out=(x[:kept], y[:kept]), devices=devices)
+
+
+def _altered(
+    inputs: torch.Tensor,
+    target: torch.Tensor,
+    split: dict[str, Any],
+    classes: torch.Tensor,
+    draw: torch.Generator,
+) -> Rows:
+    """What is wrong with the public rows: moved features, wrong labels."""
+    if split["shift"]:
+        mix = torch.randn(FEATURES, FEATURES, generator=draw) / FEATURES**0.5
+        move = torch.randn(FEATURES, generator=draw)
+        inputs = inputs + split["shift"] * (inputs @ mix + move)
+    target = target.clone()
+    swapped = classes[: round(split["swapped_classes"] * len(classes))]
+    if len(swapped) > 1:  # each of them is called by the next one's name
+        names = torch.arange(CLASSES)
+        names[swapped] = swapped.roll(1)
+        target = names[target]
+    noisy = torch.rand(len(target), generator=draw) < split["label_noise"]
+    wrong = classes[torch.randint(len(classes), (len(target),), generator=draw)]
+    return inputs, torch.where(noisy, wrong, target)
+
+
+def _partition(
+    target: torch.Tensor,
+    private: torch.Tensor,
+    classes: torch.Tensor,
+    split: dict[str, Any],
+    draw: torch.Generator,
+) -> list[torch.Tensor]:
+    """Rows of each device: in its zone's classes, in shares drawn from a Dirichlet distribution."""
+    zones, clients = split["zones"], split["clients"]
+    held: list[list[torch.Tensor]] = [[] for _ in range(clients)]
+    here = [int(c) for c in classes if bool((target[private] == c).any())]
+    for place, class_ in enumerate(here):
+        members = [i for i in range(clients) if i % zones == place % zones]
+        rows = private[target[private] == class_]
+        shares = torch._sample_dirichlet(
+            torch.full((len(members),), split["dirichlet"]), generator=draw
+        )
+        cuts = (shares.cumsum(0) * len(rows)).round().long()[:-1]
+        for member, piece in zip(members, rows.tensor_split(cuts), strict=True):
+            held[member].append(piece)
+    devices = [torch.cat(pieces) if pieces else private[:0] for pieces in held]
+    for poor in range(clients):  # nobody has nothing: the richest of the zone gives
+        while len(devices[poor]) < FEWEST_ROWS:
+            zone = [i for i in range(clients) if i % zones == poor % zones]
+            rich = max(zone, key=lambda i: len(devices[i]))
+            mixed = devices[rich][torch.randperm(len(devices[rich]), generator=draw)]
+            gift = FEWEST_ROWS - len(devices[poor])
+            devices[poor] = torch.cat([devices[poor], mixed[:gift]])
+            devices[rich] = mixed[gift:]
+    return devices

@@ -1,0 +1,349 @@
+"""Which regime does each round's work: every policy in every scenario, by quality and cost.
+
+    python benchmarks/regimes.py --data letter-recognition.data            # all of it
+    python benchmarks/regimes.py --data ... --scenario mine.toml --jobs 2  # one of your own
+
+Each run is the real coordinator, store, policies and merging, over virtual devices and a virtual
+datacenter in virtual time (`simulation.py`). A scenario is a TOML file (`scenario.py` is its
+schema, `scenarios/` has the named ones); the random family is drawn from numbers. The figures are
+`regret/<scenario>/<policy>` in accuracy points below the best fixed policy in hindsight (mean over
+seeds), `regret/random/<policy>` with `-p90` and `-worst` for the family, and what `adaptive` saves
+until it is as good as federated rounds alone end in B: `savings/B/transfers`, `savings/B/cost`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import figures
+from contenders import contenders, fixed
+from curves import Curve, chart
+from scenario import Scenario, drawn, load
+from simulation import Outcome, Point, simulate
+
+from isthmus.errors import IsthmusError, UserError
+
+HERE = Path(__file__).parent
+NAMED = ("a", "b", "c")
+REPORTED = 1000
+"""First number of the random scenarios that are reported; none of them was used for tuning."""
+FAMILY = 30
+FAMILY_SEEDS = (11, 12, 13)
+QUICK = ("datacenter", "federated", "transfer", "rule", "adaptive")
+SAVINGS = "B"
+"""Where public data complements the devices'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run."""
+
+    scenario: str
+    policy: str
+    seed: int
+    outcome: Outcome
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    asked = figures.options(__doc__ or "", argv, _more_options)
+    try:
+        data = _data(asked.data)
+        if asked.scenario:
+            named, family = [load(path) for path in asked.scenario], []
+        else:
+            named = [load(HERE / "scenarios" / f"{name}.toml") for name in NAMED]
+            family = [
+                drawn(number, FAMILY_SEEDS)
+                for number in range(asked.family, asked.family + asked.count)
+            ]
+        policies = asked.policies.split(",") if asked.policies else None
+        if asked.quick:
+            policies = policies or list(QUICK)
+            named = [one.model_copy(update={"seeds": one.seeds[:1]}) for one in named]
+            family = [one.model_copy(update={"seeds": one.seeds[:1]}) for one in family[:2]]
+        if asked.only_family:
+            named = []
+        rows, failed = measure([*named, *family], policies, data, asked.jobs, asked.results)
+    except UserError as error:
+        print(f"regimes.py: {error}", file=sys.stderr)
+        return 1
+    found: dict[str, float] = {}
+    for scenario in named:
+        print(f"\n{scenario.name}: {scenario.title or 'no title'}\n")
+        print(_table(scenario, rows))
+        for policy, regret in regrets(scenario, rows).items():
+            found[f"regret/{scenario.name}/{policy}"] = statistics.mean(regret.values())
+    if family:
+        print(f"\nrandom: {len(family)} scenarios of {len(family[0].seeds)} seeds\n")
+        random_figures, table = _family(family, rows)
+        found |= random_figures
+        print(table)
+    saved = savings(rows)
+    if saved:
+        found |= saved
+        print(
+            f"\nin {SAVINGS}, until adaptive is as good as federated rounds alone end: "
+            f"{figures.times(saved['savings/B/transfers'])} fewer edge transfers, "
+            f"{figures.times(saved['savings/B/cost'])} less cost"
+        )
+    figures.write(asked.json, "regimes", figures.machine(), found)
+    if asked.plot:
+        asked.plot.write_text(plot(named, rows), encoding="utf-8")
+    for sentence in failed:
+        print(f"\nnot in the figures: {sentence}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="UCI letter-recognition.data; default: in $ISTHMUS_TEST_DATA, or ../shared/data",
+    )
+    parser.add_argument(
+        "--scenario",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="run this scenario instead of the named ones and the family; may be repeated",
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--policies", metavar="A,B", help="only these")
+    parser.add_argument(
+        "--family",
+        type=int,
+        default=REPORTED,
+        metavar="N",
+        help=f"first number of the random scenarios; those from {REPORTED} on are for the report",
+    )
+    parser.add_argument("--count", type=int, default=FAMILY, help="how many of them")
+    parser.add_argument("--only-family", action="store_true", help="not the named ones")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="keep every run there as it ends, and go on from what it holds",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality by cost as SVG")
+
+
+def _data(given: Path | None) -> Path:
+    name = "letter-recognition.data"
+    folder = os.environ.get("ISTHMUS_TEST_DATA")
+    path = given or (Path(folder) / name if folder else HERE.parents[1] / "shared" / "data" / name)
+    if not path.is_file():
+        raise UserError(f"there is no {path}; give UCI letter recognition with --data FILE")
+    return path
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def measure(
+    scenarios: Iterable[Scenario],
+    policies: Sequence[str] | None,
+    data: Path,
+    jobs: int,
+    results: Path | None,
+) -> tuple[list[Row], list[str]]:
+    """Every policy (or those named) in every scenario and seed, and which runs failed and why.
+
+    Raises:
+        UserError: no such policy.
+    """
+    rows = list(_kept(results))
+    have = {(row.scenario, row.policy, row.seed) for row in rows}
+    work = []
+    for scenario in scenarios:
+        known = contenders(scenario)
+        unknown = set(policies or ()) - set(known) - {"fill"}
+        if unknown:
+            raise UserError(f"no policy {sorted(unknown)[0]!r}; there are {', '.join(known)}")
+        for seed in scenario.seeds:
+            names = [
+                name
+                for name in (policies or known)
+                if name in known and (scenario.name, name, seed) not in have
+            ]
+            if names:
+                work.append((scenario, seed, names, data))
+    started, total, done = time.monotonic(), sum(len(names) for _, _, names, _ in work), 0
+    failed: list[str] = []
+    for group, sentences in _ended(work, jobs):
+        rows += group
+        failed += sentences
+        done += len(group) + len(sentences)
+        _keep(results, group)
+        seconds = time.monotonic() - started
+        print(f"{done}/{total} runs, {seconds:.0f} s", file=sys.stderr, flush=True)
+    return sorted(rows, key=lambda row: (row.scenario, row.policy, row.seed)), failed
+
+
+def _ended(work: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[list[Row], list[str]]]:
+    """The groups of runs as they end, each in one of so many processes; of one, in this."""
+    if jobs <= 1:
+        yield from (_group(*each) for each in work)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for group in as_completed([pool.submit(_group, *each) for each in work]):
+            yield group.result()
+
+
+def _group(
+    scenario: Scenario, seed: int, names: Sequence[str], data: Path
+) -> tuple[list[Row], list[str]]:
+    """In one process, one after the other: they share the data that was read."""
+    known = contenders(scenario)
+    trace = 0 if scenario.name.startswith("random-") else 1
+    rows, failed = [], []
+    for name in names:
+        try:
+            outcome = simulate(scenario, seed, data, known[name], trace)
+            rows.append(Row(scenario.name, name, seed, outcome))
+        except IsthmusError as error:
+            failed.append(f"{name} in {scenario.name}, seed {seed}: {error}")
+    return rows, failed
+
+
+def _kept(results: Path | None) -> Iterator[Row]:
+    if results is None or not results.exists():
+        return
+    for line in results.read_text(encoding="utf-8").splitlines():
+        table = json.loads(line)
+        outcome = table.pop("outcome")
+        trace = tuple(Point(**point) for point in outcome.pop("trace"))
+        yield Row(**table, outcome=Outcome(**outcome, trace=trace))
+
+
+def _keep(results: Path | None, rows: Sequence[Row]) -> None:
+    if results is None:
+        return
+    with results.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+# -- what it comes to ------------------------------------------------------------------------------
+
+
+def accuracies(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """By policy and seed."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row.scenario == scenario.name and row.seed in scenario.seeds:
+            found[row.policy][row.seed] = row.outcome.accuracy
+    return {name: found[name] for name in contenders(scenario) if name in found}
+
+
+def regrets(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Points below the best fixed policy in hindsight (by its mean over seeds), by seed."""
+    reached = accuracies(scenario, rows)
+    family = [name for name in fixed(scenario) if name in reached]
+    if not family:
+        return {}
+    best = max(family, key=lambda name: statistics.mean(reached[name].values()))
+    return {
+        name: {seed: reached[best][seed] - value for seed, value in by_seed.items()}
+        for name, by_seed in reached.items()
+    }
+
+
+def savings(rows: Sequence[Row]) -> dict[str, float]:
+    """How much less `adaptive` needs in B to be as good as `federated` ends; medians over seeds."""
+    runs: dict[tuple[str, int], Outcome] = {
+        (row.policy, row.seed): row.outcome for row in rows if row.scenario == SAVINGS
+    }
+    transfers, costs = [], []
+    for (policy, seed), outcome in runs.items():
+        if policy != "adaptive" or ("federated", seed) not in runs:
+            continue
+        goal = runs["federated", seed]
+        at = next((p for p in outcome.trace if p.accuracy >= goal.accuracy), None)
+        transfers.append(goal.trace[-1].transfers / at.transfers if at else 0.0)
+        costs.append(goal.cost / at.cost if at else 0.0)
+    if not costs:
+        return {}
+    return {
+        "savings/B/transfers": statistics.median(transfers),
+        "savings/B/cost": statistics.median(costs),
+    }
+
+
+def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
+    header = ("policy", "accuracy", "regret", "federated", "hybrid", "datacenter", "visits", "cost")
+    lines = []
+    missed = regrets(scenario, rows)
+    for policy, by_seed in accuracies(scenario, rows).items():
+        outcomes = [
+            row.outcome for row in rows if row.scenario == scenario.name and row.policy == policy
+        ]
+        values = list(by_seed.values())
+        spread = f" +-{statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        counts = [
+            f"{statistics.mean(outcome.rounds.get(regime, 0) for outcome in outcomes):.0f}"
+            for regime in ("federated", "hybrid", "datacenter")
+        ]
+        lines.append(
+            (
+                policy,
+                f"{statistics.mean(values):.1f}{spread}",
+                f"{statistics.mean(missed[policy].values()):.1f}" if missed else "-",
+                *counts,
+                f"{statistics.mean(outcome.visits for outcome in outcomes):.1f}",
+                f"{statistics.mean(outcome.cost for outcome in outcomes):.1f}",
+            )
+        )
+    return figures.table(header, lines)
+
+
+def _family(family: Sequence[Scenario], rows: Sequence[Row]) -> tuple[dict[str, float], str]:
+    """Figures and table of the random family; a scenario's regret is its mean over seeds."""
+    by_policy: dict[str, list[float]] = defaultdict(list)
+    for scenario in family:
+        for policy, by_seed in regrets(scenario, rows).items():
+            by_policy[policy].append(statistics.mean(by_seed.values()))
+    found: dict[str, float] = {}
+    lines = []
+    for policy, values in by_policy.items():
+        ordered = sorted(values)
+        p90 = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
+        found[f"regret/random/{policy}"] = statistics.mean(values)
+        found[f"regret/random/{policy}-p90"] = p90
+        found[f"regret/random/{policy}-worst"] = ordered[-1]
+        cells = (statistics.mean(values), statistics.median(values), p90, ordered[-1])
+        lines.append((policy, str(len(values)), *(f"{cell:.1f}" for cell in cells)))
+    return found, figures.table(("policy", "scenarios", "mean", "median", "90 %", "worst"), lines)
+
+
+def plot(named: Sequence[Scenario], rows: Sequence[Row]) -> str:
+    """Accuracy by cost, a panel for each scenario, means over seeds."""
+    panels: dict[str, list[Curve]] = {}
+    for scenario in named:
+        runs: Mapping[str, list[Outcome]] = defaultdict(list)
+        for row in rows:
+            if row.scenario == scenario.name:
+                runs[row.policy].append(row.outcome)
+        panels[f"{scenario.name}: {scenario.title}"] = [
+            Curve(policy, [[(p.cost, p.accuracy) for p in outcome.trace] for outcome in outcomes])
+            for policy, outcomes in runs.items()
+            if policy in (*QUICK, "hybrid", "alternate") and policy != "rule"
+        ]
+    return chart(panels, "cost", "accuracy of the served model, %")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

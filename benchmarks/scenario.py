@@ -1,0 +1,317 @@
+"""Scenarios: who has which data, who is there when, what work costs, and what is wanted.
+
+A scenario is a TOML file; this is its schema. Every key has a default but `name`; unknown keys are
+errors. One tick is one round, or one hour in which nothing could be done.
+
+>>> small = Scenario(name="small", run=Run(ticks=10, budget=4))
+>>> small.split.clients, small.federated.cohort
+(80, 10)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from isthmus.errors import JobError
+from isthmus.job import Job
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+HOURS = 24
+HOUR = 3600.0
+"""Seconds of a tick."""
+
+
+class Section(BaseModel):
+    """A table of a scenario."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Split(Section):
+    """Who has which rows of the training set."""
+
+    clients: Annotated[int, Field(ge=1, le=1000)] = 80
+    """Devices."""
+    dirichlet: Positive = 0.2
+    """Concentration of each class's shares over the devices; small is uneven (Hsu et al. 2019)."""
+    zones: Annotated[int, Field(ge=1, le=4)] = 1
+    """Groups of devices; each class lives in one of them."""
+    public_classes: Annotated[int, Field(ge=1, le=26)] = 13
+    """Classes that the datacenter holds rows of; drawn by the seed."""
+    public_rows: Annotated[int, Field(ge=20, le=16_000)] = 3000
+    """Rows that the datacenter holds, at most; a tenth of them is its held-out set."""
+    exclusive: bool = False
+    """The datacenter's classes do not exist on the devices."""
+    shift: Annotated[float, Field(ge=0, le=4)] = 0.0
+    """Strength of a fixed affine map on the public features, x + shift (M x + b)."""
+    label_noise: Share = 0.0
+    """Share of public labels that are drawn anew from the public classes."""
+    swapped_classes: Share = 0.0
+    """Share of the public classes that are called by each other's names."""
+
+    @model_validator(mode="after")
+    def _devices_have_classes(self) -> Split:
+        if self.exclusive and self.public_classes > 26 - self.zones:
+            raise ValueError(
+                f"exclusive public_classes={self.public_classes} leaves the devices of "
+                f"{self.zones} zone(s) too few of the 26"
+            )
+        return self
+
+
+class Model(Section):
+    """A multilayer perceptron."""
+
+    hidden: tuple[Count, ...] = (96,)
+    """Widths of its hidden layers."""
+
+
+class Federated(Section):
+    """A device's work in a round, and how it becomes a step."""
+
+    cohort: Count = 10
+    """Devices that report."""
+    steps: Count = 20
+    """Of SGD."""
+    batch_size: Count = 20
+    """Examples in a step."""
+    lr: Positive = 0.6
+    """Of SGD."""
+    outer_lr: Positive = 0.7
+    """Of the server's SGD with Nesterov momentum."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of the same, where the policy does not mix regimes."""
+    served_average: Annotated[float, Field(ge=0, lt=1)] = 0.85
+    """See the job's `strategy.served_average`."""
+
+
+class Datacenter(Section):
+    """The datacenter's work in a tick."""
+
+    steps: Count = 25
+    """Of AdamW."""
+    batch_size: Count = 64
+    """Examples in a step."""
+    lr: Positive = 3e-3
+    """Of AdamW."""
+
+
+class Zone(Section):
+    """Hours of the day in which one zone's devices are there."""
+
+    opens: Annotated[int, Field(ge=0, lt=HOURS)]
+    closes: Annotated[int, Field(gt=0, le=HOURS)]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Zone:
+        if self.closes <= self.opens:
+            raise ValueError(f"a window closes after it opens, not {self.opens} to {self.closes}")
+        return self
+
+
+class Costs(Section):
+    """In cost units: a federated round of a whole cohort is one of them by convention."""
+
+    federated_round: Positive = 1.0
+    datacenter_tick: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    client_evaluation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.02
+    """One device scoring one model."""
+
+
+class Run(Section):
+    """What is wanted, and when it ends."""
+
+    ticks: Count = 120
+    """Hours."""
+    budget: Positive = 50.0
+    """Cost units."""
+    target_edge_share: Share = 1.0
+    """Share of the test distribution that lives on the devices."""
+
+
+class Scenario(Section):
+    """One scenario."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,31}$")]
+    """Part of the figures' keys."""
+    title: str = ""
+    """For people."""
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
+    """Of data and training; one run of every policy for each."""
+    split: Split = Split()
+    model: Model = Model()
+    federated: Federated = Federated()
+    datacenter: Datacenter = Datacenter()
+    windows: tuple[Zone, ...] = ()
+    """Hours of each zone, in the zones' order; none: everybody is always there."""
+    costs: Costs = Costs()
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Scenario:
+        if self.windows and len(self.windows) != self.split.zones:
+            raise ValueError(
+                f"{len(self.windows)} windows are given for {self.split.zones} zones; "
+                "give one for each zone, or none"
+            )
+        fewest = self.split.clients // self.split.zones
+        if self.federated.cohort > fewest:
+            raise ValueError(
+                f"federated.cohort={self.federated.cohort} is more than the {fewest} devices of a "
+                f"zone (split.clients={self.split.clients}, zones={self.split.zones})"
+            )
+        return self
+
+    def zones_at(self, tick: int) -> list[int]:
+        """The zones whose devices are there in a tick."""
+        if not self.windows:
+            return list(range(self.split.zones))
+        hour = tick % HOURS
+        return [i for i, zone in enumerate(self.windows) if zone.opens <= hour < zone.closes]
+
+
+def load(path: Path) -> Scenario:
+    """Read a scenario file.
+
+    Raises:
+        JobError: one sentence naming the file, the key, and what is allowed.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobError(f"there is no scenario file {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise JobError(f"{path} cannot be read as TOML: {error}") from None
+    try:
+        return Scenario.model_validate(table)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the scenario"
+        message = first["msg"].removeprefix("Value error, ")
+        more = error.error_count() - 1
+        rest = f" ({more} more)" if more else ""
+        raise JobError(f"{path}: {where}: {message[0].lower()}{message[1:]}{rest}") from None
+
+
+def drawn(number: int, seeds: tuple[int, ...]) -> Scenario:
+    """Scenario `number` of the random family.
+
+    Each has one to three things that make the public data good or bad, and a budget that may or
+    may not fill its time.
+    """
+    draw = random.Random(f"isthmus/regimes/{number}")
+    complementary = draw.random() < 0.3
+    night = draw.random() < 0.3
+    zones = draw.choice((1, 2)) if night else 1
+    public_classes = draw.randint(3, 10) if complementary else draw.choice((8, 13, 18, 26, 26))
+    ticks = draw.choice((48, 72, 96, 144) if not night else (96, 144))
+    up = draw.choice((6, 8, 12))
+    begins = draw.randrange(0, HOURS - up + 1)
+    step = up // zones
+    share = (26 - public_classes) / 26 if complementary else 1.0
+    return Scenario(
+        name=f"random-{number}",
+        seeds=seeds,
+        split=Split(
+            clients=draw.randint(60, 120),
+            dirichlet=round(math.exp(draw.uniform(math.log(0.1), math.log(0.5))), 3),
+            zones=zones,
+            public_classes=public_classes,
+            public_rows=16_000 if complementary else draw.choice((800, 1500, 3000, 5000)),
+            exclusive=complementary,
+            shift=draw.choice((0.0, 0.0, 0.3, 0.6, 1.0)),
+            label_noise=draw.choice((0.0, 0.0, 0.1, 0.3)),
+            swapped_classes=draw.choice((0.0, 0.0, 0.0, 0.3)) if not complementary else 0.0,
+        ),
+        windows=tuple(
+            Zone(opens=begins + z * step, closes=begins + (z + 1) * step) for z in range(zones)
+        )
+        if night
+        else (),
+        costs=Costs(datacenter_tick=draw.choice((0.03, 0.1, 0.3))),
+        run=Run(
+            ticks=ticks,
+            budget=round(ticks * draw.choice((0.3, 0.5, 0.8, 1.1)), 1),
+            target_edge_share=round(share, 4),
+        ),
+    )
+
+
+def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) -> Job:
+    """The job that trains in a scenario; `changes` are its `strategy` keys that a policy sets.
+
+    The server optimizer's `momentum` may be among them, for policies that mix regimes.
+
+    Raises:
+        JobError: a change is not one that a job has.
+    """
+    federated, datacenter, costs = scenario.federated, scenario.datacenter, scenario.costs
+    options = {
+        "lr": changes.get("outer_lr", federated.outer_lr),
+        "momentum": changes.get("outer_momentum", federated.outer_momentum),
+        "nesterov": changes.get("outer_momentum", federated.outer_momentum) > 0,
+    }
+    strategy = {k: v for k, v in changes.items() if not k.startswith("outer_")}
+    table = {
+        "name": scenario.name,
+        "seed": seed,
+        "rounds": scenario.run.ticks,
+        "seconds": scenario.run.ticks * HOUR,
+        "budget": scenario.run.budget,
+        "task": {
+            "source": "letters:Letters",
+            "data": str(data.resolve()),
+            "settings": {
+                "hidden": list(scenario.model.hidden),
+                "client_lr": federated.lr,
+                "datacenter_lr": datacenter.lr,
+                "split": scenario.split.model_dump(),
+                "split_seed": seed,
+            },
+        },
+        "strategy": {
+            "target_edge_share": scenario.run.target_edge_share,
+            "served_average": federated.served_average,
+            # More than this does not settle (docs/strategy.md).
+            "transfer_weight": 1.2 / (federated.lr * federated.steps),
+            "server_optimizer": {"name": "SGD", "options": options},
+            "windows": [
+                {
+                    "side": "federated",
+                    "opens": f"{zone.opens:02d}:00",
+                    "closes": f"{zone.closes % HOURS:02d}:00",
+                }
+                for zone in scenario.windows
+            ],
+            **strategy,
+        },
+        "federated": {
+            "cohort": federated.cohort,
+            "local_steps": federated.steps,
+            "batch_size": federated.batch_size,
+            "secure_aggregation": False,
+        },
+        "datacenter": {"steps": datacenter.steps, "batch_size": datacenter.batch_size},
+        "time": {"join_seconds": 5.0},  # of real time, in which nobody can come
+        "prices": {
+            "client_update": costs.federated_round / federated.cohort,
+            "datacenter_step": costs.datacenter_tick / datacenter.steps,
+            "client_evaluation": costs.client_evaluation,
+        },
+    }
+    try:
+        return Job.model_validate(table)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise JobError(f"scenario {scenario.name!r}: {where}: {first['msg']}") from None

@@ -1,0 +1,187 @@
+"""One run of a scenario: the real coordinator over virtual devices, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import letters
+import torch
+from scenario import HOUR, Scenario, job_for
+
+from isthmus.scoring import build_model
+from isthmus.wire import link_pb2
+from isthmus_clients.virtual import VirtualFleet
+from isthmus_datacenter.virtual import VirtualDatacenter
+from isthmus_server.clock import Clock
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.inprocess import InProcessLink
+from isthmus_server.store import Store
+
+MONDAY = 4 * 24 * HOUR
+"""When every scenario begins: the first Monday after 1970-01-01, 00:00 UTC."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Where a run stood after a round."""
+
+    cost: float
+    transfers: int
+    """Models and updates that went to or came from devices so far."""
+    accuracy: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    accuracy: float
+    """Of the served model on the test set, in per cent."""
+    rounds: Mapping[str, int]
+    """Committed ones, by regime."""
+    visits: int
+    """Comparisons on devices."""
+    cost: float
+    ended: str
+    """Why, in words."""
+    seconds: float
+    """Real time."""
+    trace: tuple[Point, ...]
+    """Empty unless it was asked for."""
+
+
+class World(Clock):
+    """Virtual time, and who is there when.
+
+    Each committed round takes an hour; waiting takes what it takes.
+    """
+
+    def __init__(self, scenario: Scenario, link: InProcessLink) -> None:
+        self.scenario = scenario
+        self.link = link
+        self.elapsed = 0.0
+        self.fleet = _fleet(scenario.split.clients)
+        self.rounds: dict[str, int] = {}
+        self.visits = 0
+        self.transfers = 0
+        self.cost = 0.0
+        self.ended = ""
+        link.join("datacenter-0", link_pb2.DATACENTER, VirtualDatacenter())
+        self._come_and_go()
+
+    def now(self) -> float:
+        """Seconds since 1970, UTC."""
+        return MONDAY + self.elapsed
+
+    async def sleep(self, seconds: float) -> None:
+        """Let virtual time go by, and whoever comes with it be heard."""
+        self.elapsed += seconds
+        self._come_and_go()
+        await self.link.idle()
+
+    def watch(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Count what the coordinator does."""
+        if kind == "committed":
+            self.elapsed += HOUR
+            regime = data["regime"]
+            self.rounds[regime] = self.rounds.get(regime, 0) + 1
+            visits = data.get("comparisons", ())
+            self.visits += len(visits)
+            self.cost += data["cost"]["price"]
+            self.transfers += 2 * sum(r["regime"] == "federated" for r in data["receipts"])
+            self.transfers += sum(visit["devices"] * len(visit["models"]) for visit in visits)
+        elif kind == "finished":
+            self.ended = data["reason"]
+
+    def _come_and_go(self) -> None:
+        here = set(self.scenario.zones_at(int(self.elapsed // HOUR)))
+        for index, device in enumerate(self.fleet.devices):
+            name = device.participant.name
+            if index % self.scenario.split.zones in here:
+                if name not in self.link.peers:
+                    self.link.join(name, link_pb2.CLIENT, device)
+            elif name in self.link.peers:
+                self.link.leave(name, "its window has closed")
+
+
+@functools.lru_cache(maxsize=1)
+def _fleet(clients: int) -> VirtualFleet:
+    """Kept from run to run: runs of the same task and seed share the data that they read."""
+    return VirtualFleet(clients)
+
+
+def simulate(
+    scenario: Scenario, seed: int, data: Path, changes: Mapping[str, Any], trace_every: int = 0
+) -> Outcome:
+    """Run one policy in a scenario; `changes` are keys of the job's `strategy`.
+
+    Args:
+        scenario: what is simulated.
+        seed: of the data's split and of the training.
+        data: the file of UCI letter recognition.
+        changes: see `scenario.job_for`.
+        trace_every: score the served model after every so many rounds; 0: at the end only.
+    """
+    torch.set_num_threads(1)
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        prefix="regimes-", dir=memory if os.access(memory, os.W_OK) else None
+    ) as scratch:
+        return asyncio.run(_simulate(scenario, seed, data, changes, trace_every, Path(scratch)))
+
+
+async def _simulate(
+    scenario: Scenario,
+    seed: int,
+    data: Path,
+    changes: Mapping[str, Any],
+    trace_every: int,
+    scratch: Path,
+) -> Outcome:
+    started = time.monotonic()
+    job = job_for(scenario, seed, data, dict(changes))
+    store = Store.create(scratch / "run", job, Path(__file__).parent)
+    link = InProcessLink()
+    world = World(scenario, link)
+    trace: list[Point] = []
+
+    def watch(kind: str, noted: Mapping[str, Any]) -> None:
+        world.watch(kind, noted)
+        if kind == "committed" and trace_every and noted["round"] % trace_every == 0:
+            trace.append(Point(world.cost, world.transfers, score(coordinator)))
+
+    try:
+        coordinator = Coordinator(store, link, watch, world)
+        await coordinator.run()
+        accuracy = score(coordinator)
+    finally:
+        store.close()
+    return Outcome(
+        accuracy=accuracy,
+        rounds=dict(world.rounds),
+        visits=world.visits,
+        cost=coordinator.at.spent,
+        ended=world.ended,
+        seconds=time.monotonic() - started,
+        trace=(*trace, Point(coordinator.at.spent, world.transfers, accuracy))
+        if trace_every
+        else (),
+    )
+
+
+@torch.no_grad()
+def score(coordinator: Coordinator) -> float:
+    """Accuracy of the served model on the test set, in per cent."""
+    model = coordinator.model
+    module = build_model(model.task, 0)
+    model.layout.scatter(model.served_vector, module)
+    _, (inputs, target) = letters.read(model.task.data)
+    return 100.0 * float((module(inputs).argmax(-1) == target).float().mean())

@@ -1,0 +1,152 @@
+"""A tiny scenario on made-up letters; the figures of the real ones are the benchmark's own."""
+
+import json
+import random
+
+import curves
+import pytest
+import regimes
+import scenario
+from scenario import Federated, Run, Scenario, Split, Zone
+from simulation import simulate
+
+from isthmus.errors import JobError
+
+SMALL = Scenario(
+    name="small",
+    seeds=(1,),
+    split=Split(clients=6, zones=2, public_rows=200, dirichlet=1.0),
+    windows=(Zone(opens=0, closes=2), Zone(opens=3, closes=5)),
+    federated=Federated(cohort=3, steps=3),
+    run=Run(ticks=7, budget=4.0),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows in the form of UCI letter recognition: each letter near a point of its own."""
+    draw = random.Random(1)
+    middles = [[draw.randint(2, 13) for _ in range(16)] for _ in range(26)]
+    lines = []
+    for _ in range(5500):
+        letter = draw.randrange(26)
+        cells = [str(value + draw.randint(-1, 1)) for value in middles[letter]]
+        lines.append(",".join([chr(ord("A") + letter), *cells]))
+    path = tmp_path_factory.mktemp("letters") / "letters.data"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_same_seed_gives_the_same_figures(data):
+    first = simulate(SMALL, 1, data, {"policy": "federated"}, 1)
+    again = simulate(SMALL, 1, data, {"policy": "federated"}, 1)
+    other = simulate(SMALL, 2, data, {"policy": "federated"}, 1)
+    assert (first.accuracy, first.trace) == (again.accuracy, again.trace)
+    assert first.trace != other.trace
+
+
+def test_devices_work_in_their_windows_and_the_budget_holds(data):
+    """Seven hours: two of the first zone, a dark one, two of the second, two dark ones."""
+    federated = simulate(SMALL, 1, data, {"policy": "federated"}, 1)
+    assert federated.rounds == {"federated": 4}
+    assert federated.cost == pytest.approx(4.0)
+    assert [point.transfers for point in federated.trace[:4]] == [6, 12, 18, 24]
+    filled = simulate(SMALL, 1, data, {"policy": "availability"})
+    assert filled.rounds == {"federated": 3, "datacenter": 1}  # a fourth would cost too much
+    assert "budget" in filled.ended
+
+
+def test_every_fixed_policy_is_a_job(data):
+    jobs = {
+        name: scenario.job_for(SMALL, 1, data, dict(changes))
+        for name, changes in regimes.contenders(SMALL).items()
+    }
+    assert {"datacenter", "federated", "fill", "transfer", "rule", "adaptive"} <= set(jobs)
+    assert jobs["fill"].seconds == 7 * 3600
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("title = 'x'", "name: field required"),
+        ("name = 'x'\n[split]\nclient = 3", "split.client: extra inputs are not permitted"),
+        ("name = 'x'\n[run]\nbudget = 0", "run.budget: input should be greater than 0"),
+        ("name = 'x'\nwindows = [{opens = 5, closes = 4}]", "a window closes after it opens"),
+        ("name = 'x'\nwindows = [{opens = 1, closes = 4}, {opens = 5, closes = 6}]", "2 windows"),
+        ("name = 'x'\n[split]\nexclusive = true\npublic_classes = 26", "leaves the devices"),
+        ("name = 'x'\n[split]\nclients = 9", "federated.cohort=10 is more than the 9 devices"),
+        ("name = ", "cannot be read as TOML"),
+    ],
+)
+def test_a_wrong_scenario_is_refused_in_one_sentence(tmp_path, text, sentence):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        scenario.load(path)
+    assert sentence in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_named_scenarios_can_be_read():
+    names = [scenario.load(path).name for path in sorted(regimes.HERE.glob("scenarios/*.toml"))]
+    assert names == ["A", "B", "C"]
+
+
+def test_a_drawn_scenario_is_always_the_same_and_its_own():
+    drawn = [scenario.drawn(number, (1,)) for number in range(200)]
+    assert drawn[7] == scenario.drawn(7, (1,))
+    assert len({one.model_dump_json(exclude={"name"}) for one in drawn}) == len(drawn)
+
+
+def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
+    def row(policy, accuracy):
+        outcome = regimes.Outcome(
+            accuracy=accuracy, rounds={}, visits=0, cost=1.0, ended="", seconds=0.0, trace=()
+        )
+        return regimes.Row("small", policy, 1, outcome)
+
+    rows = [row("datacenter", 50.0), row("federated", 80.0), row("adaptive", 81.0)]
+    assert regimes.regrets(SMALL, rows) == {
+        "datacenter": {1: 30.0},
+        "federated": {1: 0.0},
+        "adaptive": {1: -1.0},
+    }
+
+
+def test_the_whole_script_on_a_scenario_file(data, tmp_path, capsys):
+    file, figures, kept, plot = (tmp_path / name for name in ("s.toml", "f.json", "k", "p.svg"))
+    file.write_text('name = "mine"\nseeds = [1]\n[split]\nclients = 10\n[run]\nticks = 1\n')
+    asked = ["--scenario", str(file), "--data", str(data), "--policies", "datacenter,federated"]
+    asked += ["--jobs", "1", "--json", str(figures), "--results", str(kept), "--plot", str(plot)]
+    assert regimes.main(asked) == 0
+    found = json.loads(figures.read_text())["figures"]
+    assert set(found) == {"regret/mine/datacenter", "regret/mine/federated"}
+    assert min(found.values()) == 0.0
+    assert len(kept.read_text().splitlines()) == 2
+    assert "<polyline" in plot.read_text()
+    assert "mine" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_named_and_leaves_no_figure(data, tmp_path, capsys, monkeypatch):
+    broken = {"datacenter": {"policy": "datacenter"}, "warm": {"policy": "no such"}}
+    monkeypatch.setattr(regimes, "contenders", lambda scenario: broken)
+    file, figures = tmp_path / "s.toml", tmp_path / "f.json"
+    file.write_text('name = "mine"\nseeds = [1]\n[run]\nticks = 1\n')
+    asked = ["--scenario", str(file), "--data", str(data), "--jobs", "1", "--json", str(figures)]
+    assert regimes.main(asked) == 1
+    assert "not in the figures: warm in mine, seed 1: strategy.policy='no such'" in (
+        capsys.readouterr().err
+    )
+    assert set(json.loads(figures.read_text())["figures"]) == {"regret/mine/datacenter"}
+
+
+def test_a_data_file_that_is_not_there_is_one_sentence(tmp_path, capsys):
+    assert regimes.main(["--data", str(tmp_path / "no.data")]) == 1
+    assert "give UCI letter recognition with --data FILE" in capsys.readouterr().err
+
+
+def test_a_curve_is_the_mean_of_its_runs_as_far_as_all_go():
+    line = curves.Curve("x", [[(0, 0.0), (2, 10.0)], [(0, 20.0), (1, 30.0)]]).mean()
+    assert line[0] == (0.0, 10.0)
+    assert line[-1] == (1.0, 15.0)
