@@ -36,6 +36,7 @@ COMMANDS = [
     "isthmus job schema",
     "isthmus report --json RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
+    "isthmus why --json RUN_DIR ROUND_",
 ]
 
 

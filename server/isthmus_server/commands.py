@@ -1,4 +1,4 @@
-"""``isthmus run``, ``isthmus compare`` and ``isthmus report``."""
+"""``isthmus run``, ``isthmus compare``, ``isthmus report`` and ``isthmus why``."""
 
 from __future__ import annotations
 
@@ -132,6 +132,29 @@ def report(run_dir: Path, as_json: bool) -> None:
     store = Store.open(run_dir)
     try:
         found = document(store)
+    finally:
+        store.close()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        show(found, Console())
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("round_", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the decisions as one document.")
+def why(run_dir: Path, round_: int | None, as_json: bool) -> None:
+    """Say why each round of the run in the directory RUN was trained as it was.
+
+    With ROUND, everything that one decision was made of.
+    """
+    from isthmus_server.store import Store
+    from isthmus_server.why import explanation, show
+
+    store = Store.open(run_dir)
+    try:
+        found = explanation(store, round_)
     finally:
         store.close()
     if as_json:

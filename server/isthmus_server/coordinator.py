@@ -123,6 +123,8 @@ class Coordinator:
                 decision = await self._decide()
                 if isinstance(decision.answer, Stop):
                     reason = decision.answer.reason
+                    seen = {"round": self.at.round + 1, "observation": decision.seen}
+                    self._note("stopped", {**seen, "reason": reason})
                     break
                 await self._round(decision, decision.answer)
             final = await self._finish(reason)
@@ -383,6 +385,6 @@ class Coordinator:
         return final
 
     def _note(self, kind: str, data: Mapping[str, Any]) -> None:
-        if kind in ("joined", "ready", "left", "declined"):
+        if kind in ("joined", "ready", "left", "declined", "stopped"):
             self.store.event(kind, data)
         self.watch(kind, data)

@@ -5,11 +5,18 @@ Everything is copied: a policy that changes what it was given changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.job import Job
-from isthmus_server.strategy.policy import CURRENT, Comparison, Observation, PastRound
+from isthmus_server.strategy.policy import (
+    CURRENT,
+    Comparison,
+    Forecast,
+    Observation,
+    PastRound,
+)
 from isthmus_server.strategy.windows import forecast
 
 
@@ -75,6 +82,16 @@ def observe(
         models=tuple(models),
         comparisons=tuple(comparisons),
     )
+
+
+def restored(seen: Mapping[str, Any]) -> Observation:
+    """An observation from the log, where its history is not kept with it."""
+    names = {field.name for field in dataclasses.fields(Observation)}
+    known = {name: value for name, value in seen.items() if name in names}
+    known["history"] = ()
+    known["forecast"] = {side: Forecast(**one) for side, one in seen["forecast"].items()}
+    known["comparisons"] = tuple(Comparison(**one) for one in seen["comparisons"])
+    return Observation(**known)
 
 
 def past_round(row: Mapping[str, Any]) -> PastRound:

@@ -1,0 +1,147 @@
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+from observing import compared, observe
+
+from isthmus.errors import UserError
+from isthmus_server.commands import why
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.store import Store
+from isthmus_server.strategy import Plan
+from isthmus_server.strategy.policy import Forecast
+from isthmus_server.why import explanation
+
+CURIOUS = """
+from isthmus_server.strategy import Compare, Plan
+
+class Mine:
+    def __init__(self, strategy):
+        pass
+
+    def plan(self, seen):
+        if seen.round == 1 and not seen.refused:
+            return Compare(("initial", "served"), 40, "it wants to know more")
+        return Plan("federated", f"round {seen.round} is theirs", {"phase": "edge"}, cohort=1)
+"""
+
+
+def typed(*arguments):
+    """What the command prints, on one line: where a terminal breaks lines does not matter."""
+    result = CliRunner().invoke(why, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+async def curious(place, tmp_path):
+    """A run with a refused comparison, a cohort that was raised, a failed attempt and an end."""
+    (tmp_path / "curious.py").write_text(CURIOUS)
+    await place.listen()
+    place.faults["b"][2, 1] = "no power"
+    store = place.create("run", "strategy.policy=curious:Mine", "budget=10", "rounds=8")
+    await Coordinator(store, place.link).run()
+    return store
+
+
+async def test_a_decision_is_explained_from_what_was_stored(curious):
+    second = typed(curious.directory, 2)
+    for sentence in (
+        "round 2: federated, because round 2 is theirs",
+        "rounds: 1 federated",
+        "round 1, federated: held-out accuracy",
+        "3 devices and 0 datacenters; a federated round invites 3 and needs 3",
+        "devices: always within a window",
+        "a round costs datacenter 0.5, federated 3",
+        "7 of the budget of 10",
+        "none was asked for",
+        "phase=edge",
+        "a cohort of 1 became 3, which is the quorum",
+        "3 devices are invited for 3 updates",
+        "try 1 failed after",
+        "no power",
+        "3 of 3 took part",
+        "; the loss fell by",
+    ):
+        assert sentence in second
+    first = typed(curious.directory, 1)
+    assert "this was the first round" in first
+    assert "initial against served on 40 devices, because it wants to know more" in first
+    assert "not made: 40 devices are to be asked and 3 are ready" in first
+
+
+async def test_all_decisions_and_the_end_are_listed(curious):
+    page = typed(curious.directory)
+    assert page.index("round 1: federated") < page.index("round 2: federated")
+    # The third round would be the tenth update paid for: the failed attempt cost as many.
+    assert "before round 3: the end, because the budget of 10 is used up" in page
+    assert "it ended because: the budget of 10 is used up" in page
+    found = json.loads(CliRunner().invoke(why, [str(curious.directory), "--json"]).output)
+    assert found == json.loads(json.dumps(explanation(curious)))
+    assert [one["round"] for one in found["decisions"]] == [1, 2, 3]
+    assert found["decisions"][2]["plan"] is None
+    assert "1 of the budget of 10" in typed(curious.directory, 3)
+
+
+async def test_who_asks_for_something_else_is_told_what_there_is(curious, make_job, tmp_path):
+    with pytest.raises(UserError, match=r"^round 9 of table-\w+ was not decided on; those up to 3"):
+        typed(curious.directory, 9)
+    with pytest.raises(UserError, match="does not hold a run"):
+        typed(tmp_path)
+    Store.create(tmp_path / "new", make_job(), tmp_path).close()
+    assert "no round has been decided on so far" in typed(tmp_path / "new")
+    with pytest.raises(UserError, match="none was so far"):
+        typed(tmp_path / "new", 1)
+
+
+def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_path):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    seen = observe(
+        3,
+        forecast={"federated": Forecast(False, 9000.0, 0.25), "datacenter": Forecast()},
+        comparisons=[
+            compared(("served", "warm"), (-0.05,)),
+            compared(("served", "cold"), (0.005,)),
+        ],
+        seconds_left=7200.0,
+        bytes_left=3e6,
+        epsilon_left=1.5,
+        models=("current", "served", "initial", "warm", "cold"),
+    )
+    asked = {"models": ["served", "cold"], "devices": 8, "reason": "a gate", "refused": None}
+    plan = Plan(
+        "hybrid",
+        "the target is mixed",
+        merge="projected",
+        start="warm",
+        reset_optimizer=True,
+        step_scale=0.5,
+        keep={"best": "served", "warm": ""},
+    )
+    logged = {
+        **dataclasses.asdict(seen),
+        "history": None,
+        "asked": [asked],  # the other was made before a crash
+        "waited": [{"seconds": 600.0, "reason": "the devices sleep"}],
+        "interventions": [],
+    }
+    store.plan(3, 1, {**dataclasses.asdict(plan), "invited": ["a"], "datacenters": ["d"]}, logged)
+    store.close()
+    page = typed(tmp_path / "run", 3)
+    for sentence in (
+        "devices: outside of their hours for another 2 h 30 min; 25% of the time that is left",
+        "2 h of the run's time 3 MB to and from devices epsilon 1.5 of the privacy budget",
+        "8 devices found warm better than served by 0.0500 (+-0.0100), for 0.5",
+        "served against cold on 8 devices, because a gate",
+        "found cold worse than served by 0.0050 (+-0.0100), which may be chance",
+        "waited 10 min: the devices sleep",
+        "kept models warm, cold",
+        "what the job's limits changed nothing: they held as they are",
+        "merged by merge='projected' from the model 'warm' the server optimizer begins anew "
+        "the step is scaled by 0.5 'served' is kept as 'best' 'warm' is not kept on",
+        "what came of it it was not finished",
+    ):
+        assert sentence in page
