@@ -18,7 +18,8 @@ import torch
 from isthmus.contents import describe
 from isthmus.errors import TaskError
 from isthmus.exchange import Layout
-from isthmus.job import FederatedSection, Job
+from isthmus.federated import FederatedSection
+from isthmus.job import Job
 from isthmus.scoring import Averages, batches, build_model, count_examples, losses
 from isthmus.task import Participant, load_task, user_code
 from isthmus.uplink import ReportProgress

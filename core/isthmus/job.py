@@ -15,37 +15,19 @@ Unknown keys are errors, so a typing mistake never silently falls back to a defa
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from isthmus.errors import JobError
+from isthmus.federated import FederatedSection
+from isthmus.section import Hours, PositiveSeconds, Price, S, Section
 
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 RegimeName = Literal["datacenter", "federated", "hybrid"]
-Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-TimeOfDay = Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
-
-
-S = TypeVar("S", bound="Section")
-
-
-class Section(BaseModel):
-    """A table of the job: frozen, and strict about its keys."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        ser_json_inf_nan="constants",  # an `inf` in task.settings is one on every participant
-    )
 
 
 class TaskSection(Section):
@@ -55,7 +37,7 @@ class TaskSection(Section):
     """The task: `path/to/file.py:Name`, relative to the job file, or `package.module:Name`."""
     data: str | None = None
     """Where this machine's data is, relative to the job file; the task reads it as `self.data`."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default={})
     """Handed to the task as `self.settings`."""
 
 
@@ -67,19 +49,8 @@ class ServerOptimizer(Section):
 
     name: str = "SGD"
     """Class name in `torch.optim`."""
-    options: dict[str, Any] = {"lr": 1.0}
+    options: dict[str, Any] = Field(default={"lr": 1.0})
     """Its keyword arguments."""
-
-
-class Hours(Section):
-    """Hours of the week, in UTC; over midnight if they close earlier than they open."""
-
-    opens: TimeOfDay
-    """HH:MM."""
-    closes: TimeOfDay
-    """HH:MM; the same as `opens` is all day."""
-    days: tuple[Day, ...] = ()
-    """Those on which they open: mon, tue, ...; none named is every day."""
 
 
 class Window(Hours):
@@ -109,7 +80,7 @@ class StrategySection(Section):
     schedule: tuple[Phase, ...] = ()
     """For the policy `schedule`: the first phase that has rounds left and whose hours it is; after
     all of them the last one goes on."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default={})
     """Of the policy; each has its own (docs/strategy.md)."""
     target_edge_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the target distribution that lives on the devices; the rest is the datacenter's."""
@@ -140,115 +111,6 @@ class StrategySection(Section):
                     "give it rounds or hours"
                 )
         return self
-
-
-class FlowerStrategy(Section):
-    """A strategy of Flower, or one written for it."""
-
-    name: str
-    """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own."""
-    options: dict[str, Any] = {}
-    """Its keyword arguments."""
-    inner: FlowerStrategy | None = None
-    """For one that wraps another, such as those for differential privacy: its `strategy`."""
-
-
-class FlowerSection(Section):
-    """Flower as a guest; the server needs the extra `flower`."""
-
-    strategy: FlowerStrategy
-    """Makes the next model of a round's updates, in place of their weighted mean."""
-    most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
-    """A round's updates are together in the server's memory, cohort x model; at most so much."""
-
-
-class FederatedSection(Section):
-    """Rounds on edge devices."""
-
-    clients: Annotated[int, Field(ge=0, le=512)] = 0
-    """Devices that `isthmus run` starts on this machine."""
-    cohort: Annotated[int, Field(ge=1)] = 8
-    """Updates wanted each round."""
-    over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
-    """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
-    quorum: Annotated[int, Field(ge=1)] | None = None
-    """Fewest updates a round may be committed with. Default: three quarters of the cohort."""
-    local_epochs: Annotated[int, Field(ge=1)] | None = None
-    """Passes over a device's own data in one round. Default 1, unless local_steps is set."""
-    local_steps: Annotated[int, Field(ge=0)] | None = None
-    """Optimizer steps in one round, instead of epochs; 0 sends back a zero update."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Examples in one local step."""
-    proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
-    secure_aggregation: bool = True
-    """The server learns the sum of a round's updates and no single one (Bell et al. 2020)."""
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
-    """With secure aggregation, elements of an update are clipped to +- this."""
-    most_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    """With secure aggregation, a device with more examples weighs as much as one with these."""
-    flower: FlowerSection | None = None
-    """Aggregate with a strategy of Flower."""
-
-    @model_validator(mode="after")
-    def _work_and_quorum_fit(self) -> FederatedSection:
-        if self.local_epochs is not None and self.local_steps is not None:
-            raise ValueError("set local_epochs or local_steps, not both")
-        if self.quorum is not None and self.quorum > self.cohort:
-            raise ValueError(
-                f"quorum={self.quorum} is above cohort={self.cohort}; lower one or raise the other"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _secure_enough(self) -> FederatedSection:
-        """With fewer, a sum would show somebody's part, or a round could be opened twice."""
-        least = self._least_secure(self.cohort)
-        if self.secure_aggregation and self.needed < least:
-            raise ValueError(
-                f"secure_aggregation needs a quorum of at least {least} with cohort={self.cohort}, "
-                f"not {self.needed}; raise it, or set secure_aggregation = false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_strategy_sees_updates(self) -> FederatedSection:
-        if self.flower is not None and self.secure_aggregation:
-            raise ValueError(
-                f"flower.strategy.name={self.flower.strategy.name!r} works on single updates, and "
-                "with secure_aggregation the server learns only their sum; set "
-                "secure_aggregation = false if it may see each of them, or leave the strategy out"
-            )
-        return self
-
-    @property
-    def needed(self) -> int:
-        """The quorum, with its default."""
-        return self.quorum if self.quorum is not None else -(-3 * self.cohort // 4)
-
-    @property
-    def invited(self) -> int:
-        """Devices asked in one round."""
-        return math.ceil(self.cohort * self.over_selection)
-
-    def for_cohort(self, cohort: int) -> FederatedSection:
-        """The same with another cohort, and the quorum that goes with it.
-
-        A quorum that the job sets stays, and grows where secure aggregation needs more.
-
-        Raises:
-            JobError: the quorum is above the cohort, or the cohort is too small for a secure sum.
-        """
-        quorum = -(-3 * cohort // 4) if self.quorum is None else self.quorum
-        if self.secure_aggregation:
-            quorum = max(quorum, self._least_secure(cohort))
-        if cohort < quorum:
-            raise JobError(f"a cohort of {cohort} devices is below the quorum of {quorum}")
-        return self.model_copy(update={"cohort": cohort, "quorum": quorum})
-
-    @staticmethod
-    def _least_secure(cohort: int) -> int:
-        return max(3, 56 * cohort // 100 + 1)
 
 
 class DatacenterSection(Section):

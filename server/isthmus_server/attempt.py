@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from isthmus.errors import RoundFailed, UserError
-from isthmus.job import FederatedSection, Job
+from isthmus.federated import FederatedSection
+from isthmus.job import Job
 from isthmus_server import merge
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
-from isthmus.job import FederatedSection
+from isthmus.federated import FederatedSection
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.attempt import Trained, Trainer, Work

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
-from isthmus.job import FederatedSection
+from isthmus.federated import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum

@@ -16,7 +16,8 @@ import torch
 from isthmus.contents import into
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.exchange import Layout
-from isthmus.job import FederatedSection, Job
+from isthmus.federated import FederatedSection
+from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory
 from isthmus_server.link import Link

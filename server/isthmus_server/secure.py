@@ -22,7 +22,7 @@ from isthmus.errors import (
     Refused,
     UpdateError,
 )
-from isthmus.job import FederatedSection
+from isthmus.federated import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import JobError
-from isthmus.job import Job, Section, job_schema, load_job, parse_job, with_changes
+from isthmus.job import Job, job_schema, load_job, parse_job, with_changes
+from isthmus.section import Section
 
 SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
 

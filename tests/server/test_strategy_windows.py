@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.job import DAYS, Hours, Window
+from isthmus.job import Window
+from isthmus.section import DAYS, Hours
 from isthmus_server.strategy.policy import Forecast
 from isthmus_server.strategy.windows import forecast, forecast_hours
 

@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Strategy
 
 from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
 from isthmus.exchange import Layout
+from isthmus.federated import FederatedSection
 from isthmus.flower import (
     SERVER_NODE,
     Run,
@@ -27,7 +28,6 @@ from isthmus.flower import (
     record_of,
     the_run,
 )
-from isthmus.job import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool
 from isthmus_server.flower.state import State, check

@@ -14,7 +14,7 @@ from flwr.serverapp import strategy as shipped
 from flwr.serverapp.strategy import Strategy
 
 from isthmus.errors import JobError
-from isthmus.job import FlowerStrategy
+from isthmus.federated import FlowerStrategy
 
 SAMPLING = {
     "fraction_train": 1.0,

@@ -32,7 +32,8 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol
 
 from isthmus.errors import JobError
-from isthmus.job import S, Section, StrategySection, parse_settings
+from isthmus.job import StrategySection, parse_settings
+from isthmus.section import S, Section
 
 Kind = Literal["datacenter", "federated", "hybrid"]
 KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")

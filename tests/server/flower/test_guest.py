@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from isthmus import flower  # before flwr
 from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
 from isthmus.exchange import Layout
-from isthmus.job import FederatedSection
+from isthmus.federated import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool
 from isthmus_server.coordinator import Coordinator

@@ -32,7 +32,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from isthmus.job import Section, StrategySection
+from isthmus.job import StrategySection
+from isthmus.section import Section
 from isthmus_server.strategy.policies.rule import transfer_weight
 from isthmus_server.strategy.policy import (
     CURRENT,

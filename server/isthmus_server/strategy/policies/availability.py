@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.job import RegimeName, Section, StrategySection
+from isthmus.job import RegimeName, StrategySection
+from isthmus.section import Section
 from isthmus_server.strategy.policy import Forecast, Observation, Plan, Wait, settings_of
 
 
