@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
-from isthmus.federated import FederatedSection
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.attempt import Trained, Trainer, Work
 from isthmus_server.clock import Clock
+from isthmus_server.cohorts import Cohorts
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
 from isthmus_server.outcome import AttemptFailed
@@ -28,7 +28,6 @@ from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.roster import Roster
 from isthmus_server.snapshots import Snapshots
 from isthmus_server.store import Store
-from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
@@ -101,6 +100,7 @@ class Coordinator:
             ),
             self._note,
         )
+        self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
         self.datacenter = Datacenter(link, self.job, store.run_id, layout)
         self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
 
@@ -195,7 +195,9 @@ class Coordinator:
             spent=self.at.spent,
             device_bytes=self.at.device_bytes,
             state=self.at.policy_state,
-            clients_ready=len(self.roster.clients),
+            clients_ready=len(self.roster.able()),
+            clients_resting=len(self.roster.clients) - len(self.roster.able()),
+            enough_in=self.cohorts.enough_in(),
             datacenters=len(self.roster.datacenters),
             model_bytes=self.model.layout.nbytes,
             now=now,
@@ -238,7 +240,7 @@ class Coordinator:
             plan=plan,
             round=round_,
             attempt=attempt,
-            cohort={} if alone else self._cohort(round_, federated),
+            cohort={} if alone else self.cohorts.invite(round_, federated),
             federated=federated,
             datacenters=ranks,
             from_step=self.at.datacenter_step,
@@ -247,16 +249,6 @@ class Coordinator:
             evaluate=one and not averages and self._evaluates(round_),
             hand_back=not one or averages or any(plan.keep.values()),
         )
-
-    def _cohort(self, round_: int, federated: FederatedSection) -> dict[str, int]:
-        names = select(
-            self.roster.clients,
-            cohort=federated.cohort,
-            over_selection=federated.over_selection,
-            seed=self.job.seed,
-            round_=round_,
-        )
-        return {name: self.roster.clients[name].examples for name in names}
 
     # -- where to start from -----------------------------------------------------------------------
 
@@ -328,6 +320,7 @@ class Coordinator:
         row["seconds"] = self.clock.now() - started
         row["elapsed"] = self.clock.now() - self._began
         self.store.commit(work.round, work.attempt, {"round": row, "resume": self.at.to_json()})
+        self.cohorts.committed(row)
         self._note("committed", row)
 
     def _write_optimizer(self, round_: int, plan: Plan, *, alone: bool) -> dict[str, Any]:
@@ -353,6 +346,7 @@ class Coordinator:
         row["error"] = reason
         row["elapsed"] = self.clock.now() - self._began
         self.store.fail(round_, attempt, {"round": row})
+        self.cohorts.failed(row)
         self.at = dataclasses.replace(
             self.at,
             attempts=attempt,

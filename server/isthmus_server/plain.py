@@ -173,6 +173,7 @@ class PlainAttempt:
                 examples=trained.examples,
                 steps=trained.steps,
                 seconds=trained.seconds,
+                loss=trained.training.get("loss"),
                 bytes_in=trained.result.size,
                 bytes_out=self.model.size,
             )

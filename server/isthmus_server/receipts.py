@@ -32,6 +32,8 @@ class Receipt:
     """Optimizer steps it made."""
     seconds: float = 0.0
     """Its own time for the work."""
+    loss: float | None = None
+    """Its mean loss while it trained, where its update is plain: what selection by utility sees."""
     bytes_in: int = 0
     """Bytes it sent as contents."""
     bytes_out: int = 0

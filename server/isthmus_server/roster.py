@@ -49,6 +49,8 @@ class Roster:
         self.datacenters: dict[str, Ready] = {}
         self.declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self.opening: dict[str, asyncio.Task[None]] = {}
+        self.rests: Callable[[str], bool] = lambda name: False
+        """Whether a device that is here may not be asked now."""
         self._changed = asyncio.Event()
 
     def start(self) -> None:
@@ -77,6 +79,10 @@ class Roster:
             self.note("declined", {"participant": name, "reason": reason})
             self._changed.set()
 
+    def able(self) -> list[str]:
+        """Devices that may be asked now."""
+        return [name for name in self.clients if not self.rests(name)]
+
     # -- waiting -----------------------------------------------------------------------------------
 
     async def wait_for_embedded(self) -> None:
@@ -93,10 +99,12 @@ class Roster:
         datacenters = 0 if regime == "federated" else 1
         await self._wait_for(clients, datacenters)
         missing = []
-        if len(self.clients) < clients:
+        able = len(self.able())
+        if able < clients:
+            resting = len(self.clients) - able
             missing.append(
-                f"{len(self.clients)} edge clients are ready and a {regime} round needs "
-                f"{clients} (federated.quorum)"
+                f"{able} edge clients are ready and a {regime} round needs {clients} "
+                "(federated.quorum)" + (f", while {resting} rest" if resting else "")
             )
         if len(self.datacenters) < datacenters:
             missing.append(f"no datacenter is ready and a {regime} round needs one")
@@ -109,16 +117,22 @@ class Roster:
 
     async def _wait_for(self, clients: int, datacenters: int) -> None:
         """Wait until so many are ready, or all that this machine starts are ready or declined."""
-        roles = (
-            (link_pb2.CLIENT, self.clients, clients, self.job.federated.clients),
-            (link_pb2.DATACENTER, self.datacenters, datacenters, self.job.datacenter.ranks > 0),
-        )
+        embedded = self.job.federated.clients, int(self.job.datacenter.ranks > 0)
 
         def done() -> bool:
             return all(
-                len(ready) >= wanted
+                able >= wanted
                 or (started_here and len(ready) + self._have_declined(role) >= started_here)
-                for role, ready, wanted, started_here in roles
+                for role, ready, able, wanted, started_here in (
+                    (link_pb2.CLIENT, self.clients, len(self.able()), clients, embedded[0]),
+                    (
+                        link_pb2.DATACENTER,
+                        self.datacenters,
+                        len(self.datacenters),
+                        datacenters,
+                        embedded[1],
+                    ),
+                )
             )
 
         if done():

@@ -1,13 +1,8 @@
-from collections import Counter
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Plan, Wait, load_policy
-from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.policy import checked_answer
 
 from .observing import observe, past
@@ -101,49 +96,6 @@ def test_the_gain_of_a_regime_is_of_its_last_evaluated_round():
     assert seen.last_gain("hybrid") == 0.0
     assert observe().last_gain("federated") == 0.0
     assert observe(2, history[:1]).last_gain("datacenter") == 0.0
-
-
-# -- whom to invite ------------------------------------------------------------------------------
-
-NAMES = [f"client-{i}" for i in range(20)]
-
-
-@given(
-    st.sets(st.text(max_size=4), max_size=12),
-    st.integers(1, 6),
-    st.floats(1, 3),
-    st.integers(0, 5),
-    st.randoms(use_true_random=False),
-)
-def test_the_same_names_seed_and_round_give_the_same_cohort(ready, cohort, more, round_, random):
-    listed = list(ready)
-    chosen = select(listed, cohort=cohort, over_selection=more, seed=1, round_=round_)
-    random.shuffle(listed)
-    again = select(listed, cohort=cohort, over_selection=more, seed=1, round_=round_)
-    assert chosen == again == sorted(set(chosen))
-    assert set(chosen) <= ready
-    assert min(cohort, len(ready)) <= len(chosen) <= min(-(-cohort * more // 1), len(ready))
-
-
-def test_every_device_is_invited_about_as_often():
-    counts = Counter()
-    for round_ in range(2000):
-        counts.update(select(NAMES, cohort=5, over_selection=1.0, seed=3, round_=round_))
-    # Binomial(2000, 1/4): mean 500, deviation 19.4; five of them hold it with p > 0.9999.
-    assert set(counts) == set(NAMES)
-    assert all(abs(count - 500) < 97 for count in counts.values())
-
-
-def test_rounds_and_seeds_draw_anew():
-    one, round_, seed = (
-        select(NAMES, cohort=5, over_selection=1.0, seed=s, round_=r)
-        for s, r in ((0, 1), (0, 2), (1, 1))
-    )
-    assert len({tuple(one), tuple(round_), tuple(seed)}) == 3
-
-
-def test_over_selection_rounds_up():
-    assert len(select(NAMES, cohort=5, over_selection=1.1, seed=0, round_=1)) == 6
 
 
 # -- a policy of one's own -----------------------------------------------------------------------

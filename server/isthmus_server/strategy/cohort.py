@@ -1,24 +1,38 @@
 """Whom to invite.
 
->>> select(["a", "b", "c", "d"], cohort=2, over_selection=1.5, seed=7, round_=1)
+>>> select(["a", "b", "c", "d"], wanted=3, seed=7, round_=1)
 ['a', 'c', 'd']
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from isthmus.federated import Utility
+from isthmus_server.strategy import utility
+from isthmus_server.strategy.attendance import Record
 
 
 def select(
-    ready: Iterable[str], *, cohort: int, over_selection: float, seed: int, round_: int
+    able: Iterable[str],
+    *,
+    wanted: int,
+    seed: int,
+    round_: int,
+    records: Mapping[str, Record] | None = None,
+    guided: Utility | None = None,
 ) -> list[str]:
-    """A uniform sample of `ceil(cohort * over_selection)` names, or all if there are fewer.
+    """So many of those who may be asked, or all: uniform, or guided by what is known of them.
 
-    The same names, seed and round give the same sample in every attempt and after every resume.
+    The same names, records, seed and round give the same sample in every attempt and after every
+    resume.
     """
-    names = sorted(ready)
-    wanted = min(len(names), math.ceil(cohort * over_selection))
+    names = sorted(able)
+    wanted = min(len(names), wanted)
     draw = random.Random(f"isthmus/cohort/{seed}/{round_}")  # noqa: S311 - chosen, not secret
-    return sorted(draw.sample(names, wanted))
+    if guided is None:
+        return sorted(draw.sample(names, wanted))
+    return sorted(
+        utility.choose(names, records or {}, guided, wanted=wanted, round_=round_, draw=draw)
+    )

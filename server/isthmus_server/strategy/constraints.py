@@ -61,6 +61,10 @@ def hold(answer: Answer, seen: Observation) -> Held:
         if not seen.open(side):
             held = _wait(_until_open(side, seen), seen)
             return Held(held.answer, (*interventions, *held.interventions))
+    if plan.regime != "datacenter" and seen.clients_ready < seen.needed:
+        held = _until_rested(seen)
+        if held is not None:
+            return Held(held.answer, (*interventions, *held.interventions))
     return Held(plan, interventions)
 
 
@@ -135,6 +139,19 @@ def _until_open(side: Side, seen: Observation) -> Wait | Stop:
     if forecast.changes_in is None:
         return Stop(f"the window of the {side} side never opens")
     return Wait(forecast.changes_in, f"the {side} side is outside of its window")
+
+
+def _until_rested(seen: Observation) -> Held | None:
+    """Until devices that are here may be asked again; None where others have to come."""
+    if seen.clients_ready + seen.clients_resting < seen.needed:
+        return None
+    why = (
+        f"{seen.clients_ready} devices may be asked and the quorum is {seen.needed}; "
+        f"{seen.clients_resting} rest (federated.hours, federated.participation)"
+    )
+    if seen.enough_in is None:
+        return _stopped(f"{why} for good")
+    return _wait(Wait(max(seen.enough_in, 1.0), why), seen)
 
 
 def _wait(answer: Wait | Stop, seen: Observation) -> Held:

@@ -29,6 +29,8 @@ def observe(
     state: Mapping[str, Any],
     clients_ready: int,
     datacenters: int,
+    clients_resting: int = 0,
+    enough_in: float | None = None,
     model_bytes: int,
     now: float,
     elapsed: float,
@@ -43,7 +45,9 @@ def observe(
         spent: price of everything so far, failed attempts included.
         device_bytes: bytes to and from devices so far, failed attempts included.
         state: what the policy's last committed plan had.
-        clients_ready: devices that have opened the run.
+        clients_ready: devices that have opened the run and may be asked.
+        clients_resting: devices that have, and may not: outside of their hours, or asked enough.
+        enough_in: seconds until the quorum of both may be asked; None if that is never.
         datacenters: how many datacenters have.
         model_bytes: size of the encoded model.
         now: seconds since 1970, UTC.
@@ -57,6 +61,8 @@ def observe(
         rounds=job.rounds,
         history=[past_round(row) for row in outcomes],
         clients_ready=clients_ready,
+        clients_resting=clients_resting,
+        enough_in=enough_in,
         datacenter_ready=datacenters > 0,
         datacenters=datacenters,
         spent=spent,

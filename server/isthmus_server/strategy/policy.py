@@ -135,7 +135,7 @@ class Observation:
     history: Sequence[PastRound]
     """Committed rounds, oldest first."""
     clients_ready: int
-    """Edge devices that are here and have opened the run."""
+    """Edge devices that are here, have opened the run and may be asked now."""
     datacenter_ready: bool
     """A datacenter is here and has opened the run."""
     spent: float
@@ -144,6 +144,11 @@ class Observation:
     """The job's limit on it."""
     state: Mapping[str, Any]
     """What the policy put into its last committed plan."""
+    clients_resting: int = 0
+    """Edge devices that are here and may not be asked now: outside of their hours, or at the most
+    rounds that one is asked for."""
+    enough_in: float | None = None
+    """Seconds until as many as the quorum may be asked; None if that is never, of those here."""
     datacenters: int = 1
     """Those that are here; each makes the steps of a datacenter round."""
     cohort: int = 8

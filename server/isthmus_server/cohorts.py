@@ -1,0 +1,74 @@
+"""Cohorts: who of those who are here may be asked, and who is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from isthmus.federated import FederatedSection
+from isthmus.job import Job
+from isthmus_server.clock import Clock
+from isthmus_server.roster import Roster
+from isthmus_server.store import Store
+from isthmus_server.strategy.attendance import Attendance
+from isthmus_server.strategy.cohort import select
+
+
+class Cohorts:
+    """Invites devices within their hours and their most rounds, as the job selects them.
+
+    What became of attempts at a round counts from the next round on, so that every attempt at a
+    round invites the same of those who are here.
+    """
+
+    def __init__(self, job: Job, roster: Roster, clock: Clock, store: Store) -> None:
+        """Remember what the log has of the run so far."""
+        self.job = job
+        self.roster = roster
+        self.clock = clock
+        self.attendance = Attendance(job.federated)
+        self._pending: list[Mapping[str, Any]] = []
+        roster.rests = lambda name: self._rests_for(name) > 0
+        rows = [row for state in ("failed", "committed") for row in store.attempts(state)]
+        for row in sorted(rows, key=lambda row: (row["round"], row["attempt"])):
+            outcome = row["outcome"]["round"]
+            self.failed(outcome) if "error" in outcome else self.committed(outcome)
+
+    def failed(self, row: Mapping[str, Any]) -> None:
+        """An attempt came to nothing."""
+        self._pending.append(row)
+
+    def committed(self, row: Mapping[str, Any]) -> None:
+        """A round is done."""
+        for attempt in (*self._pending, row):
+            self.attendance.take(
+                attempt["round"],
+                asked_at=attempt["started_at"],
+                seconds=attempt["seconds"],
+                receipts=[r for r in attempt["receipts"] if r["regime"] == "federated"],
+            )
+        self._pending.clear()
+
+    def invite(self, round_: int, settings: FederatedSection) -> dict[str, int]:
+        """The devices of a round, with the examples they declared."""
+        names = select(
+            self.roster.able(),
+            wanted=settings.invited,
+            seed=self.job.seed,
+            round_=round_,
+            records=self.attendance.records,
+            guided=settings.utility if settings.selection == "utility" else None,
+        )
+        return {name: self.roster.clients[name].examples for name in names}
+
+    def enough_in(self) -> float | None:
+        """Seconds until the quorum of those who are here may be asked; None if that is never."""
+        waits = sorted(self._rests_for(name) for name in self.roster.clients)
+        needed = self.job.federated.needed
+        if len(waits) < needed or waits[needed - 1] == math.inf:
+            return None
+        return waits[needed - 1]
+
+    def _rests_for(self, name: str) -> float:
+        return self.attendance.rests_for(name, self.clock.now())

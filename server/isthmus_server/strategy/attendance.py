@@ -1,0 +1,96 @@
+"""What is known of each device from the rounds it was asked in, and whether it may be asked again.
+
+>>> from isthmus.federated import FederatedSection, Participation
+>>> twice = FederatedSection(participation=Participation(rounds=1, hours=2))
+>>> attendance = Attendance(twice)
+>>> attendance.take(1, asked_at=0.0, seconds=9.0, receipts=[{"participant": "a", "started": True,
+...     "status": "accepted", "seconds": 3.0, "examples": 20, "loss": 1.5}])
+>>> attendance.rests_for("a", now=3600.0), attendance.rests_for("b", now=3600.0)
+(3600.0, 0.0)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from isthmus.federated import FederatedSection
+from isthmus.section import Hours
+from isthmus_server.strategy.windows import forecast_hours
+
+
+@dataclasses.dataclass
+class Record:
+    """One device that was asked at least once."""
+
+    asked: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """Rounds, each with when it was asked (seconds since 1970)."""
+    seconds: float = 0.0
+    """Its time for the work when it was asked last; at least what the whole attempt took, where it
+    did not come to its end."""
+    examples: int = 0
+    """Of its last update that was used."""
+    loss: float | None = None
+    """Mean over its examples while it made that update; None where the server cannot see it."""
+
+
+class Attendance:
+    """Records of all devices.
+
+    A round counts once, however many attempts it took: a run that goes on after a crash within a
+    round chooses as one that was never interrupted.
+    """
+
+    def __init__(self, settings: FederatedSection) -> None:
+        self.settings = settings
+        self.records: dict[str, Record] = {}
+
+    def take(
+        self,
+        round_: int,
+        *,
+        asked_at: float,
+        seconds: float,
+        receipts: Iterable[Mapping[str, Any]],
+    ) -> None:
+        """Note an attempt at a round: when it began, how long it took, its devices' receipts."""
+        for receipt in receipts:
+            if not receipt["started"]:
+                continue
+            record = self.records.setdefault(receipt["participant"], Record())
+            if not record.asked or record.asked[-1][0] != round_:
+                record.asked.append((round_, asked_at))
+            if receipt["status"] != "accepted":
+                record.seconds = max(record.seconds, seconds)
+                continue
+            record.seconds = receipt["seconds"]
+            record.examples = receipt["examples"]
+            loss = receipt.get("loss")
+            record.loss = loss if loss is not None and math.isfinite(loss) else None
+
+    def rests_for(self, name: str, now: float) -> float:
+        """Seconds until a device may be asked: 0 now, infinity never (again)."""
+        rest = self._until_below_cap(name, now)
+        hours = hours_of(self.settings, name)
+        if rest == math.inf or hours is None:
+            return rest
+        forecast = forecast_hours(hours, now + rest, None)
+        return rest if forecast.ready else rest + (forecast.changes_in or math.inf)
+
+    def _until_below_cap(self, name: str, now: float) -> float:
+        cap, record = self.settings.participation, self.records.get(name)
+        if cap is None or record is None or len(record.asked) < cap.rounds:
+            return 0.0
+        if cap.hours is None:
+            return math.inf
+        _, counted_since = record.asked[-cap.rounds]
+        return max(0.0, counted_since + cap.hours * 3600.0 - now)
+
+
+def hours_of(settings: FederatedSection, name: str) -> Sequence[Hours] | None:
+    """The hours that the job gives a device; None where it names none: always."""
+    found = [entry for entry in settings.hours if fnmatchcase(name, entry.devices)]
+    return found or None
