@@ -157,6 +157,8 @@ def _sights(decision: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     seen = restored(decision["seen"])
     yield from _labelled("so far", _past(decision))
     here = f"{_count(seen.clients_ready, 'device')} and {_count(seen.datacenters, 'datacenter')}"
+    if seen.clients_resting:
+        here += f" ({seen.clients_resting} more may not be asked now)"
     yield "here", f"{here}; a federated round invites {seen.invited()} and needs {seen.needed}"
     yield from _labelled("forecast", [_window(side, seen) for side in _SIDES])
     kinds: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
@@ -276,7 +278,8 @@ def _work(decision: Mapping[str, Any]) -> list[str]:
 def _outcome(decision: Mapping[str, Any]) -> list[str]:
     """What became of the plan, an attempt a line."""
     lines = []
-    before = next((row["metrics"] for row in reversed(decision["recent"]) if row["metrics"]), {})
+    evaluated = [row["metrics"] for row in decision["recent"] if row["metrics"]]
+    before = evaluated[-1] if evaluated else {}
     for row in decision["attempts"]:
         people, cost = row["participants"], row["cost"]
         took = f"{row['seconds']:.2f} s, cost {cost['price']:g}"

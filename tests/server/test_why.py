@@ -3,7 +3,6 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from observing import compared, observe
 
 from isthmus.errors import UserError
 from isthmus_server.commands import why
@@ -12,6 +11,8 @@ from isthmus_server.store import Store
 from isthmus_server.strategy import Plan
 from isthmus_server.strategy.policy import Forecast
 from isthmus_server.why import explanation
+
+from .observing import compared, observe
 
 CURIOUS = """
 from isthmus_server.strategy import Compare, Plan
@@ -101,7 +102,10 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     seen = observe(
         3,
-        forecast={"federated": Forecast(False, 9000.0, 0.25), "datacenter": Forecast()},
+        forecast={
+            "federated": Forecast(ready=False, changes_in=9000.0, share=0.25),
+            "datacenter": Forecast(),
+        },
         comparisons=[
             compared(("served", "warm"), (-0.05,)),
             compared(("served", "cold"), (0.005,)),
@@ -139,7 +143,7 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
         "found cold worse than served by 0.0050 (+-0.0100), which may be chance",
         "waited 10 min: the devices sleep",
         "kept models warm, cold",
-        "what the job's limits changed nothing: they held as they are",
+        "what the job's limits changed nothing: it is within them",
         "merged by merge='projected' from the model 'warm' the server optimizer begins anew "
         "the step is scaled by 0.5 'served' is kept as 'best' 'warm' is not kept on",
         "what came of it it was not finished",

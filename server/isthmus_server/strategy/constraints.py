@@ -62,9 +62,9 @@ def hold(answer: Answer, seen: Observation) -> Held:
             held = _wait(_until_open(side, seen), seen)
             return Held(held.answer, (*interventions, *held.interventions))
     if plan.regime != "datacenter" and seen.clients_ready < seen.needed:
-        held = _until_rested(seen)
-        if held is not None:
-            return Held(held.answer, (*interventions, *held.interventions))
+        rest = _until_rested(seen)
+        if rest is not None:
+            return Held(rest.answer, (*interventions, *rest.interventions))
     return Held(plan, interventions)
 
 
