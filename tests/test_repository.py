@@ -36,7 +36,7 @@ COMMANDS = [
     "isthmus job schema",
     "isthmus report --json RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
-    "isthmus why --json RUN_DIR ROUND_",
+    "isthmus why --json NUMBER RUN_DIR",
 ]
 
 

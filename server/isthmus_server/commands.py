@@ -142,9 +142,9 @@ def report(run_dir: Path, as_json: bool) -> None:
 
 @click.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("round_", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
+@click.argument("number", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the decisions as one document.")
-def why(run_dir: Path, round_: int | None, as_json: bool) -> None:
+def why(run_dir: Path, number: int | None, as_json: bool) -> None:
     """Say why each round of the run in the directory RUN was trained as it was.
 
     With ROUND, everything that one decision was made of.
@@ -154,7 +154,7 @@ def why(run_dir: Path, round_: int | None, as_json: bool) -> None:
 
     store = Store.open(run_dir)
     try:
-        found = explanation(store, round_)
+        found = explanation(store, number)
     finally:
         store.close()
     if as_json:
