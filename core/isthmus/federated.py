@@ -49,6 +49,25 @@ class Utility(Section):
     """The bonus is sqrt(this x ln(round) / last round that it was asked in)."""
 
 
+class Buffer(Section):
+    """Asynchronous buffered aggregation (FedBuff, Nguyen et al. 2022)."""
+
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Devices at work at the same time. Default: twice the cohort."""
+    staleness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """An update that began s rounds ago counts (1 + s) ** -staleness of a fresh one; 0: as much."""
+    most_staleness: Annotated[int, Field(ge=0)] = 20
+    """One that began longer ago is not used."""
+
+    def discount(self, stale: int) -> float:
+        """What an update counts that began so many rounds ago.
+
+        >>> Buffer(staleness=0.5).discount(3)
+        0.5
+        """
+        return float((1.0 + stale) ** -self.staleness)
+
+
 class FlowerStrategy(Section):
     """A strategy of Flower, or one written for it."""
 
@@ -74,8 +93,12 @@ class FederatedSection(Section):
 
     clients: Annotated[int, Field(ge=0, le=512)] = 0
     """Devices that `isthmus run` starts on this machine."""
+    mode: Literal["rounds", "buffered"] = "rounds"
+    """A cohort that trains together, or a buffer that is filled by devices at their own pace."""
+    buffer: Buffer = Buffer()
+    """For mode = "buffered"."""
     cohort: Annotated[int, Field(ge=1)] = 8
-    """Updates wanted each round."""
+    """Updates wanted each round; with mode = "buffered" the size of the buffer."""
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
     quorum: Annotated[int, Field(ge=1)] | None = None
@@ -135,6 +158,27 @@ class FederatedSection(Section):
                 "secure_aggregation = false if it may see each of them, or leave the strategy out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> FederatedSection:
+        if self.mode == "rounds":
+            return self
+        if self.over_selection != 1:
+            raise ValueError(
+                f"over_selection={self.over_selection:g} does not go with mode='buffered', which "
+                "keeps buffer.concurrency devices at work; leave it out"
+            )
+        if self.flower is not None:
+            raise ValueError(
+                f"flower.strategy.name={self.flower.strategy.name!r} works on rounds; set "
+                "mode = 'rounds', or leave the strategy out"
+            )
+        return self
+
+    @property
+    def concurrency(self) -> int:
+        """Devices at work at the same time with mode = "buffered"."""
+        return self.buffer.concurrency or 2 * self.cohort
 
     @property
     def needed(self) -> int:

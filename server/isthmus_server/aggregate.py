@@ -126,8 +126,8 @@ class Spool:
 
         return write
 
-    def add_to(self, total: WeightedSum, layout: Layout, weight: int) -> None:
-        """Check the update and add it: all of it or nothing.
+    def add_to(self, total: WeightedSum, layout: Layout, weight: int, scale: float = 1.0) -> None:
+        """Check the update and add it, times `scale` (of 0 to 1): all of it or nothing.
 
         Raises:
             UpdateError: another layout, a value that is not finite or out of range, or a weight
@@ -135,10 +135,10 @@ class Spool:
         """
         total.check_weight(weight)
         self._check_header(layout)
-        for count, (offset, tile) in enumerate(self._tiles(layout)):
+        for count, (offset, tile) in enumerate(self._tiles(layout, scale)):
             if not _in_range(tile):
                 reason = _explain(layout, offset, tile)
-                total.take_back(itertools.islice(self._tiles(layout), count), weight)
+                total.take_back(itertools.islice(self._tiles(layout, scale), count), weight)
                 raise UpdateError(reason)
             total.add_tile(offset, tile, weight)
         total.weight += weight
@@ -166,14 +166,15 @@ class Spool:
                 f"{layout.nbytes} are expected)"
             )
 
-    def _tiles(self, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
+    def _tiles(self, layout: Layout, scale: float = 1.0) -> Iterator[tuple[int, torch.Tensor]]:
         """All of it, stretch by stretch, each in the memory of the one before."""
         self._file.seek(len(layout.header))
         raw = memoryview(bytearray(4 * min(TILE, layout.size)))
         for start in range(0, layout.size, TILE):
             part = raw[: 4 * min(TILE, layout.size - start)]
             self._file.readinto(part)
-            yield start, torch.frombuffer(part, dtype=torch.float32)
+            tile = torch.frombuffer(part, dtype=torch.float32)
+            yield start, tile if scale == 1 else tile.mul_(scale)
 
     @contextlib.contextmanager
     def view(self) -> Iterator[memoryview]:

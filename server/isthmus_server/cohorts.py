@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from isthmus.federated import FederatedSection
@@ -50,11 +50,18 @@ class Cohorts:
             )
         self._pending.clear()
 
-    def invite(self, round_: int, settings: FederatedSection) -> dict[str, int]:
-        """The devices of a round, with the examples they declared."""
+    def invite(
+        self, round_: int, settings: FederatedSection, at_work: Collection[str] = ()
+    ) -> dict[str, int]:
+        """The devices of a round, with the examples they declared.
+
+        With mode = "buffered" as many as may be asked while its buffer is filled, of those who are
+        not `at_work` for it already.
+        """
+        buffered = settings.mode == "buffered"
         names = select(
-            self.roster.able(),
-            wanted=settings.invited,
+            set(self.roster.able()) - set(at_work),
+            wanted=settings.concurrency + settings.cohort if buffered else settings.invited,
             seed=self.job.seed,
             round_=round_,
             records=self.attendance.records,

@@ -133,6 +133,7 @@ class Coordinator:
             self._note("failed", {"reason": str(error)})
             raise
         finally:
+            await self.fleet.stop()
             await self.roster.stop()
         return final
 
@@ -236,11 +237,12 @@ class Coordinator:
             federated = federated.for_cohort(plan.cohort)
         one = alone and len(ranks) == 1
         averages = self.job.strategy.served_average > 0
+        cohort = {} if alone else self.cohorts.invite(round_, federated, self.fleet.at_work)
         return Work(
             plan=plan,
             round=round_,
             attempt=attempt,
-            cohort={} if alone else self.cohorts.invite(round_, federated),
+            cohort=cohort,
             federated=federated,
             datacenters=ranks,
             from_step=self.at.datacenter_step,
@@ -293,7 +295,8 @@ class Coordinator:
         row = attempt_row(
             plan, work.round, work.attempt, trained.receipts, started, self.clock.now()
         )
-        row["cost"]["price"] = self._price(len(work.cohort), work.steps * len(work.datacenters))
+        devices = sum(receipt.regime == "federated" for receipt in trained.receipts)
+        row["cost"]["price"] = self._price(devices, work.steps * len(work.datacenters))
         row["metrics"] = dict(evaluation)
         row["training"] = trained.training
         row["norms"] = trained.norms

@@ -34,6 +34,8 @@ class Receipt:
     """Its own time for the work."""
     loss: float | None = None
     """Its mean loss while it trained, where its update is plain: what selection by utility sees."""
+    staleness: int = 0
+    """How many rounds before this one it was asked, with federated.mode = "buffered"."""
     bytes_in: int = 0
     """Bytes it sent as contents."""
     bytes_out: int = 0

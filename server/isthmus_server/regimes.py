@@ -20,6 +20,7 @@ from isthmus.federated import FederatedSection
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory
+from isthmus_server.buffered import Buffered
 from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
 from isthmus_server.plain import PlainAttempt
@@ -47,7 +48,8 @@ class Fleet:
             from isthmus_server.flower.guest import Guest
 
             self.guest = Guest(job.federated, layout)
-        self._running: PlainAttempt | SecureAttempt | None = None
+        self.buffered = Buffered(self) if job.federated.mode == "buffered" else None
+        self._running: PlainAttempt | SecureAttempt | Buffered | None = None
 
     async def train(
         self,
@@ -68,6 +70,9 @@ class Fleet:
             AttemptFailed: fewer updates than the quorum.
         """
         settings = settings or self.job.federated
+        if self.buffered is not None:
+            self._running = self.buffered
+            return await self.buffered.train(round_, attempt, model, cohort, settings)
         if len(cohort) < settings.needed:
             raise AttemptFailed(
                 f"{len(cohort)} devices are ready and the quorum is {settings.needed}", []
@@ -81,6 +86,16 @@ class Fleet:
                 gathering = self.guest.begin(round_, start, cohort, settings)
             self._running = PlainAttempt(self, round_, attempt, model, cohort, settings, gathering)
         return await self._running.run()
+
+    @property
+    def at_work(self) -> list[str]:
+        """Devices that go on over the rounds' ends; see `Buffered`."""
+        return [] if self.buffered is None else list(self.buffered.working)
+
+    async def stop(self) -> None:
+        """The run is over."""
+        if self.buffered is not None:
+            await self.buffered.stop()
 
     def stopped(self, reason: str) -> list[Receipt]:
         """Receipts of an attempt that was cancelled before its end."""

@@ -1,0 +1,212 @@
+import asyncio
+
+import pytest
+import torch
+
+from isthmus.contents import describe
+from isthmus.errors import JobError
+from isthmus.exchange import Layout
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.regimes import AttemptFailed, Fleet
+from isthmus_server.report import document
+
+LAYOUT = Layout.from_shapes({"weight": (3,)})
+
+
+class Slow:
+    """Work that ends when the test says so, with an update that says from which round it is."""
+
+    def __init__(self, update, examples=10):
+        self.update = update
+        self.examples = examples
+        self.go = asyncio.Event()
+        self.rounds = []
+
+    async def __call__(self, guest, request, model):
+        work = request.train_local
+        self.rounds.append(work.round)
+        await self.go.wait()
+        vector = [float(work.round), 1.0, 0.0]
+        return self.update(LAYOUT, vector, examples=self.examples, training={"loss": 2.0})
+
+
+@pytest.fixture
+def begin(net, make_job, update, tmp_path):
+    """A fleet with a buffer, slow devices, and a round's `train(round_)`."""
+
+    async def begin(*overrides, names="abcd", lease=10.0):
+        await net.listen(lease)
+        settings = ("federated.mode=buffered", "federated.cohort=2", "federated.quorum=2")
+        fleet = Fleet(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
+        devices = {name: Slow(update) for name in names}
+        guests = {name: await net.join(name, work) for name, work in devices.items()}
+
+        async def train(round_, attempt=1):
+            payload = LAYOUT.encode(torch.full((3,), float(round_)))
+            content = describe(payload)
+            net.link.publish(content, payload)
+            try:
+                idle = {name: 10 for name in names if name not in fleet.at_work}
+                return await fleet.train(round_, attempt, content, idle)
+            finally:
+                net.link.retract(content)
+
+        return fleet, devices, guests, train
+
+    return begin
+
+
+def accepted(result):
+    return {r.participant: r.staleness for r in result.receipts if r.status == "accepted"}
+
+
+async def test_a_slow_device_delivers_into_a_later_buffer_and_counts_less(begin, net):
+    fleet, devices, guests, train = await begin("federated.buffer={concurrency=3, staleness=1}")
+    devices["a"].examples = 30
+    filling = asyncio.create_task(train(1))
+    await net.until(lambda: sum(bool(one.rounds) for one in devices.values()) == 3)
+    first = [name for name, one in devices.items() if one.rounds]
+    slow, *quick = first
+    for name in quick:
+        devices[name].go.set()
+    result = await filling
+    assert accepted(result) == dict.fromkeys(quick, 0)
+    assert result.pseudo_gradient.tolist() == [1.0, 1.0, 0.0]
+    assert result.training == {"staleness": 0.0, "loss": 2.0}
+    assert fleet.at_work[0] == slow
+    # Round 2 goes on while it is at work; in round 3 its update is two rounds old: a third of it.
+    for one in devices.values():
+        one.go.set() if one is not devices[slow] else None
+    assert slow not in accepted(await train(2))
+    filling = asyncio.create_task(train(3))
+    devices[slow].go.set()
+    result = await filling
+    found = accepted(result)
+    assert found.pop(slow) == 2
+    ((other, age),) = found.items()
+    weights = [devices[slow].examples, devices[other].examples]
+    old = torch.tensor([1.0, 1.0, 0.0]) / 3
+    newer = torch.tensor([3.0 - age, 1.0, 0.0]) / (1 + age)
+    expected = (weights[0] * old + weights[1] * newer) / sum(weights)
+    torch.testing.assert_close(result.pseudo_gradient, expected, atol=1e-6, rtol=0)
+    await net.until(lambda: guests[slow].receipts == [(True, "")])
+    await fleet.stop()
+
+
+async def test_an_update_that_is_too_old_is_not_used(begin, net):
+    fleet, devices, guests, train = await begin("federated.buffer={most_staleness=1}", names="abc")
+    for name in "bc":
+        devices[name].go.set()
+    for round_ in (1, 2):
+        assert accepted(await train(round_)) == {"b": 0, "c": 0}
+    filling = asyncio.create_task(train(3))
+    devices["a"].go.set()
+    result = await filling
+    assert set(accepted(result)) == {"b", "c"}
+    if "a" in fleet.at_work:  # the other two were quicker: it is for the next one to see
+        result = await train(5)
+    (late,) = (r for r in result.receipts if r.participant == "a")
+    assert late.status == "rejected"
+    assert "rounds ago, and at most 1 are taken" in late.reason
+    assert guests["a"].receipts[0][0] is False
+    await fleet.stop()
+
+
+async def test_a_device_that_is_lost_is_replaced(begin, net):
+    fleet, devices, guests, train = await begin(
+        "federated.buffer={concurrency=2}", names="abc", lease=0.2
+    )
+    filling = asyncio.create_task(train(1))
+    await net.until(lambda: sum(bool(one.rounds) for one in devices.values()) == 2)
+    gone, quick = (name for name, one in devices.items() if one.rounds)
+    (third,) = set("abc") - {gone, quick}
+    await guests[gone].leave()
+    devices[quick].go.set()
+    await net.until(lambda: gone not in net.link.peers and devices[third].rounds)
+    devices[third].go.set()
+    result = await filling
+    assert set(accepted(result)) == set("abc") - {gone}
+    (lost,) = (r for r in result.receipts if r.participant == gone)
+    assert (lost.status, "lease" in lost.reason) == ("dropped", True)
+    await fleet.stop()
+
+
+async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, net):
+    fleet, devices, _, train = await begin(
+        "time.round_seconds=0.3", "time.lease_seconds=0.1", names="ab"
+    )
+    devices["a"].go.set()
+    with pytest.raises(AttemptFailed, match="1 updates came into the buffer and the quorum is 2"):
+        await train(1)
+    assert fleet.at_work == ["b"]
+    devices["b"].go.set()
+    again = await train(1, attempt=2)
+    assert accepted(again) == {"a": 0, "b": 0}
+    await fleet.stop()
+
+
+async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):
+    fleet, devices, guests, train = await begin(names="abc")
+    for name in "ab":
+        devices[name].go.set()
+    assert set(accepted(await train(1))) == {"a", "b"}
+    await fleet.stop()
+    await net.until(lambda: len(guests["c"].cancelled) == 1)
+    assert fleet.at_work == []
+
+
+async def test_a_whole_run_in_buffers(place):
+    """Six real devices, three in a buffer: all are asked, none twice at once, and it learns."""
+    names = tuple("abcdef")
+    await place.listen(names=names)
+    store = place.create(
+        "run",
+        "federated.mode=buffered",
+        "federated.secure_aggregation=false",
+        "federated.buffer.concurrency=5",
+        "rounds=6",
+        "federated.local_epochs=2",
+    )
+    await Coordinator(store, place.link).run()
+    report = document(store)
+    rows = report["rounds"]
+    assert [row["participants"]["accepted"] for row in rows] == [3] * 6
+    taken = [r for row in rows for r in row["receipts"]]
+    assert {r["participant"] for r in taken} == set(names)
+    assert max(r["staleness"] for r in taken) > 0
+    assert rows[-1]["metrics"]["loss"] < 0.95 * rows[0]["metrics"]["loss"]
+    assert all(row["cost"]["price"] == len(row["receipts"]) for row in rows)
+
+
+async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
+    await place.listen(names=tuple("abcdef"))
+    settings = ("federated.mode=buffered", "federated.secure_aggregation=false", "rounds=4")
+    store = place.create("run", *settings)
+
+    def kill(kind, data):
+        if (kind, data.get("round")) == ("round", 3):
+            raise place.Killed
+
+    with pytest.raises(place.Killed):
+        await Coordinator(store, place.link, kill).run()
+    before = [row["model_sha256"] for row in document(store)["rounds"]]
+    again = place.reopen(store)
+    await Coordinator(again, place.link).run()
+    rows = document(again)["rounds"]
+    assert [row["model_sha256"] for row in rows[:2]] == before
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["federated.over_selection=1.5"], "over_selection=1.5 does not go with mode='buffered'"),
+        (["federated.flower={strategy={name='Krum'}}"], "flower.strategy.name='Krum' works on"),
+        (["federated.buffer.concurrency=0"], "federated.buffer.concurrency=0"),
+        (["federated.buffer.size=3"], "unknown key federated.buffer.size"),
+    ],
+)
+def test_what_does_not_go_with_a_buffer_is_refused(make_job, overrides, sentence):
+    with pytest.raises(JobError) as caught:
+        make_job("federated.mode=buffered", *overrides)
+    assert sentence in str(caught.value)
