@@ -168,6 +168,11 @@ class FederatedSection(Section):
                 f"over_selection={self.over_selection:g} does not go with mode='buffered', which "
                 "keeps buffer.concurrency devices at work; leave it out"
             )
+        if self.secure_aggregation:
+            raise ValueError(
+                "mode='buffered' takes updates in plain so far; set secure_aggregation = false if "
+                "the server may see each of them, or mode = 'rounds'"
+            )
         if self.flower is not None:
             raise ValueError(
                 f"flower.strategy.name={self.flower.strategy.name!r} works on rounds; set "

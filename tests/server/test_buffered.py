@@ -203,6 +203,7 @@ async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
         (["federated.over_selection=1.5"], "over_selection=1.5 does not go with mode='buffered'"),
         (["federated.flower={strategy={name='Krum'}}"], "flower.strategy.name='Krum' works on"),
         (["federated.buffer.concurrency=0"], "federated.buffer.concurrency=0"),
+        (["federated.secure_aggregation=true"], "mode='buffered' takes updates in plain so far"),
         (["federated.buffer.size=3"], "unknown key federated.buffer.size"),
     ],
 )
