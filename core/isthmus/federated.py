@@ -94,11 +94,12 @@ class FederatedSection(Section):
     clients: Annotated[int, Field(ge=0, le=512)] = 0
     """Devices that `isthmus run` starts on this machine."""
     mode: Literal["rounds", "buffered"] = "rounds"
-    """A cohort that trains together, or a buffer that is filled by devices at their own pace."""
+    """A cohort that trains together, or a buffer of as many updates that devices fill at their own
+    pace."""
     buffer: Buffer = Buffer()
     """For mode = "buffered"."""
     cohort: Annotated[int, Field(ge=1)] = 8
-    """Updates wanted each round; with mode = "buffered" the size of the buffer."""
+    """Updates wanted each round."""
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
     quorum: Annotated[int, Field(ge=1)] | None = None
