@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from isthmus_clients.training import LocalRun
 
 log = logging.getLogger(__name__)
+
+MOST_MODELS = 8
+"""That a device holds at a time, to compare them."""
 
 
 class Agent:
@@ -57,40 +60,44 @@ class Agent:
         self._welcome = welcome
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        """Memory for an arriving model: exactly one model of a run that is open.
+        """Memory for what arrives: exactly the models that a request of an open run names.
 
         Raises:
-            UpdateError: no such run is open, or the size is not its model's.
+            UpdateError: no such run is open, or the size is not that of its models.
         """
-        run = self._run(request.train_local.run_id)
-        if size != run.layout.nbytes:
+        kind = request.WhichOneof("work")
+        if kind == "score":
+            run = self._run(request.score.run_id)
+            candidates = request.score.candidates
+            count = 1 + max((number for one in candidates for number in one.of), default=0)
+            if count > MOST_MODELS:
+                raise UpdateError(f"{count} models are to be scored; at most {MOST_MODELS} are")
+        else:
+            run = self._run(request.train_local.run_id)
+            count = 2 if request.train_local.with_gradient else 1
+        if size != count * run.layout.nbytes:
             raise UpdateError(
-                f"a model of {size} bytes was announced where this run's takes {run.layout.nbytes}"
+                f"{count} models in {size} bytes were announced where one of this run's takes "
+                f"{run.layout.nbytes}"
             )
         return bytearray(size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Open or close a run, or train for one round."""
+        """Open or close a run, train for one round, or score models."""
         kind = request.WhichOneof("work")
         if kind == "open":
             async with self._working:
                 return await asyncio.to_thread(self._open, request.open), None
         if kind == "train_local":
-            run = self._run(request.train_local.run_id)
             assert isinstance(model, bytearray)
-            stopped = lambda: request.id in self._stopped  # noqa: E731
             async with self._working:
-                if request.train_local.secure:
-                    trained = await asyncio.to_thread(
-                        self._train_securely, run, request.train_local, model, stopped
-                    )
-                    return link_pb2.Reply(trained=trained), None
-                trained = await asyncio.to_thread(
-                    run.train, request.train_local, model, progress, stopped
-                )
-            return link_pb2.Reply(trained=trained), model
+                return await asyncio.to_thread(self._train, request, model, progress)
+        if kind == "score":
+            assert isinstance(model, bytearray)
+            async with self._working:
+                return await asyncio.to_thread(self._score, request.score, model), None
         if kind == "secure_step":
             async with self._working:
                 stepped, payload = await asyncio.to_thread(self._step, request.secure_step)
@@ -110,26 +117,25 @@ class Agent:
         """Stop training for a result that nobody wants, at the next step."""
         self._stopped.add(request.id)
 
-    def _train_securely(
-        self,
-        run: LocalRun,
-        work: link_pb2.TrainLocal,
-        model: bytearray,
-        stopped: Callable[[], bool],
-    ) -> link_pb2.Trained:
-        """Train, keep the update here, answer with the keys it will be masked with.
+    def _train(
+        self, request: link_pb2.Request, payload: bytearray, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Train, and send the update; or keep it here, and send the keys it will be masked with.
 
-        Nothing about this device goes out in clear: no loss, no progress, no number of examples.
+        With secure aggregation nothing about this device goes out in clear: no loss, no progress,
+        no number of examples.
         """
-        from isthmus_clients.secure import Credentials, SecureAttempt
+        from isthmus_clients.training import pieces
 
-        if self._credentials is None:
-            self._credentials = Credentials(self._signing_key.private_bytes_raw())
-        if self._welcome is not None:
-            self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
-        self._secure = None
-        attempt = SecureAttempt(work, self._credentials)
-        trained = run.train(work, model, lambda progress: None, stopped)
+        work = request.train_local
+        run = self._run(work.run_id)
+        model, *gradient = pieces(run.layout, payload)
+        stopped = lambda: request.id in self._stopped  # noqa: E731
+        if not work.secure:
+            trained = run.train(work, model, progress, stopped, *gradient)
+            return link_pb2.Reply(trained=trained), model
+        attempt = self._agree((work.run_id, work.round, work.attempt), work.secure, work.model)
+        trained = run.train(work, model, lambda progress: None, stopped, *gradient)
         advert = attempt.advertise(
             run.layout.decode(model),
             examples=trained.examples,
@@ -137,7 +143,41 @@ class Agent:
             seed=run.seed_of(work.round),
         )
         self._secure = attempt
-        return link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
+        answer = link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
+        return link_pb2.Reply(trained=answer), None
+
+    def _score(self, work: link_pb2.Score, payload: bytearray) -> link_pb2.Reply:
+        """Score models; with secure aggregation the scores stay here until they are masked."""
+        from isthmus import paired
+        from isthmus_clients.training import local_seed
+
+        run = self._run(work.run_id)
+        candidates = [list(one.of) for one in work.candidates]
+        if not work.secure:
+            scores = run.score(payload, candidates)
+            return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
+        about = (paired.visits_of(work.run_id), work.visit, work.attempt)
+        attempt = self._agree(about, work.secure, work.models)
+        started = time.monotonic()
+        figures = paired.figures(run.score(payload, candidates))
+        seed = local_seed(run.job.seed, -work.visit, self.participant.name)
+        advert = attempt.advertise(figures, examples=1, loss=0.0, seed=seed)
+        self._secure = attempt
+        seconds = time.monotonic() - started
+        return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=advert.to_bytes()))
+
+    def _agree(
+        self, about: tuple[str, int, int], agreed: bytes, content: link_pb2.Content
+    ) -> SecureAttempt:
+        """Look at what the server proposes, before anything is done for it."""
+        from isthmus_clients.secure import Credentials, SecureAttempt
+
+        if self._credentials is None:
+            self._credentials = Credentials(self._signing_key.private_bytes_raw())
+        if self._welcome is not None:
+            self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
+        self._secure = None
+        return SecureAttempt(about, agreed, content.sha256, self._credentials)
 
     def _step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         attempt = self._secure

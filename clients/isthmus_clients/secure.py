@@ -52,8 +52,16 @@ class SecureAttempt:
       * the update in plain is gone from memory once it is masked.
     """
 
-    def __init__(self, work: link_pb2.TrainLocal, credentials: Credentials) -> None:
+    def __init__(
+        self, about: tuple[str, int, int], agreed: bytes, model: bytes, credentials: Credentials
+    ) -> None:
         """Look at what the server proposes.
+
+        Args:
+            about: its run (or that run's visits, see `isthmus.paired`), round and attempt.
+            agreed: the agreement, encoded.
+            model: SHA-256 of the content that came with it.
+            credentials: this device's.
 
         Raises:
             PeerMisbehaved: the proposal is refused, with the reason.
@@ -61,24 +69,24 @@ class SecureAttempt:
         """
         if credentials.enrolment is None or credentials.directory is None:
             raise UpdateError("this device is not enrolled, so it cannot aggregate securely")
-        self.key = (work.run_id, work.round, work.attempt)
-        self.config = RoundConfig.from_bytes(work.secure)
+        self.key = about
+        self.config = RoundConfig.from_bytes(agreed)
+        if (self.config.run_id, self.config.round, self.config.attempt) != about:
+            raise UpdateError("the agreement is about another round than the request")
         self.session = ClientSession(
             self.config,
             identity=credentials.identity,
             enrolment=credentials.enrolment,
             directory=credentials.directory,
             history=credentials.history,
-            model_hash=work.model.sha256,
+            model_hash=model,
         )
-        if (self.config.run_id, self.config.round, self.config.attempt) != self.key:
-            raise UpdateError("the agreement is about another round than the request")
         self._encoded: Encoded | None = None
 
     def advertise(
         self, update: torch.Tensor, *, examples: int, loss: float, seed: bytes
     ) -> AdvertiseKeys:
-        """Encode a trained update (N) for the ring, and give the keys to mask it with.
+        """Encode an update (N), or what scores come to, and give the keys to mask it with.
 
         `seed` makes its rounding the same whenever the same round is repeated.
         """

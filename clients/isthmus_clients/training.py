@@ -9,19 +9,21 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 
-from isthmus.contents import describe
-from isthmus.errors import TaskError
+from isthmus.contents import Buffer, describe
+from isthmus.errors import TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
 from isthmus.job import Job
-from isthmus.scoring import Averages, batches, build_model, count_examples, losses
-from isthmus.task import Participant, load_task, user_code
+from isthmus.scoring import Averages, batches, build_model, count_examples, losses, score
+from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
 
@@ -56,6 +58,55 @@ def _number(seed: bytes) -> int:
     return int.from_bytes(seed[:8], "little") >> 1
 
 
+Candidates = Sequence[Sequence[int]]
+"""Models to score: each the mean of some of those that came, by their numbers."""
+
+
+def pieces(layout: Layout, payload: Buffer) -> list[memoryview]:
+    """The encoded vectors that came behind one another in one content."""
+    view = memoryview(payload)
+    return [view[at : at + layout.nbytes] for at in range(0, len(view), layout.nbytes)]
+
+
+def score_each(
+    task: Task,
+    model: nn.Module,
+    layout: Layout,
+    dataset: Dataset[Any],
+    batch_size: int,
+    models: Sequence[Buffer],
+    candidates: Candidates,
+) -> list[float]:
+    """Each candidate's mean bounded score on a dataset, 0 (best) to 1; see `Task.score`.
+
+    Args:
+        task: what is learned.
+        model: the module, which takes each candidate in turn.
+        layout: of the exchange set.
+        dataset: the device's own.
+        batch_size: examples at a time.
+        models: encoded.
+        candidates: what they are made into.
+
+    Raises:
+        UpdateError: a candidate is made of a model that did not come.
+        TaskError: the task's code raised.
+    """
+    vectors = [layout.decode(one) for one in models]
+    found = []
+    for of in candidates:
+        if not of or not all(number < len(vectors) for number in of):
+            raise UpdateError(
+                f"a candidate of the models {list(of)} is to be scored and {len(vectors)} came"
+            )
+        mean = vectors[of[0]].clone()
+        for number in of[1:]:
+            mean.add_(vectors[number])
+        layout.scatter(mean.div_(len(of)), model)
+        found.append(score(task, model, dataset, batch_size))
+    return found
+
+
 class LocalRun:
     """One run on one device: the task, its model and this device's data, kept between rounds."""
 
@@ -88,11 +139,15 @@ class LocalRun:
     def train(
         self,
         work: link_pb2.TrainLocal,
-        payload: bytearray,
+        payload: Buffer,
         progress: ReportProgress,
         stopped: Callable[[], bool],
+        gradient: Buffer | None = None,
     ) -> link_pb2.Trained:
         """Train from the encoded model in `payload`, and leave the update there in its place.
+
+        An encoded `gradient` is added to that of every step (one-way transfer of Mixed FL,
+        Augenstein et al. 2022).
 
         The update is the pseudo-gradient, start minus end (Reddi et al. 2021). What happens is a
         function of the job's seed, the round, the device's name and its data alone.
@@ -103,7 +158,8 @@ class LocalRun:
         started = time.monotonic()
         start = self.layout.decode(payload)
         self.layout.scatter(start, self.model)
-        steps, averages = self._steps(work.round, start, progress, stopped)
+        added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
+        steps, averages = self._steps(work.round, start, added, progress, stopped)
         self._subtract_end(start)
         if steps and not bool(torch.isfinite(start).all()):
             raise TaskError(
@@ -122,6 +178,7 @@ class LocalRun:
         self,
         round_: int,
         start: torch.Tensor,
+        added: dict[str, torch.Tensor],
         progress: ReportProgress,
         stopped: Callable[[], bool],
     ) -> tuple[int, Averages]:
@@ -154,6 +211,7 @@ class LocalRun:
                 with user_code("the backward pass"):
                     torch.autograd.backward(loss)
                 self._add_proximal(anchors, settings.proximal)
+                self._add_gradient(added)
                 with user_code("the optimizer's step"):
                     optimizer.step()
                 progress(link_pb2.Progress(steps=step, loss=value))
@@ -171,6 +229,26 @@ class LocalRun:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None and name in anchors:
                 parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
+
+    def _add_gradient(self, added: dict[str, torch.Tensor]) -> None:
+        """What the datacenter's data say, in every step the same."""
+        if not added:
+            return
+        for name, parameter in self.model.named_parameters():
+            if name not in added:
+                continue
+            if parameter.grad is None:
+                parameter.grad = added[name].to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.add_(added[name])
+
+    def score(self, payload: Buffer, candidates: Candidates) -> list[float]:
+        """Score candidates, made of the encoded models in `payload`, on this device's data."""
+        batch = self.job.evaluation.batch_size
+        models = pieces(self.layout, payload)
+        return score_each(
+            self.task, self.model, self.layout, self.dataset, batch, models, candidates
+        )
 
     def _subtract_end(self, start: torch.Tensor) -> None:
         """Start (N) becomes start - end, in place."""

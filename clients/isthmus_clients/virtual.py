@@ -13,30 +13,33 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import Dataset
 
 from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import batches, build_model, count_examples, losses
+from isthmus.scoring import build_model, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.training import CPU, local_seed, step_indices
+from isthmus_clients.stacked import Gradients, Stacked, stacked_batches
+from isthmus_clients.training import (
+    Candidates,
+    local_seed,
+    pieces,
+    score_each,
+    step_indices,
+)
 
 _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
 """Optimizers that look beyond the single element, and would see all devices' models as one."""
-
-Stacked = dict[str, torch.Tensor]
-"""Parameters by name, each (K, *shape)."""
 
 
 class VirtualFleet:
@@ -77,19 +80,16 @@ class VirtualFleet:
             self._run = _Run(work, self.data, self._run)
         return self._run
 
-    async def train(
-        self, participant: Participant, work: link_pb2.TrainLocal, payload: Buffer
-    ) -> link_pb2.Trained:
-        """One device's part of a round; the update takes the model's place in `payload`."""
+    async def train(self, part: _Part, work: link_pb2.TrainLocal) -> link_pb2.Trained:
+        """One device's part of a round; the update takes the model's place."""
         key = (work.run_id, work.round, work.attempt, work.model.sha256)
-        done: asyncio.Future[link_pb2.Trained] = asyncio.get_running_loop().create_future()
         parts = self._waiting.setdefault(key, [])
-        parts.append(_Part(participant, payload, done))
+        parts.append(part)
         if len(parts) == 1:
             flush = asyncio.create_task(self._flush(key, work))
             self._flushes.add(flush)
             flush.add_done_callback(self._flushes.discard)
-        return await done
+        return await part.done
 
     async def _flush(self, key: tuple[object, ...], work: link_pb2.TrainLocal) -> None:
         """Wait until nobody else comes, then train everybody."""
@@ -126,7 +126,7 @@ class VirtualDevice:
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Open or close a run, or train for one round."""
+        """Open or close a run, train for one round, or score models."""
         kind = request.WhichOneof("work")
         if kind == "open":
             run = self.fleet.open(request.open)
@@ -136,13 +136,19 @@ class VirtualDevice:
             return link_pb2.Reply(opened=link_pb2.Opened(examples=examples)), None
         if kind == "train_local":
             assert model is not None
-            if request.train_local.secure:
-                raise Refused(
-                    "virtual devices send their updates in plain; set "
-                    "federated.secure_aggregation = false to simulate"
-                )
-            trained = await self.fleet.train(self.participant, request.train_local, model)
-            return link_pb2.Reply(trained=trained), model
+            _check_plain(request.train_local.secure)
+            run = self.fleet.run(request.train_local.run_id)
+            start, *rest = pieces(run.layout, model)
+            part = _Part(self.participant, start, rest[0] if rest else None)
+            trained = await self.fleet.train(part, request.train_local)
+            return link_pb2.Reply(trained=trained), start
+        if kind == "score":
+            assert model is not None
+            _check_plain(request.score.secure)
+            run = self.fleet.run(request.score.run_id)
+            candidates = [list(one.of) for one in request.score.candidates]
+            scores = run.score(self.participant, model, candidates)
+            return link_pb2.Reply(scored=link_pb2.Scored(scores=scores)), None
         if kind == "close":
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise Refused(f"a virtual device does not do {kind!r}")
@@ -160,7 +166,21 @@ class _Part:
 
     participant: Participant
     payload: Buffer
-    done: asyncio.Future[link_pb2.Trained]
+    """The encoded model, and then the update."""
+    gradient: Buffer | None = None
+    """Encoded; added to that of every step."""
+    done: asyncio.Future[link_pb2.Trained] = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+def _check_plain(agreement: bytes) -> None:
+    """Devices of one process have no secrets from each other."""
+    if agreement:
+        raise Refused(
+            "virtual devices send their updates in plain; set "
+            "federated.secure_aggregation = false to simulate"
+        )
 
 
 class _Run:
@@ -200,6 +220,14 @@ class _Run:
                 self._datasets[participant.name] = self.task.local_data(participant)
         return self._datasets[participant.name]
 
+    def score(
+        self, participant: Participant, payload: Buffer, candidates: Candidates
+    ) -> list[float]:
+        """A device's scores of candidates; see `training.score_each`."""
+        dataset, batch = self.dataset(participant), self.job.evaluation.batch_size
+        models = pieces(self.layout, payload)
+        return score_each(self.task, self.model, self.layout, dataset, batch, models, candidates)
+
     def train(
         self, work: link_pb2.TrainLocal, parts: Sequence[_Part], step_seconds: float
     ) -> list[link_pb2.Trained]:
@@ -209,6 +237,8 @@ class _Run:
             TaskError: the task's code raised, or a loss or update is not finite.
         """
         start = self.layout.decode(bytearray(parts[0].payload))
+        gradient = parts[0].gradient
+        added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
         datasets = [self.dataset(part.participant) for part in parts]
         counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
         seeds = [local_seed(self.job.seed, work.round, part.participant.name) for part in parts]
@@ -218,7 +248,7 @@ class _Run:
         ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(seeds[0][:8], "little") >> 1)
-            ends, mean_losses = self._steps(start, datasets, indices, parts[0].participant)
+            ends, mean_losses = self._steps(start, added, datasets, indices, parts[0].participant)
         updates = torch.cat(
             [
                 (part - ends[name]).reshape(len(parts), -1)
@@ -248,6 +278,7 @@ class _Run:
     def _steps(
         self,
         start: torch.Tensor,
+        added: Stacked,
         datasets: Sequence[Dataset[Any]],
         indices: Sequence[Sequence[list[int]]],
         participant: Participant,
@@ -260,7 +291,7 @@ class _Run:
         anchors = {name: part.clone() for name, part in stacked.items()}
         if not most:
             return stacked, [0.0] * k
-        inputs, targets, present = _stacked_batches(
+        inputs, targets, present = stacked_batches(
             datasets, indices, most, self.job.federated.batch_size
         )
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
@@ -275,6 +306,8 @@ class _Run:
             for name, gradient in gradients.items():
                 if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
                     gradient.add_(stacked[name].detach() - anchors[name], alpha=mu)
+                if name in added:
+                    gradient.add_(added[name])
                 stacked[name].grad = gradient
             with user_code("the optimizer's step"):
                 optimizer.step()
@@ -300,89 +333,3 @@ class _Run:
                 "choose another optimizer, or real devices"
             )
         return optimizer
-
-
-class Gradients:
-    """Gradients of all devices' losses, recorded once as plain operations for each shape."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        self._scored = _Scored(task, model)
-        self._recorded: dict[tuple[object, ...], Callable[..., Any]] = {}
-
-    def __call__(
-        self, stacked: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[Stacked, torch.Tensor]:
-        """Gradients (K, *shape) of each device's weighted loss, and the loss of each example.
-
-        `inputs` and `target` are (K, B, ...), `weights` (K, B).
-        """
-        parameters = {f"model.{name}": part.detach() for name, part in stacked.items()}
-        key = (inputs.shape, inputs.dtype, target.shape, target.dtype)
-        if key not in self._recorded:
-            with user_code("the loss of many devices at once (torch.vmap)"):
-                record = make_fx(lambda *tensors: self._all(*tensors))  # it counts arguments
-                self._recorded[key] = record(parameters, inputs, target, weights)
-        with user_code("the loss of many devices at once (torch.vmap)"):
-            gradients, examples = self._recorded[key](parameters, inputs, target, weights)
-        return {name.removeprefix("model."): part for name, part in gradients.items()}, examples
-
-    def _all(
-        self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[Stacked, torch.Tensor]:
-        """The sum over devices has each device's gradient in its own rows."""
-
-        def loss(parameters: Stacked) -> tuple[torch.Tensor, torch.Tensor]:
-            examples = torch.vmap(self._one, randomness="different")(parameters, inputs, target)
-            return (examples * weights).sum(), examples
-
-        gradients, examples = torch.func.grad(loss, has_aux=True)(parameters)
-        # Fused optimizers take it for granted that a gradient lies as its parameter does.
-        return {name: part.contiguous() for name, part in gradients.items()}, examples
-
-    def _one(self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        scored: torch.Tensor = torch.func.functional_call(
-            self._scored, parameters, (inputs, target)
-        )
-        return scored
-
-
-class _Scored(nn.Module):
-    """Task and model as one module: examples in, the mean loss of each one's units (B) out."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self.task = task
-        self.model = model.train()
-
-    def forward(self, inputs: Any, target: Any) -> torch.Tensor:
-        _, values = losses(self.task, self.model, inputs, target)
-        return values.reshape(len(inputs), -1).mean(1)
-
-
-def _stacked_batches(
-    datasets: Sequence[Dataset[Any]],
-    indices: Sequence[Sequence[list[int]]],
-    most: int,
-    batch_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs and targets (S, K, B, ...), and which examples are real (S, K, B).
-
-    A device with fewer steps or a short last batch is filled up with its first example.
-    """
-    inputs, targets = [], []
-    present = torch.zeros(most, len(datasets), batch_size)
-    for k, (dataset, steps) in enumerate(zip(datasets, indices, strict=True)):
-        flat = []
-        for s, step in enumerate(steps):
-            flat += step + [0] * (batch_size - len(step))
-            present[s, k, : len(step)] = 1.0
-        flat += [0] * (batch_size * most - len(flat))
-        x, y = next(batches(dataset, flat, len(flat), CPU))
-        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-            raise TaskError(
-                "virtual devices need examples of two tensors (input, target), not "
-                f"{type(x).__name__} and {type(y).__name__}"
-            )
-        inputs.append(x.reshape(most, batch_size, *x.shape[1:]))
-        targets.append(y.reshape(most, batch_size, *y.shape[1:]))
-    return torch.stack(inputs, 1), torch.stack(targets, 1), present

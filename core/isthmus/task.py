@@ -111,6 +111,15 @@ class Task:
         """Further figures, each one value per scored unit; averaged by Isthmus. Default: none."""
         return {}
 
+    def score(self, output: Any, target: Any) -> torch.Tensor:
+        """How bad, from 0 to 1, for each scored unit: by this, devices compare models.
+
+        Bounded, so that no single overconfident answer outweighs the rest. Default:
+        ``1 - exp(-loss)``, which for cross-entropy is one minus the probability of the target.
+        Values outside of 0 to 1 are cut off, and what is not a number counts as 1.
+        """
+        return 1 - self.loss(output, target).neg().exp()
+
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
         raise NotImplementedError

@@ -24,8 +24,9 @@ from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.stream import Stream
 from isthmus.wire import link_pb2
 
-VERSION = 1
-"""Newest version of the link spoken here."""
+VERSION = 2
+"""Newest version of the link spoken here. Since 2: devices score models and take a gradient along,
+datacenters give their gradient."""
 OLDEST_VERSION = 1
 """Oldest version of the link still spoken here."""
 
@@ -315,6 +316,10 @@ def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
     kind = request.WhichOneof("work")
     if kind == "train_local":
         return request.train_local.model
+    if kind == "score":
+        return request.score.models
+    if kind == "mean_gradient":
+        return request.mean_gradient.model
     if kind == "train_steps" and request.train_steps.HasField("model"):
         return request.train_steps.model
     return None

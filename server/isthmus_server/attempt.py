@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from isthmus.errors import RoundFailed, UserError
-from isthmus.federated import FederatedSection
 from isthmus.job import Job
 from isthmus_server import merge
 from isthmus_server.link import Link
@@ -22,31 +21,7 @@ from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedRes
 from isthmus_server.receipts import Receipt
 from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.strategy.policy import Plan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is to be done, as it follows from a plan."""
-
-    plan: Plan
-    round: int
-    attempt: int
-    cohort: Mapping[str, int]
-    """Devices, with the examples they declared; none in a datacenter round."""
-    federated: FederatedSection
-    """The job's, with the cohort's size and quorum of this round."""
-    datacenters: Sequence[str]
-    """None in a federated round."""
-    from_step: int
-    """Steps that the datacenters have made before it."""
-    steps: int
-    """To be made; 0 without a datacenter."""
-    model_is_there: bool
-    """The datacenter holds the model at `from_step`."""
-    evaluate: bool
-    """It evaluates where it is trained."""
-    hand_back: bool
-    """Datacenters send what they made."""
+from isthmus_server.work import Work
 
 
 @dataclasses.dataclass

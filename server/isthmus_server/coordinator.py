@@ -17,7 +17,7 @@ from typing import Any
 from isthmus.errors import IsthmusError, RoundFailed, UserError
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
-from isthmus_server.attempt import Trained, Trainer, Work
+from isthmus_server.attempt import Trained, Trainer
 from isthmus_server.clock import Clock
 from isthmus_server.cohorts import Cohorts
 from isthmus_server.link import Link
@@ -40,8 +40,13 @@ from isthmus_server.strategy.policy import (
     Stop,
     load_policy,
 )
+from isthmus_server.visitor import Visitor, after_visit
+from isthmus_server.work import Work, evaluates, work_of
 
 log = logging.getLogger(__name__)
+
+NOTED_EVERY = 30.0
+"""Seconds between two times that a run's time is written down."""
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 """Told of everything that happens, as `(kind, data)`; views are built on it."""
@@ -103,6 +108,7 @@ class Coordinator:
         self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
         self.datacenter = Datacenter(link, self.job, store.run_id, layout)
         self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
+        self.visitor = Visitor(store, self.roster, self.fleet, self.snapshots, self.clock)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -115,6 +121,7 @@ class Coordinator:
         self.store.reopen()
         self.roster.start()
         self._began = self.clock.now() - self.at.elapsed
+        lasting = asyncio.create_task(self._keep_time())
         try:
             await self.roster.wait_for_embedded()
             reason = "all rounds are done"
@@ -134,8 +141,15 @@ class Coordinator:
             raise
         finally:
             await self.fleet.stop()
+            lasting.cancel()
             await self.roster.stop()
         return final
+
+    async def _keep_time(self) -> None:
+        """Write down how long the run has gone on for, so that a crash forgets no wait."""
+        while True:
+            await asyncio.sleep(NOTED_EVERY)
+            self.store.lasted(self.clock.now() - self._began)
 
     async def _round(self, decision: Decision, plan: Plan) -> None:
         """Try a round until it is committed, or the job's attempts are used up."""
@@ -158,7 +172,9 @@ class Coordinator:
     async def _one_attempt(
         self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
     ) -> None:
-        work = self._work(plan, round_, attempt)
+        work = work_of(
+            self.job, self.at, self.roster, self.cohorts, self.fleet.at_work, plan, attempt
+        )
         self.store.plan(
             round_,
             attempt,
@@ -204,7 +220,9 @@ class Coordinator:
             now=now,
             elapsed=now - self._began,
             models=self.snapshots.names(self.at.models),
-            comparisons=[Comparison(**visit["comparison"]) for visit in self.at.visits],
+            comparisons=[
+                Comparison(**one["comparison"]) for one in self.at.visits if one["comparison"]
+            ],
         )
 
     async def _decide(self) -> Decision:
@@ -222,35 +240,23 @@ class Coordinator:
         )
 
     async def _visit(self, asked: Compare) -> None:
-        raise RoundFailed("devices of this version cannot score models")
+        """Have devices compare models; what they say stays in the log for this round."""
+        for tries in itertools.count(1):
+            last = tries >= self.job.attempts
+            row = await self.visitor.visit(self.at, asked, self._bring_home, last=last)
+            self.at = after_visit(self.at, row)
+            self._note("visited", row)
+            if row["error"] is None:
+                return
+            if last:
+                raise RoundFailed(
+                    f"devices could not compare the models in {tries} tries; the last time "
+                    f"because: {row['error']}"
+                )
 
     def _price(self, devices: int, steps: int) -> float:
         prices = self.job.prices
         return devices * prices.client_update + steps * prices.datacenter_step
-
-    def _work(self, plan: Plan, round_: int, attempt: int) -> Work:
-        """What a plan comes to with those who are here."""
-        alone = plan.regime == "datacenter"
-        ranks = sorted(self.roster.datacenters) if plan.regime != "federated" else []
-        federated = self.job.federated
-        if plan.cohort is not None and not alone:
-            federated = federated.for_cohort(plan.cohort)
-        one = alone and len(ranks) == 1
-        averages = self.job.strategy.served_average > 0
-        cohort = {} if alone else self.cohorts.invite(round_, federated, self.fleet.at_work)
-        return Work(
-            plan=plan,
-            round=round_,
-            attempt=attempt,
-            cohort=cohort,
-            federated=federated,
-            datacenters=ranks,
-            from_step=self.at.datacenter_step,
-            steps=(plan.datacenter_steps or self.job.datacenter.steps) if ranks else 0,
-            model_is_there=plan.start == CURRENT and ranks == [self.at.holder],
-            evaluate=one and not averages and self._evaluates(round_),
-            hand_back=not one or averages or any(plan.keep.values()),
-        )
 
     # -- where to start from -----------------------------------------------------------------------
 
@@ -273,14 +279,11 @@ class Coordinator:
 
     # -- evaluate ----------------------------------------------------------------------------------
 
-    def _evaluates(self, round_: int) -> bool:
-        return round_ % self.job.evaluation.every == 0 or round_ == self.job.rounds
-
     async def _evaluate(self, work: Work, trained: Trained) -> Mapping[str, float]:
         """Figures of the served model on the central held-out data."""
         if work.evaluate:
             return trained.datacenters[0].evaluation
-        if not self._evaluates(work.round):
+        if not evaluates(self.job, work.round):
             return {}
         return await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
 
@@ -296,7 +299,13 @@ class Coordinator:
             plan, work.round, work.attempt, trained.receipts, started, self.clock.now()
         )
         devices = sum(receipt.regime == "federated" for receipt in trained.receipts)
-        row["cost"]["price"] = self._price(devices, work.steps * len(work.datacenters))
+        cost = self._price(devices, work.steps * len(work.datacenters))
+        moved = row["cost"]["device_bytes"]
+        row["visits"] = list(self.at.visits)
+        row["comparisons"] = [one["comparison"] for one in self.at.visits if one["comparison"]]
+        # Visits belong to the round they were made for, and are in `at` already.
+        row["cost"]["price"] = cost + sum(one["price"] for one in self.at.visits)
+        row["cost"]["device_bytes"] += sum(one["device_bytes"] for one in self.at.visits)
         row["metrics"] = dict(evaluation)
         row["training"] = trained.training
         row["norms"] = trained.norms
@@ -316,8 +325,8 @@ class Coordinator:
             model_in_datacenter=away,
             policy_state=dict(plan.state),
             outcomes=[*self.at.outcomes, row],
-            spent=self.at.spent + row["cost"]["price"],
-            device_bytes=self.at.device_bytes + row["cost"]["device_bytes"],
+            spent=self.at.spent + cost,
+            device_bytes=self.at.device_bytes + moved,
             visits=[],
         )
         row["seconds"] = self.clock.now() - started

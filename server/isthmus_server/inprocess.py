@@ -12,7 +12,7 @@ import uuid
 
 from isthmus.contents import Buffer, Write
 from isthmus.errors import IsthmusError, UpdateError
-from isthmus.uplink import Worker, content_of, model_of
+from isthmus.uplink import VERSION, Worker, content_of, model_of
 from isthmus.wire import link_pb2
 from isthmus_server.link import Link, Peer
 
@@ -42,7 +42,9 @@ class InProcessLink(Link):
 
     def join(self, name: str, role: link_pb2.Role, worker: Worker) -> None:
         """A participant dials in."""
-        peer = Peer(link_pb2.Hello(name=name, role=role, instance=uuid.uuid4().hex))
+        instance = uuid.uuid4().hex
+        hello = link_pb2.Hello(name=name, role=role, instance=instance, version_max=VERSION)
+        peer = Peer(hello)
         peer.fresh = False
         self.peers[name] = peer
         self._workers[name] = worker

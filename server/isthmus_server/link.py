@@ -43,6 +43,8 @@ class Peer:
         self.name = hello.name
         self.role = hello.role
         self.instance = hello.instance
+        self.version = min(hello.version_max, VERSION)
+        """Of the link, as both sides speak it."""
         self.stream: Stream | None = None
         self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
         self.unsettled: set[str] = set()

@@ -116,6 +116,15 @@ class Progress:
                     f"{receipt['reason']}"
                 )
 
+    def _on_visited(self, data: Mapping[str, Any]) -> None:
+        found = data["comparison"]
+        if found is None:
+            said = f"[red]try {data['attempt']} failed:[/red] {data['error']}"
+        else:
+            scores = (f"{name} {found['score'][name]:.4f}" for name in found["models"])
+            said = f"{found['devices']} devices scored {', '.join(scores)} (0 is best)"
+        self._say(f"           comparison for round {data['round']}: {said}")
+
     def _on_attempt_failed(self, data: Mapping[str, Any]) -> None:
         self._say(
             f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {data['error']}"

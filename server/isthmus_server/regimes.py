@@ -25,7 +25,7 @@ from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
 from isthmus_server.plain import PlainAttempt
 from isthmus_server.receipts import Receipt
-from isthmus_server.secure import SecureAttempt
+from isthmus_server.secure import SecureAttempt, agreement
 
 if TYPE_CHECKING:
     from isthmus_server.flower.guest import Guest
@@ -78,7 +78,15 @@ class Fleet:
                 f"{len(cohort)} devices are ready and the quorum is {settings.needed}", []
             )
         if settings.secure_aggregation:
-            self._running = SecureAttempt(self, round_, attempt, model, cohort, settings)
+
+            def begin(agreed: bytes) -> link_pb2.Request:
+                work = link_pb2.TrainLocal(
+                    run_id=self.run_id, round=round_, attempt=attempt, model=model, secure=agreed
+                )
+                return link_pb2.Request(train_local=work)
+
+            config = agreement(self, round_, attempt, model, settings)
+            self._running = SecureAttempt(self, config, model, cohort, begin)
         else:
             gathering = None
             if self.guest is not None:

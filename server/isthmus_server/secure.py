@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from isthmus.errors import (
     AggregationAborted,
@@ -55,11 +55,30 @@ _FOR_TRAINING = 0.75
 """Share of the round's time after which the protocol begins with those who have trained."""
 
 
+class Margins(TypedDict):
+    """Fields of an agreement; see `RoundConfig`."""
+
+    clients_max: int
+    clients_min: int
+    corrupt_permille: int
+    dropout_permille: int
+
+
+def margins(settings: FederatedSection) -> Margins:
+    """How many take part, and how many of them may be missing or corrupt."""
+    missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
+    return {
+        "clients_max": settings.cohort,
+        "clients_min": settings.needed,
+        "corrupt_permille": _CORRUPT_PERMILLE,
+        "dropout_permille": math.ceil(missing),
+    }
+
+
 def agreement(
     fleet: Fleet, round_: int, attempt: int, model: link_pb2.Content, settings: FederatedSection
 ) -> RoundConfig:
     """What every device of the attempt agrees to; see `RoundConfig`."""
-    missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
     return RoundConfig(
         run_id=fleet.run_id,
         round=round_,
@@ -67,13 +86,14 @@ def agreement(
         model_hash=model.sha256,
         size=fleet.layout.size,
         slots=(Slot(name="loss", maximum=LARGEST_LOSS),),
-        clients_max=settings.cohort,
-        clients_min=settings.needed,
-        corrupt_permille=_CORRUPT_PERMILLE,
-        dropout_permille=math.ceil(missing),
+        **margins(settings),
         clip=settings.clip,
         weight_max=settings.most_examples,
     )
+
+
+Begin = Callable[[bytes], link_pb2.Request]
+"""From the agreement to the first request of an attempt: training, or scoring."""
 
 
 class SecureAttempt:
@@ -88,20 +108,18 @@ class SecureAttempt:
     def __init__(
         self,
         fleet: Fleet,
-        round_: int,
-        attempt: int,
+        config: RoundConfig,
         model: link_pb2.Content,
         cohort: Collection[str],
-        settings: FederatedSection,
+        begin: Begin,
     ) -> None:
+        """`begin` makes the request in which a device computes what is summed up."""
         self.fleet = fleet
-        self.round = round_
-        self.attempt = attempt
         self.model = model
         self.cohort = sorted(cohort)
-        self.settings = settings
-        self.config = agreement(fleet, round_, attempt, model, settings)
-        self.session = ServerSession(self.config, fleet.directory, invited=cohort)
+        self.config = config
+        self.begin = begin
+        self.session = ServerSession(config, fleet.directory, invited=cohort)
         self.receipts: dict[str, Receipt] = {}
         self.seconds: dict[str, float] = {}
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
@@ -114,11 +132,13 @@ class SecureAttempt:
             AttemptFailed: too few were left at some step.
         """
         times = self.fleet.job.time
-        session, settings = self.session, self.settings
+        session = self.session
         start = asyncio.get_running_loop().time()
         trained_by = start + _FOR_TRAINING * times.round_seconds
         try:
-            await self._step("training", self.cohort, self._train, trained_by, settings.cohort)
+            await self._step(
+                "training", self.cohort, self._train, trained_by, self.config.clients_max
+            )
             roster = session.roster().to_bytes()
             await self._quick("sharing keys", {"roster": roster}, self._take_shares)
             boxes = session.inboxes()
@@ -140,7 +160,7 @@ class SecureAttempt:
             session.close()
         receipts = self._all_receipts(total.clients)
         training = {
-            "loss": aggregate.figures["loss"],
+            **aggregate.figures,
             "examples": float(aggregate.weight),
             "clipped": aggregate.clipped,
         }
@@ -212,19 +232,13 @@ class SecureAttempt:
             self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
 
     async def _train(self, name: str) -> None:
-        work = link_pb2.TrainLocal(
-            run_id=self.fleet.run_id,
-            round=self.round,
-            attempt=self.attempt,
-            model=self.model,
-            secure=self.config.to_bytes(),
-        )
-        request = link_pb2.Request(id=self.fleet.link.new_id(), train_local=work)
+        request = self.begin(self.config.to_bytes())
+        request.id = self.fleet.link.new_id()
         reply = await self._reply(name, request, "trained")
         self.fleet.link.settle(name, request.id, True)
         advert = AdvertiseKeys.from_bytes(reply.trained.secure)
         _same(name, advert.name)
-        if self.session.heard >= self.settings.cohort:
+        if self.session.heard >= self.config.clients_max:
             raise UpdateError("enough devices had come")
         self.session.take_advert(advert)
         self.seconds[name] = reply.trained.seconds
@@ -233,9 +247,9 @@ class SecureAttempt:
         self, name: str, message: dict[str, bytes]
     ) -> tuple[link_pb2.Request, link_pb2.SecureStepped]:
         step = link_pb2.SecureStep(
-            run_id=self.fleet.run_id,
-            round=self.round,
-            attempt=self.attempt,
+            run_id=self.config.run_id,
+            round=self.config.round,
+            attempt=self.config.attempt,
             **message,
         )
         request = link_pb2.Request(id=self.fleet.link.new_id(), secure_step=step)

@@ -39,8 +39,12 @@ CREATE TABLE IF NOT EXISTS attempts (
     planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL, outcome TEXT,
     PRIMARY KEY (round, attempt)
 );
-CREATE TABLE IF NOT EXISTS visits (
-    number INTEGER PRIMARY KEY, round INTEGER NOT NULL, asked TEXT NOT NULL, outcome TEXT
+CREATE TABLE IF NOT EXISTS visit_attempts (
+    number INTEGER NOT NULL, attempt INTEGER NOT NULL, round INTEGER NOT NULL, asked TEXT NOT NULL,
+    outcome TEXT, PRIMARY KEY (number, attempt)
+);
+CREATE TABLE IF NOT EXISTS lasted (
+    one INTEGER PRIMARY KEY CHECK (one = 1), elapsed REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS events (
     at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
@@ -76,13 +80,15 @@ class Resume:
     device_bytes: int
     """Bytes to and from devices so far, failed attempts included."""
     elapsed: float
-    """Seconds that the run went on for, up to the end of its last attempt."""
+    """Seconds that the run went on for, up to when that was last written down."""
     decided: Mapping[str, Any] | None
     """The `plan` and `observation` of the next round, if a crash cut it short."""
     visits: Sequence[Mapping[str, Any]]
-    """Made for the next round before a crash, in order; they are not made again."""
+    """Tries at visits for the next round, in order; what they gave is not asked for again."""
     visited: int
-    """Visits of the whole run so far, each try counted."""
+    """Visits of the whole run that have ended, with a result or given up."""
+    visit_attempts: int
+    """Number of the last try at the next visit, one that a crash cut short included."""
 
     def to_json(self) -> dict[str, Any]:
         """What a commit has to remember beside its round's row."""
@@ -194,17 +200,23 @@ class Store:
         )
         self._drop_old_checkpoints()
 
-    def visit(self, number: int, round_: int, asked: Mapping[str, Any]) -> None:
+    def visit(self, number: int, attempt: int, round_: int, asked: Mapping[str, Any]) -> None:
         """Write down that devices are about to be asked to compare models for a round."""
         self._db.execute(
-            "INSERT INTO visits VALUES (?, ?, ?, NULL)", (number, round_, json.dumps(asked))
+            "INSERT INTO visit_attempts VALUES (?, ?, ?, ?, NULL)",
+            (number, attempt, round_, json.dumps(asked)),
         )
 
-    def visited(self, number: int, outcome: Mapping[str, Any]) -> None:
-        """A visit has ended, with a result or without."""
+    def visited(self, number: int, attempt: int, outcome: Mapping[str, Any]) -> None:
+        """A try at a visit has ended, with a result or without."""
         self._db.execute(
-            "UPDATE visits SET outcome=? WHERE number=?", (json.dumps(outcome), number)
+            "UPDATE visit_attempts SET outcome=? WHERE number=? AND attempt=?",
+            (json.dumps(outcome), number, attempt),
         )
+
+    def lasted(self, elapsed: float) -> None:
+        """The run has gone on for so many seconds."""
+        self._db.execute("INSERT OR REPLACE INTO lasted VALUES (1, ?)", (elapsed,))
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
         """Note something that happened, for the report and for views."""
@@ -248,6 +260,13 @@ class Store:
             for round_, attempt, plan, seen, outcome in rows
         ]
 
+    def visits(self) -> list[dict[str, Any]]:
+        """What each try at a visit came to, oldest first."""
+        rows = self._db.execute(
+            "SELECT outcome FROM visit_attempts WHERE outcome NOT NULL ORDER BY number, attempt"
+        )
+        return [json.loads(outcome) for (outcome,) in rows]
+
     def events(self) -> list[dict[str, Any]]:
         """Everything noted by `event`, oldest first."""
         rows = self._db.execute("SELECT at, kind, data FROM events ORDER BY rowid")
@@ -265,13 +284,9 @@ class Store:
         ).fetchone()
         cut_short = tried is not None and self.status()[0] == "running"
         rows = [row["outcome"]["round"] for row in committed + failed]
-        visits = [
-            json.loads(outcome)
-            for (outcome,) in self._db.execute(
-                "SELECT outcome FROM visits WHERE round=? AND outcome NOT NULL ORDER BY number",
-                (number + 1,),
-            )
-        ]
+        tries = self.visits()
+        visits = [one for one in tries if one["round"] == number + 1]
+        visited = sum(one["over"] for one in tries)
         optimizer = last.get("optimizer")
         return Resume(
             round=number,
@@ -283,11 +298,13 @@ class Store:
             datacenter_step=last.get("datacenter_step", 0),
             holder=last.get("holder"),
             model_in_datacenter=last.get("model_in_datacenter", False),
-            policy_state=last.get("policy_state", {}),
+            policy_state=(visits[-1] if visits else last).get("policy_state", {}),
             outcomes=[row["outcome"]["round"] for row in committed],
-            spent=sum(row["cost"]["price"] for row in rows),
-            device_bytes=sum(row["cost"]["device_bytes"] for row in rows),
-            elapsed=max((row["elapsed"] for row in rows), default=0.0),
+            spent=sum(row["cost"]["price"] for row in rows)
+            + sum(visit["price"] for visit in visits),
+            device_bytes=sum(row["cost"]["device_bytes"] for row in rows)
+            + sum(visit["device_bytes"] for visit in visits),
+            elapsed=max([row["elapsed"] for row in rows] + self._lasted()),
             decided={
                 "plan": json.loads(tried[1]),
                 "observation": json.loads(tried[2]),
@@ -295,8 +312,15 @@ class Store:
             if cut_short
             else None,
             visits=visits,
-            visited=self._db.execute("SELECT COALESCE(MAX(number), 0) FROM visits").fetchone()[0],
+            visited=visited,
+            visit_attempts=self._db.execute(
+                "SELECT COALESCE(MAX(attempt), 0) FROM visit_attempts WHERE number=?",
+                (visited + 1,),
+            ).fetchone()[0],
         )
+
+    def _lasted(self) -> list[float]:
+        return [0.0] + [elapsed for (elapsed,) in self._db.execute("SELECT elapsed FROM lasted")]
 
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
         """Write the final model beside the log."""

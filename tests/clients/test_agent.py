@@ -2,6 +2,7 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
 from isthmus.contents import describe
 from isthmus.errors import Refused, TaskError, UpdateError
@@ -47,7 +48,7 @@ async def test_open_train_close(agent, opening):
     model = agent.buffer(train(), LAYOUT.nbytes)
     model[:] = LAYOUT.encode(LAYOUT.decode(bytearray(LAYOUT.header + bytes(4 * LAYOUT.size))))
     reply, content = await agent.work(train(), model, ignore)
-    assert content is model
+    assert content.obj is model  # the update took the model's place
     assert reply.trained.result == describe(model)
     assert LAYOUT.decode(model).any()
     agent.settled(train(), True, "")
@@ -63,9 +64,64 @@ async def test_memory_is_given_for_exactly_one_model_of_an_open_run(agent, openi
         agent.buffer(train(), LAYOUT.nbytes)
     await agent.work(opening(), None, ignore)
     for size in (0, LAYOUT.nbytes - 1, 2**60):
-        with pytest.raises(UpdateError, match=f"a model of {size} bytes was announced where"):
+        with pytest.raises(UpdateError, match=f"1 models in {size} bytes were announced where"):
             agent.buffer(train(), size)
     assert len(agent.buffer(train(), LAYOUT.nbytes)) == LAYOUT.nbytes
+
+
+def score(candidates, secure=b""):
+    listed = [link_pb2.Candidate(of=of) for of in candidates]
+    work = link_pb2.Score(run_id="run", visit=1, attempt=1, candidates=listed, secure=secure)
+    return link_pb2.Request(id="score", score=work)
+
+
+async def test_models_are_scored_on_the_devices_own_data(agent, opening):
+    methods = """
+        def score(self, output, target):
+            return (output.argmax(-1) != target).float()
+    """
+    await agent.work(opening("run", methods), None, ignore)
+    never, always = torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
+    never[0], always[2] = 1.0, 1.0  # by their bias alone: class 0, and class 2
+    request = score([[0], [1], [0, 1]])
+    payload = agent.buffer(request, 2 * LAYOUT.nbytes)
+    payload[:] = LAYOUT.encode(never) + LAYOUT.encode(always)
+    reply, content = await agent.work(request, payload, ignore)
+    target = agent._run("run").dataset.tensors[1]
+    shares = [float((target != of).double().mean()) for of in (0, 2)]
+    assert content is None
+    assert list(reply.scored.scores[:2]) == shares
+    assert reply.scored.scores[2] == shares[0]  # the first of the largest two
+
+
+async def test_only_models_that_come_are_scored(agent, opening):
+    await agent.work(opening(), None, ignore)
+    with pytest.raises(UpdateError, match="9 models are to be scored; at most 8 are"):
+        agent.buffer(score([[8]]), 9 * LAYOUT.nbytes)
+    with pytest.raises(UpdateError, match=f"2 models in {LAYOUT.nbytes} bytes were announced"):
+        agent.buffer(score([[0, 1]]), LAYOUT.nbytes)
+    model = bytearray(LAYOUT.encode(torch.zeros(LAYOUT.size)))
+    for candidates in ([[1]], [[]]):
+        with pytest.raises(UpdateError, match="is to be scored and 1 came"):
+            await agent.work(score(candidates), model, ignore)
+
+
+async def test_a_gradient_comes_behind_the_model(agent, opening):
+    """It is added in every step: three steps of plain descent go three times as far by it."""
+    await agent.work(opening("run", "pass", "federated.local_steps=3"), None, ignore)
+    gradient = torch.linspace(-0.01, 0.01, LAYOUT.size)
+    ends = []
+    for with_it in (False, True):
+        request = train()
+        request.train_local.with_gradient = with_it
+        parts = [torch.zeros(LAYOUT.size), *([gradient] if with_it else [])]
+        payload = agent.buffer(request, len(parts) * LAYOUT.nbytes)
+        payload[:] = b"".join(LAYOUT.encode(part) for part in parts)
+        reply, content = await agent.work(request, payload, ignore)
+        assert reply.trained.result == describe(content)
+        ends.append(LAYOUT.decode(content))
+    # The update is start minus end; the loss's own gradients are almost the same on both ways.
+    torch.testing.assert_close(ends[1] - ends[0], 3 * 0.1 * gradient, atol=2e-4, rtol=0)
 
 
 async def test_opening_another_run_closes_the_first(agent, opening):

@@ -30,14 +30,17 @@ def opening(write_task, make_job, tmp_path):
     return opening
 
 
-async def updates(fleet, opening, start, layout, round_=1):
+async def updates(fleet, opening, start, layout, round_=1, gradient=None):
     """What every device of a fleet answers, asked all at once."""
     for device in fleet.devices:
         await device.work(link_pb2.Request(id="o", open=opening), None, None)
 
     async def one(device):
         payload = layout.encode(start)
+        if gradient is not None:
+            payload += layout.encode(gradient)
         work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
+        work.with_gradient = gradient is not None
         request = link_pb2.Request(id=device.participant.name, train_local=work)
         reply, back = await device.work(request, payload, None)
         return layout.decode(back), reply.trained
@@ -57,7 +60,10 @@ async def updates(fleet, opening, start, layout, round_=1):
 @pytest.mark.parametrize(
     "optimizer", ["SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"]
 )
-async def test_a_virtual_device_does_what_a_real_one_does(opening, overrides, optimizer):
+@pytest.mark.parametrize("taken_along", [False, True])
+async def test_a_virtual_device_does_what_a_real_one_does(
+    opening, overrides, optimizer, taken_along
+):
     """Also with shards of different sizes, so different numbers of steps and short last batches."""
     methods = (
         RAGGED
@@ -68,14 +74,35 @@ async def test_a_virtual_device_does_what_a_real_one_does(opening, overrides, op
     real = [LocalRun(work, device.participant, None) for device in fleet.devices]
     layout = real[0].layout
     start = layout.gather(real[0].model)
-    virtual = await updates(fleet, work, start, layout)
+    gradient = 0.1 * torch.linspace(-1, 1, layout.size) if taken_along else None
+    virtual = await updates(fleet, work, start, layout, gradient=gradient)
+    along = [] if gradient is None else [layout.encode(gradient)]
     for run, (update, trained) in zip(real, virtual, strict=True):
         payload = layout.encode(start)
         request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
-        expected = run.train(request, payload, lambda progress: None, lambda: False)
+        expected = run.train(request, payload, lambda progress: None, lambda: False, *along)
         torch.testing.assert_close(update, layout.decode(payload), rtol=1e-4, atol=1e-6)
         assert (trained.examples, trained.steps) == (expected.examples, expected.steps)
         assert dict(trained.training) == pytest.approx(dict(expected.training), rel=1e-5)
+
+
+async def test_a_virtual_device_scores_as_a_real_one_does(opening):
+    work = opening(methods=RAGGED)
+    fleet = VirtualFleet(2)
+    layout = Layout.from_header(work.layout)
+    draw = torch.Generator().manual_seed(0)
+    models = [torch.randn(layout.size, generator=draw) for _ in range(2)]
+    payload = b"".join(layout.encode(model) for model in models)
+    candidates = [[0], [1], [1, 0]]
+    asked = link_pb2.Score(
+        run_id="run", candidates=[link_pb2.Candidate(of=numbers) for numbers in candidates]
+    )
+    for device in fleet.devices:
+        await device.work(link_pb2.Request(id="o", open=work), None, None)
+        request = link_pb2.Request(id="s", score=asked)
+        reply, _ = await device.work(request, bytearray(payload), None)
+        real = LocalRun(work, device.participant, None)
+        assert list(reply.scored.scores) == real.score(bytearray(payload), candidates)
 
 
 async def test_an_update_does_not_depend_on_who_else_trains(opening):

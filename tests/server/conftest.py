@@ -322,8 +322,11 @@ def place(net, make_job, write_task, tmp_path):
             write_task(methods)
             self.link = await net.listen()
             for name in names:
-                net.call(Device(name, self.turn, self.faults.setdefault(name, {})), name)
+                net.call(self.device(name), name)
             await net.until(lambda: set(names) <= self.link.peers.keys())
+
+        def device(self, name):
+            return Device(name, self.turn, self.faults.setdefault(name, {}))
 
         def create(self, name, *overrides):
             job = make_job(

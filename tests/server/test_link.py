@@ -443,15 +443,15 @@ async def test_another_version_of_the_link_is_refused_for_good(net, monkeypatch)
     with pytest.raises(Refused) as caught:
         await net.call(None, "a")
     assert str(caught.value) == (
-        "the server refused 'a': link version 8 to 9 is spoken there and 1 to 1 here; "
+        "the server refused 'a': link version 8 to 9 is spoken there and 1 to 2 here; "
         "upgrade the older side"
     )
 
 
 async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net, monkeypatch):
     await net.listen()
-    async with net.raw(version_max=2) as (_, _, receive):
-        assert (await receive("welcome")).version == 1
+    async with net.raw(version_max=3) as (_, _, receive):
+        assert (await receive("welcome")).version == 2
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net,
         ({"instance": ""}, "a hello needs a name of 1 to 128 characters and an instance"),
         ({"role": 0}, "role=0 is not one this server knows"),
         ({"role": 77}, "role=77 is not one this server knows"),
-        ({"version_min": 2, "version_max": 1}, "link version 2 to 1 is spoken there and 1 to 1"),
+        ({"version_min": 2, "version_max": 1}, "link version 2 to 1 is spoken there and 1 to 2"),
     ],
 )
 async def test_a_hello_that_makes_no_sense_is_refused(net, hello, sentence):

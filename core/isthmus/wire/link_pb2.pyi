@@ -101,7 +101,7 @@ class Chunk(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,8 @@ class Request(_message.Message):
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     SECURE_STEP_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
     train_local: TrainLocal
@@ -116,7 +118,9 @@ class Request(_message.Message):
     export: Export
     close: CloseRun
     secure_step: SecureStep
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ...) -> None: ...
+    score: Score
+    mean_gradient: MeanGradient
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout")
@@ -131,18 +135,58 @@ class OpenRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    WITH_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     model: Content
     secure: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+    with_gradient: bool
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("run_id", "visit", "attempt", "models", "candidates", "secure")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VISIT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    visit: int
+    attempt: int
+    models: Content
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    secure: bytes
+    def __init__(self, run_id: _Optional[str] = ..., visit: _Optional[int] = ..., attempt: _Optional[int] = ..., models: _Optional[_Union[Content, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("of",)
+    OF_FIELD_NUMBER: _ClassVar[int]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MeanGradient(_message.Message):
+    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_STEP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    attempt: int
+    from_step: int
+    until_step: int
+    model: Content
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
 
 class SecureStep(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "roster", "inbox", "survivors", "consents")
@@ -197,7 +241,7 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +249,7 @@ class Reply(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     SECURE_STEPPED_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
     trained: Trained
@@ -212,7 +257,8 @@ class Reply(_message.Message):
     closed: Closed
     failure: Failure
     secure_stepped: SecureStepped
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ...) -> None: ...
+    scored: Scored
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("examples",)
@@ -270,6 +316,12 @@ class SecureStepped(_message.Message):
     message: bytes
     masked: Content
     def __init__(self, message: _Optional[bytes] = ..., masked: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+
+class Scored(_message.Message):
+    __slots__ = ("scores",)
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Exported(_message.Message):
     __slots__ = ("model",)

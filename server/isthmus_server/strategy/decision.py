@@ -28,7 +28,7 @@ from isthmus_server.strategy.policy import (
     checked_answer,
 )
 
-MOST_VISITS = 8
+MOST_VISITS = 3
 """Comparisons that a policy may ask for in one round."""
 
 

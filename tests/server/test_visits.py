@@ -1,0 +1,242 @@
+"""Devices compare models for a policy: what comes back, what it costs, and what a crash leaves."""
+
+import asyncio
+import statistics
+
+import pytest
+
+from isthmus import uplink
+from isthmus.errors import TaskError
+from isthmus.exchange import Layout
+from isthmus.scoring import score
+from isthmus.task import Participant, load_task
+from isthmus.wire import link_pb2
+from isthmus_clients.virtual import VirtualFleet
+from isthmus_server import coordinator as coordinator_module
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.inprocess import InProcessLink
+from isthmus_server.report import document
+
+LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+MODELS = ("initial", "current", "initial+current")
+
+ASKING = """
+from isthmus_server.strategy import Compare, Plan, Stop, Wait
+
+class Asking:
+    '''Before the second round it asks {devices} devices; the better model is trained on.'''
+
+    def __init__(self, strategy): pass
+
+    def plan(self, seen):
+        if seen.round != 2 or seen.refused:
+            return Plan("federated", " ".join(seen.refused) or "it is the first", dict(seen.state))
+        if not seen.comparisons:
+            return Compare({models!r}, {devices}, "to know", {{"asked": True}})
+        found = seen.comparisons[0]
+        best = min(found.models, key=lambda model: found.score[model])
+        return Plan("federated", "devices like " + best, dict(seen.state), start=best)
+"""
+
+
+@pytest.fixture
+def asking(place, tmp_path):
+    """Overrides for a policy that asks before the second round."""
+
+    def asking(devices=3, models=MODELS):
+        name = f"asking_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{name}.py").write_text(ASKING.format(devices=devices, models=models))
+        return (f"strategy.policy={name}:Asking",)
+
+    return asking
+
+
+class Unable:
+    """Fails when it is asked to score, so many times."""
+
+    def __init__(self, device, times):
+        self.device = device
+        self.times = times
+        self.identity, self.welcomed = device.identity, device.welcomed
+        self.buffer, self.settled, self.cancel = device.buffer, device.settled, device.cancel
+
+    async def work(self, request, model, progress):
+        if request.WhichOneof("work") == "score" and self.times:
+            self.times -= 1
+            raise TaskError("the battery is empty")
+        return await self.device.work(request, model, progress)
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path, secure):
+    await place.listen(names=tuple("abcd"))
+    store = place.create("run", *asking(4), f"federated.secure_aggregation={secure}")
+    first = {}
+
+    def watch(kind, data):
+        if kind == "committed" and data["round"] == 1:
+            path = store.directory / "checkpoints/model-000001.safetensors"
+            first["current"] = LAYOUT.decode(bytearray(path.read_bytes()))
+
+    coordinator = Coordinator(store, place.link, watch)
+    await coordinator.run()
+    first["initial"] = coordinator.model.initial()
+    first["initial+current"] = (first["initial"] + first["current"]) / 2
+    task = load_task("task.py:Learn", {}, base=tmp_path)
+    model, by_model = task.model(), {}
+    for name in MODELS:
+        LAYOUT.scatter(first[name], model)
+        data = [task.local_data(Participant(name=who, regime="federated")) for who in "abcd"]
+        by_model[name] = [score(task, model, rows, 7) for rows in data]
+
+    row = document(store)["rounds"][1]
+    (found,) = row["comparisons"]
+    assert (found["devices"], tuple(found["models"])) == (4, MODELS)
+    for name in MODELS:
+        differences = [b - a for a, b in zip(by_model["initial"], by_model[name], strict=True)]
+        error = statistics.stdev(differences) / 4**0.5
+        assert found["score"][name] == pytest.approx(statistics.mean(by_model[name]), abs=1e-6)
+        assert found["difference"][name] == pytest.approx(statistics.mean(differences), abs=1e-6)
+        assert found["standard_error"][name] == pytest.approx(error, abs=1e-4)
+    assert row["reason"] == "devices like current"
+    (visit,) = row["visits"]
+    assert [receipt["status"] for receipt in visit["receipts"]] == ["accepted"] * 4
+    # Four devices scored three models, which came as two vectors.
+    assert visit["price"] == found["price"] == pytest.approx(4 * 3 * 0.02)
+    assert row["cost"]["price"] == pytest.approx(3 + visit["price"])
+    assert visit["receipts"][0]["bytes_out"] == 2 * LAYOUT.nbytes
+    assert coordinator.at.spent == pytest.approx(9 + visit["price"])
+
+
+async def test_a_policy_finds_its_comparison_among_the_past(place, asking):
+    await place.listen()
+    store = place.create("run", *asking())
+    coordinator = Coordinator(store, place.link)
+    await coordinator.run()
+    past = coordinator._observe().history
+    assert [len(one.comparisons) for one in past] == [0, 1, 0]
+    assert past[1].comparisons[0].models == MODELS
+
+
+@pytest.mark.parametrize("when", ["asked", "visited", "planned"])
+async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(place, asking, when):
+    await place.listen(names=tuple("abcde"))
+    settings = ("federated.clients=5", *asking())
+    whole, final = await place.run("whole", *settings)
+    store = place.create("killed", *settings)
+
+    def kill(kind, data):
+        if (when, kind, data.get("round")) in (("visited", "visited", 2), ("planned", "round", 2)):
+            raise place.Killed
+
+    coordinator = Coordinator(store, place.link, kill)
+    if when == "asked":
+        written = store.visit
+
+        def die(*values):
+            written(*values)
+            raise place.Killed
+
+        store.visit = die
+    with pytest.raises(place.Killed):
+        await coordinator.run()
+    again = place.reopen(store)
+    resumed = Coordinator(again, place.link)
+    assert (await resumed.run())["model_sha256"] == final["model_sha256"]
+    rows, others = document(again)["rounds"], whole["rounds"]
+    assert [row["comparisons"] for row in rows] == [row["comparisons"] for row in others]
+    assert resumed.at.spent == pytest.approx(sum(row["cost"]["price"] for row in others))
+    attempts = [visit["attempt"] for visit in rows[1]["visits"]]
+    assert attempts == ([2] if when == "asked" else [1])
+
+
+async def test_a_visit_that_fails_is_made_again_and_paid_for(place, asking, net):
+    await place.listen(names=("a", "b"))
+    place.unable = Unable(place.device("c"), 1)
+    net.call(place.unable, "c")
+    await net.until(lambda: "c" in place.link.peers)
+    report, _ = await place.run("run", *asking())
+    one, two = report["rounds"][1]["visits"]
+    assert (one["visit"], one["attempt"], two["attempt"]) == (1, 1, 2)
+    assert one["comparison"] is None
+    assert "c: the battery is empty" in one["error"]
+    assert [receipt["participant"] for receipt in one["receipts"]] == ["a", "b", "c"]
+    assert report["rounds"][1]["cost"]["price"] == pytest.approx(3 + one["price"] + two["price"])
+
+
+async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(place, asking, net):
+    await place.listen(names=("a", "b"))
+    net.call(Unable(place.device("c"), -1), "c")
+    await net.until(lambda: "c" in place.link.peers)
+    report, _ = await place.run("run", *asking(), "attempts=2")
+    row = report["rounds"][1]
+    assert row["reason"].startswith(
+        "devices could not compare the models in 2 tries; the last time because: secure "
+        "aggregation stopped: "
+    )
+    assert [visit["over"] for visit in row["visits"]] == [False, True]
+    assert (row["comparisons"], report["status"]) == ([], "finished")
+
+
+async def test_devices_of_an_older_version_are_not_asked(place, asking, net, monkeypatch):
+    monkeypatch.setattr(uplink, "VERSION", 1)
+    await place.listen()
+    report, _ = await place.run("run", *asking(), "attempts=1")
+    assert report["rounds"][1]["reason"] == (
+        "devices could not compare the models in 1 tries; the last time because: 3 of the 3 "
+        "devices that are ready speak a version of the link before 2 and cannot score models; "
+        "update them"
+    )
+    assert report["rounds"][1]["visits"][0]["receipts"] == []
+
+
+async def test_virtual_devices_compare_models(place, asking, write_task):
+    write_task()
+    link = InProcessLink()
+    for device in VirtualFleet(5).devices:
+        link.join(device.participant.name, link_pb2.CLIENT, device)
+    place.link = link
+    plain = "federated.secure_aggregation=false"
+    report, _ = await place.run("run", *asking(4), plain)
+    row = report["rounds"][1]
+    assert row["comparisons"][0]["devices"] == 4
+    assert row["reason"] == "devices like current"
+
+
+WAITING = """
+from isthmus_server.strategy import Stop, Wait
+
+class Waiting:
+    def __init__(self, strategy): pass
+
+    def plan(self, seen):
+        return Wait(3600.0, "it is early") if seen.elapsed < 50 else Stop("it is late")
+"""
+
+
+async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw(
+    place, tmp_path, monkeypatch
+):
+    await place.listen()
+    name = f"waiting_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(WAITING)
+    store = place.create("run", f"strategy.policy={name}:Waiting", "budget=9")
+    monkeypatch.setattr(coordinator_module, "NOTED_EVERY", 0.01)
+    coordinator = Coordinator(store, place.link)
+    now = coordinator.clock.now
+    coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
+    waiting = asyncio.Event()
+    coordinator.watch = lambda kind, data: waiting.set() if kind == "paused" else None
+    noted = asyncio.Event()
+    lasted = store.lasted
+    store.lasted = lambda elapsed: (lasted(elapsed), waiting.is_set() and noted.set())
+    running = asyncio.create_task(coordinator.run())
+    await noted.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    again = place.reopen(store)
+    await Coordinator(again, place.link).run()
+    (stopped,) = [event for event in document(again)["events"] if event["kind"] == "stopped"]
+    assert (stopped["reason"], stopped["round"]) == ("it is late", 1)
+    assert 100 <= stopped["observation"]["elapsed"] < 150
+    assert stopped["observation"]["budget"] == 9
