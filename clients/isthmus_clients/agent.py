@@ -20,6 +20,7 @@ from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
 
 if TYPE_CHECKING:
+    from isthmus_clients.flower import FlowerRun
     from isthmus_clients.secure import Credentials, SecureAttempt
     from isthmus_clients.training import LocalRun
 
@@ -43,6 +44,7 @@ class Agent:
         self.data = data
         self.threads = threads
         self._runs: dict[str, LocalRun] = {}
+        self._apps: dict[str, FlowerRun] = {}
         self._signing_key = Ed25519PrivateKey.generate()
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
@@ -66,6 +68,8 @@ class Agent:
             UpdateError: no such run is open, or the size is not that of its models.
         """
         kind = request.WhichOneof("work")
+        if kind == "flower":
+            return self._app(request.flower.run_id).buffer(size)
         if kind == "score":
             run = self._run(request.score.run_id)
             candidates = request.score.candidates
@@ -98,12 +102,18 @@ class Agent:
             assert isinstance(model, bytearray)
             async with self._working:
                 return await asyncio.to_thread(self._score, request.score, model), None
+        if kind == "flower":
+            app = self._app(request.flower.run_id)
+            async with self._working:
+                answer, records = await asyncio.to_thread(app.answer, request.flower, model or b"")
+            return link_pb2.Reply(flower_replied=answer), records
         if kind == "secure_step":
             async with self._working:
                 stepped, payload = await asyncio.to_thread(self._step, request.secure_step)
             return link_pb2.Reply(secure_stepped=stepped), payload
         if kind == "close":
             self._runs.pop(request.close.run_id, None)
+            self._apps.pop(request.close.run_id, None)
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise Refused(f"an edge client does not do {kind!r}")
 
@@ -191,14 +201,26 @@ class Agent:
             raise UpdateError(f"the run {run_id!r} is not open on this device")
         return run
 
+    def _app(self, run_id: str) -> FlowerRun:
+        app = self._apps.get(run_id)
+        if app is None:
+            raise UpdateError(f"the run {run_id!r} is not open on this device with a Flower app")
+        return app
+
     def _open(self, work: link_pb2.OpenRun) -> link_pb2.Reply:
         import torch
 
-        from isthmus_clients.training import LocalRun
+        from isthmus_clients.training import LocalRun, app_of
 
         torch.set_num_threads(self.threads)
+        if app_of(work):
+            from isthmus_clients.flower import FlowerRun
+
+            app = FlowerRun(work, self.participant, self.data)
+            self._runs, self._apps = {}, {work.run_id: app}
+            return link_pb2.Reply(opened=link_pb2.Opened())
         run = LocalRun(work, self.participant, self.data)
-        self._runs = {work.run_id: run}
+        self._runs, self._apps = {work.run_id: run}, {}
         log.info("opened %s with %d examples", work.run_id, run.examples)
         secure = run.job.federated.secure_aggregation
         return link_pb2.Reply(opened=link_pb2.Opened(examples=0 if secure else run.examples))

@@ -107,6 +107,12 @@ def score_each(
     return found
 
 
+def app_of(work: link_pb2.OpenRun) -> str | None:
+    """The Flower app that a run trains with in place of its task."""
+    flower = Job.model_validate_json(work.job).federated.flower
+    return None if flower is None else flower.app
+
+
 class LocalRun:
     """One run on one device: the task, its model and this device's data, kept between rounds."""
 

@@ -80,10 +80,15 @@ class FlowerStrategy(Section):
 
 
 class FlowerSection(Section):
-    """Flower as a guest; the server needs the extra `flower`."""
+    """Flower as a guest; the server needs the extra `flower`, and so do devices for an `app`."""
 
-    strategy: FlowerStrategy
+    strategy: FlowerStrategy = FlowerStrategy(name="FedAvg")
     """Makes the next model of a round's updates, in place of their weighted mean."""
+    app: str | None = None
+    """A ClientApp that trains on the devices in place of the task: `path/to/file.py:app`, relative
+    to the job file, or `package.module:app`."""
+    config: dict[str, bool | int | float | str] = {}
+    """The app's `context.run_config`."""
     most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """A round's updates are together in the server's memory, cohort x model; at most so much."""
 
@@ -147,6 +152,21 @@ class FederatedSection(Section):
             raise ValueError(
                 f"secure_aggregation needs a quorum of at least {least} with cohort={self.cohort}, "
                 f"not {self.needed}; raise it, or set secure_aggregation = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_app_trains_as_it_likes(self) -> FederatedSection:
+        fields = type(self).model_fields
+        unused = [
+            name
+            for name in ("local_epochs", "local_steps", "batch_size", "proximal")
+            if getattr(self, name) != fields[name].default
+        ]
+        if self.flower is not None and self.flower.app is not None and unused:
+            raise ValueError(
+                f"{unused[0]} says nothing to flower.app={self.flower.app!r}, which trains "
+                "as it likes; leave it out, and give the app what it reads in flower.config"
             )
         return self
 

@@ -5,6 +5,7 @@ The only module that touches parts of `flwr` that it does not promise to keep:
   * `flwr.supercore.task_identity.TaskIdentity`, one per process, without which no `Message` can be
     made outside Flower's own runtime;
   * `Message(metadata=...)`, the only way to say who a message is from and which one it answers;
+  * `flwr.common.constant.ErrorCode`, what went wrong with a message;
   * `flwr.supercore.run.Run`, which a `Grid` has to name;
   * `Array`s of the type `numpy.ndarray` are `.npy` files in memory.
 
@@ -14,9 +15,11 @@ Flower's strategies and apps, so Flower is needed only where a job asks for one.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -34,14 +37,39 @@ os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of what it is built on, not of ours
-        from flwr.app import Array, ArrayRecord, Error, Message, Metadata, RecordDict
-        from flwr.supercore.run import Run as Run  # for type annotations elsewhere
+        from flwr.app import (
+            Array,
+            ArrayRecord,
+            ConfigRecord,
+            Context,
+            Error,
+            Message,
+            Metadata,
+            MetricRecord,
+            RecordDict,
+        )
+        from flwr.clientapp import ClientApp
+        from flwr.common.constant import ErrorCode
+        from flwr.supercore.run import Run
         from flwr.supercore.task_identity import TaskIdentity
 except ModuleNotFoundError as error:
     raise JobError(
         f"this job uses Flower, which is not installed here (no module {error.name!r}); install "
         "Isthmus with its extra `flower`: pip install 'isthmus[flower]'"
     ) from None
+
+__all__ = [
+    "Array",
+    "ArrayRecord",
+    "ClientApp",
+    "ConfigRecord",
+    "Context",
+    "ErrorCode",
+    "Message",
+    "MetricRecord",
+    "RecordDict",
+    "Run",
+]
 
 SERVER_NODE = 1
 """The node that Flower takes for the server."""
@@ -53,6 +81,12 @@ TTL_SECONDS = 43_200.0
 """For how long Flower thinks that a message is good; the job's `[time]` bounds the waits."""
 
 NUMPY = "numpy.ndarray"
+
+
+def node_of(name: str) -> int:
+    """The number that Flower knows a device by."""
+    digest = hashlib.sha256(f"isthmus/flower-node/{name}".encode()).digest()
+    return 2 + (int.from_bytes(digest[:8], "little") >> 2)
 
 
 def identify() -> None:
@@ -67,22 +101,53 @@ def the_run() -> Run:
     return Run.create_empty(RUN)
 
 
-@contextmanager
-def hushed() -> Iterator[list[str]]:
-    """Keep Flower's log, which narrates every round, from the terminal; gives its warnings."""
-    heard: list[str] = []
+class _Hush(logging.Handler):
+    """Takes the place of Flower's handlers for as long as any thread wants it to."""
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.here = threading.local()
+        self.entering = threading.Lock()
+        self.users = 0
+        self.before: tuple[list[logging.Handler], bool] = ([], False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        heard: list[str] | None = getattr(self.here, "heard", None)
+        if heard is not None:
             heard.append(" ".join(record.getMessage().split()))
 
+    def enter(self, log: logging.Logger) -> None:
+        with self.entering:
+            if self.users == 0:
+                self.before = log.handlers, log.propagate
+                log.handlers, log.propagate = [self], False
+            self.users += 1
+
+    def leave(self, log: logging.Logger) -> None:
+        with self.entering:
+            self.users -= 1
+            if self.users == 0:
+                log.handlers, log.propagate = self.before
+
+
+_HUSH = _Hush()
+
+
+@contextmanager
+def hushed() -> Iterator[list[str]]:
+    """Keep Flower's log, which narrates every round, from the terminal.
+
+    Gives what it warns of in this thread.
+    """
     log = logging.getLogger("flwr")
-    handlers, propagates = log.handlers, log.propagate
-    log.handlers, log.propagate = [Listener(logging.WARNING)], False
+    outer, heard = getattr(_HUSH.here, "heard", None), list[str]()
+    _HUSH.enter(log)
+    _HUSH.here.heard = heard
     try:
         yield heard
     finally:
-        log.handlers, log.propagate = handlers, propagates
+        _HUSH.here.heard = outer
+        _HUSH.leave(log)
 
 
 def message(

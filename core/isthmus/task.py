@@ -173,27 +173,37 @@ def load_task(
     Raises:
         TaskError: no such file, module or class, not a `Task`, or its own code raised.
     """
-    where, separator, name = source.rpartition(":")
-    if not separator or not where or not name.isidentifier():
-        raise TaskError(
-            f"task.source={source!r} is not of the form path/to/file.py:Name or package.module:Name"
-        )
-    module = (
-        _load_file(base / where, source) if where.endswith(".py") else _load_module(where, source)
-    )
-    found = getattr(module, name, None)
-    if found is None:
-        raise TaskError(f"task.source={source!r}: {where} has no class {name!r}")
+    found = load_named(source, "task.source", base=base)
+    name = source.rpartition(":")[2]
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
     with user_code(f"{name}()"):
         return found(settings, data)
 
 
-def _load_file(path: Path, source: str) -> Any:
+def load_named(source: str, key: str, *, base: Path) -> Any:
+    """What a key of the job names as `path/to/file.py:Name` or `package.module:Name`.
+
+    Raises:
+        TaskError: no such file, module or name, or the code of the module raised.
+    """
+    where, separator, name = source.rpartition(":")
+    asked = f"{key}={source!r}"
+    if not separator or not where or not name.isidentifier():
+        raise TaskError(f"{asked} is not of the form path/to/file.py:Name or package.module:Name")
+    module = (
+        _load_file(base / where, asked) if where.endswith(".py") else _load_module(where, asked)
+    )
+    found = getattr(module, name, None)
+    if found is None:
+        raise TaskError(f"{asked}: {where} has no {name!r}")
+    return found
+
+
+def _load_file(path: Path, asked: str) -> Any:
     path = path.resolve()
     if not path.is_file():
-        raise TaskError(f"task.source={source!r}: there is no file {path}")
+        raise TaskError(f"{asked}: there is no file {path}")
     name = f"isthmus_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a .py path always has a loader
@@ -209,7 +219,7 @@ def _load_file(path: Path, source: str) -> Any:
     return module
 
 
-def _load_module(name: str, source: str) -> Any:
+def _load_module(name: str, asked: str) -> Any:
     with user_code(f"import of {name}"):
         try:
             found = importlib.util.find_spec(name)  # imports the packages above it
@@ -219,7 +229,7 @@ def _load_module(name: str, source: str) -> Any:
             else:
                 raise
         if found is None:
-            raise TaskError(f"task.source={source!r}: no module {name!r} can be imported here")
+            raise TaskError(f"{asked}: no module {name!r} can be imported here")
         return importlib.import_module(name)
 
 

@@ -320,6 +320,8 @@ def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
         return request.score.models
     if kind == "mean_gradient":
         return request.mean_gradient.model
+    if kind == "flower":
+        return request.flower.records
     if kind == "train_steps" and request.train_steps.HasField("model"):
         return request.train_steps.model
     return None
@@ -332,4 +334,6 @@ def content_of(reply: link_pb2.Reply) -> link_pb2.Content:
         return reply.trained.result
     if kind == "secure_stepped":
         return reply.secure_stepped.masked
+    if kind == "flower_replied":
+        return reply.flower_replied.records
     return reply.exported.model if kind == "exported" else link_pb2.Content()

@@ -28,6 +28,7 @@ from isthmus_server.receipts import Receipt
 from isthmus_server.secure import SecureAttempt, agreement
 
 if TYPE_CHECKING:
+    from isthmus_server.flower.attempt import FlowerAttempt
     from isthmus_server.flower.guest import Guest
 
 
@@ -49,7 +50,7 @@ class Fleet:
 
             self.guest = Guest(job.federated, layout)
         self.buffered = Buffered(self) if job.federated.mode == "buffered" else None
-        self._running: PlainAttempt | SecureAttempt | Buffered | None = None
+        self._running: FlowerAttempt | PlainAttempt | SecureAttempt | Buffered | None = None
 
     async def train(
         self,
@@ -91,9 +92,29 @@ class Fleet:
             gathering = None
             if self.guest is not None:
                 assert start is not None
-                gathering = self.guest.begin(round_, start, cohort, settings)
+                if self.guest.settings.app is not None:
+                    return await self._train_app(round_, start, cohort, settings)
+                from isthmus_server.flower.guest import Gathering
+
+                begun = self.guest.begin(round_, start, settings)
+                gathering = Gathering(begun, self.layout, cohort)
             self._running = PlainAttempt(self, round_, attempt, model, cohort, settings, gathering)
         return await self._running.run()
+
+    async def _train_app(
+        self,
+        round_: int,
+        start: torch.Tensor,
+        cohort: Mapping[str, int],
+        settings: FederatedSection,
+    ) -> FederatedResult:
+        """Have devices train with the job's Flower app."""
+        from isthmus_server.flower.attempt import FlowerAttempt
+
+        assert self.guest is not None
+        running = FlowerAttempt(self, self.guest, round_, start, cohort, settings)
+        self._running = running
+        return await running.run()
 
     @property
     def at_work(self) -> list[str]:

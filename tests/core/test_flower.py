@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from isthmus import flower
 from isthmus.errors import JobError, UpdateError
+from isthmus.flower_wire import decode, encode
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -94,3 +95,89 @@ def test_without_flower_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "isthmus.flower")
     with pytest.raises(JobError, match=r"pip install 'isthmus\[flower\]'"):
         importlib.import_module("isthmus.flower")
+
+
+# -- records on the link ---------------------------------------------------------------------------
+
+VALUES = st.one_of(st.integers(-(2**62), 2**62), st.floats(allow_nan=False))
+METRICS = st.dictionaries(
+    st.text(max_size=5),
+    st.one_of(VALUES, st.lists(VALUES.filter(lambda value: isinstance(value, float)), max_size=3)),
+    max_size=4,
+)
+CONFIG = st.dictionaries(
+    st.text(max_size=5),
+    st.one_of(
+        VALUES,
+        st.booleans(),
+        st.text(max_size=5),
+        st.binary(max_size=5),
+        st.lists(st.text(max_size=5), max_size=3),
+        st.lists(st.binary(max_size=5), min_size=1, max_size=3),
+    ),
+    max_size=4,
+)
+
+
+@given(SHAPES, METRICS, CONFIG)
+def test_records_come_out_of_the_link_as_they_went_in(shape, metrics, config):
+    records = flower.RecordDict(
+        {
+            "arrays": flower.ArrayRecord(
+                {"x": flower.array_of(torch.ones(shape)), "y": flower.Array(np.arange(3))}
+            ),
+            "metrics": flower.MetricRecord(metrics),
+            "config": flower.ConfigRecord(config),
+        }
+    )
+    back = decode(encode(records))
+    assert list(back) == list(records)
+    assert back["metrics"] == records["metrics"]
+    assert back["config"] == records["config"]
+    for key, array in records["arrays"].items():
+        assert vars(back["arrays"][key]) | {"_is_dirty": 0} == vars(array) | {"_is_dirty": 0}
+
+
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
+def test_bytes_from_anywhere_are_records_or_one_sentence(noise, place, value):
+    records = flower.RecordDict(
+        {"a": flower.ArrayRecord({"x": flower.array_of(torch.ones(2))}), "c": flower.ConfigRecord()}
+    )
+    damaged = bytearray(encode(records))
+    damaged[place % len(damaged)] = value
+    for payload in (noise, damaged, damaged[: place % len(damaged)]):
+        try:
+            found = decode(payload)
+        except UpdateError as error:
+            found = str(error)
+        assert isinstance(found, flower.RecordDict) or "\n" not in found
+
+
+FINE = flower.array_of(torch.ones(2)).data
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "data"),
+    [
+        ("float32", (10**12,), FINE),
+        ("float32", (2,), FINE[:-1]),
+        ("float32", (2,), FINE + b"0"),
+        ("float32", (1,), b"pickle"),
+        ("float32", (2,), FINE.replace(b"<f4", b"<i4")),
+        ("object", (2,), FINE),
+        ("float32", (-2,), FINE),
+    ],
+)
+def test_an_array_that_is_not_what_it_says_is_refused_before_memory_is_taken(dtype, shape, data):
+    array = flower.Array(dtype=dtype, shape=shape, stype=flower.NUMPY, data=data)
+    payload = encode(flower.RecordDict({"arrays": flower.ArrayRecord({"x": array})}))
+    with pytest.raises(UpdateError) as refused:
+        decode(payload)
+    assert str(refused.value).startswith("the array 'x' ")
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 3), order="F"), np.zeros(2, "i8"), np.bool_(1)])
+def test_every_kind_of_number_is_taken(values):
+    record = flower.ArrayRecord({"x": flower.Array(np.asarray(values))})
+    back = decode(encode(flower.RecordDict({"arrays": record})))
+    assert np.array_equal(back["arrays"]["x"].numpy(), values)

@@ -260,3 +260,10 @@ def test_a_flower_strategy_and_secure_aggregation_exclude_each_other(make_job):
         "secure_aggregation the server learns only their sum; set secure_aggregation = false if "
         "it may see each of them, or leave the strategy out"
     )
+
+
+def test_settings_that_say_nothing_to_an_app_are_refused(make_job):
+    app = 'federated.flower.app="app.py:app"'
+    assert make_job(app).federated.flower.strategy.name == "FedAvg"
+    with pytest.raises(JobError, match=r"local_steps says nothing to flower.app='app.py:app'"):
+        make_job(app, "federated.local_steps=3")

@@ -101,7 +101,7 @@ class Chunk(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "flower")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class Request(_message.Message):
     SECURE_STEP_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     MEAN_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    FLOWER_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
     train_local: TrainLocal
@@ -120,7 +121,8 @@ class Request(_message.Message):
     secure_step: SecureStep
     score: Score
     mean_gradient: MeanGradient
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ...) -> None: ...
+    flower: FlowerMessage
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout")
@@ -206,6 +208,22 @@ class SecureStep(_message.Message):
     consents: bytes
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[bytes] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consents: _Optional[bytes] = ...) -> None: ...
 
+class FlowerMessage(_message.Message):
+    __slots__ = ("run_id", "id", "kind", "group", "node", "records")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    id: str
+    kind: str
+    group: str
+    node: int
+    records: Content
+    def __init__(self, run_id: _Optional[str] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[int] = ..., records: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+
 class TrainSteps(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -241,7 +259,7 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "flower_replied")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +268,7 @@ class Reply(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     SECURE_STEPPED_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
+    FLOWER_REPLIED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
     trained: Trained
@@ -258,7 +277,8 @@ class Reply(_message.Message):
     failure: Failure
     secure_stepped: SecureStepped
     scored: Scored
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ...) -> None: ...
+    flower_replied: FlowerReply
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., flower_replied: _Optional[_Union[FlowerReply, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("examples",)
@@ -322,6 +342,18 @@ class Scored(_message.Message):
     SCORES_FIELD_NUMBER: _ClassVar[int]
     scores: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class FlowerReply(_message.Message):
+    __slots__ = ("records", "error_code", "error", "seconds")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    records: Content
+    error_code: int
+    error: str
+    seconds: float
+    def __init__(self, records: _Optional[_Union[Content, _Mapping]] = ..., error_code: _Optional[int] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Exported(_message.Message):
     __slots__ = ("model",)

@@ -7,7 +7,8 @@ fleet ended with, so the server optimizer and the merging with a datacenter go o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,23 +67,22 @@ class Guest:
         self,
         round_: int,
         start: torch.Tensor,
-        cohort: Mapping[str, int],
         federated: FederatedSection,
-    ) -> Gathering:
+    ) -> Round:
         """An attempt at a round from the model `start`, float32 (N).
 
         Raises:
-            RoundFailed: too many updates to hold at once, or the strategy failed.
+            RoundFailed: too many updates to hold at once.
         """
         self.check_size(federated.cohort)
         strategy = self.make(federated.needed)
         self.state.put_into(strategy)
-        return Gathering(self, strategy, round_, start, cohort, federated.needed)
+        return Round(self, strategy, round_, start, federated.needed)
 
     def make(self, quorum: int) -> Strategy:
         """A new one, that remembers nothing."""
         with hushed():
-            return make(self.settings.strategy, quorum)
+            return make(self.settings.strategy, quorum, clips=self.settings.app is not None)
 
     def check_size(self, cohort: int) -> None:
         """Refuse a cohort whose updates could not be held.
@@ -119,29 +119,93 @@ def _take(table: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(PREFIX): table.pop(name) for name in ours}
 
 
-class Gathering:
-    """One attempt: updates come in, and at the end the strategy makes one model of them."""
+class Round:
+    """A strategy in one attempt at a round: what it sends, and what it makes of the replies."""
 
     def __init__(
-        self,
-        guest: Guest,
-        strategy: Strategy,
-        round_: int,
-        start: torch.Tensor,
-        cohort: Mapping[str, int],
-        needed: int,
+        self, guest: Guest, strategy: Strategy, round_: int, start: torch.Tensor, needed: int
     ) -> None:
         self.guest = guest
         self.strategy = strategy
         self.round = round_
         self.start = start
-        self.cohort = cohort
         self.needed = needed
+        self.state = guest.state
+        """What the strategy remembers after `aggregate`."""
+        self.figures: dict[str, float] = {}
+        """What it made of the devices' figures, after `aggregate`."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's, with those it wraps."""
+        return f"the strategy {describe(self.strategy)}"
+
+    @property
+    def weighted_by(self) -> str:
+        """The figure by which it weighs replies."""
+        inner = self.strategy
+        while isinstance(outer := getattr(inner, "strategy", None), Strategy):
+            inner = outer
+        return str(getattr(inner, "weighted_by_key", "num-examples"))
+
+    def configure(self, grid: Grid) -> list[Message]:
+        """What the strategy sends at the beginning of the round.
+
+        Raises:
+            RoundFailed: it failed.
+        """
+        with self._on("the beginning of a round"):
+            model = record_of(self.guest.layout.parts(self.start))
+            return list(self.strategy.configure_train(self.round, model, ConfigRecord(), grid))
+
+    def aggregate(self, replies: list[Message]) -> torch.Tensor:
+        """The pseudo-gradient to the strategy's model, a new float32 vector (N).
+
+        Raises:
+            RoundFailed: the strategy failed, or made no model that can be used.
+        """
+        result = torch.empty_like(self.start)
+        with self._on(f"{len(replies)} updates") as warnings:
+            made, figures = self.strategy.aggregate_train(self.round, replies)
+            if made is None:
+                raise UpdateError("; ".join(["it made no model of them", *warnings]))
+            read_record(made, self.guest.layout.parts(result))
+            self.state = State.of(self.strategy, self.guest.make(self.needed))
+        self.figures = {
+            name: float(value)
+            for name, value in (figures or {}).items()
+            if isinstance(value, int | float)
+        }
+        return torch.sub(self.start, result, out=result)
+
+    @contextmanager
+    def _on(self, what: str) -> Iterator[list[str]]:
+        """Whatever the strategy's code raises is a failed round, with its name."""
+        try:
+            with hushed() as warnings:
+                yield warnings
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            if not isinstance(error, UserError):  # it may be anybody's code
+                reason = f"{type(error).__name__}: {reason}"
+            raise RoundFailed(f"{self.name} failed on {what}: {reason}") from error
+
+
+class Gathering:
+    """The updates of our own devices in one attempt, as the replies a strategy knows."""
+
+    def __init__(self, round_: Round, layout: Layout, cohort: Mapping[str, int]) -> None:
+        self.round = round_
+        self.layout = layout
+        self.cohort = cohort
         self.nodes = {name: SERVER_NODE + 1 + place for place, name in enumerate(cohort)}
         self.arrays: dict[str, ArrayRecord] = {}
         self.figures: dict[str, dict[str, float]] = {}
-        self.state = guest.state
+
+    @property
+    def state(self) -> State:
         """What the strategy remembers after `aggregate`."""
+        return self.round.state
 
     def take(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
         """Check an update and keep the model it stands for.
@@ -155,51 +219,27 @@ class Gathering:
                 f"its weight={trained.examples} does not fit: it must be at least 1 and at most "
                 f"{most}, twice the examples declared at the start"
             )
-        layout = self.guest.layout
-        end = spool.read(layout)
-        torch.sub(self.start, end, out=end)
-        self.arrays[name] = record_of(layout.parts(end))
-        weight = getattr(self.strategy, "weighted_by_key", "num-examples")
-        figures = {weight: float(trained.examples), **trained.training}
+        end = spool.read(self.layout)
+        torch.sub(self.round.start, end, out=end)
+        self.arrays[name] = record_of(self.layout.parts(end))
+        figures = {self.round.weighted_by: float(trained.examples), **trained.training}
         if "loss" in trained.training:
             figures["train_loss"] = trained.training["loss"]
         self.figures[name] = figures
 
     def aggregate(self) -> torch.Tensor:
-        """The pseudo-gradient to the strategy's model, float32 (N), in the memory of nobody else.
+        """The pseudo-gradient to the strategy's model, a new float32 vector (N).
 
         Messages are in the cohort's order, whatever order they came in.
 
         Raises:
             RoundFailed: the strategy failed, or made no model that can be used.
         """
-        result = torch.empty_like(self.start)
-        try:
-            with hushed() as warnings:
-                made = self._ask()
-            if made is None:
-                raise UpdateError("; ".join(["it made no model of them", *warnings]))
-            read_record(made, self.guest.layout.parts(result))
-            self.state = State.of(self.strategy, self.guest.make(self.needed))
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            if not isinstance(error, UserError):  # it may be anybody's code
-                reason = f"{type(error).__name__}: {reason}"
-            raise RoundFailed(
-                f"the strategy {describe(self.strategy)} failed on {len(self.figures)} updates: "
-                f"{reason}"
-            ) from error
-        return torch.sub(self.start, result, out=result)
-
-    def _ask(self) -> ArrayRecord | None:
-        model = record_of(self.guest.layout.parts(self.start))
-        cohort = Cohort(list(self.nodes.values()))
-        list(self.strategy.configure_train(self.round, model, ConfigRecord(), cohort))
-        made, _ = self.strategy.aggregate_train(self.round, self._replies())
-        return made
+        self.round.configure(Cohort(list(self.nodes.values())))
+        return self.round.aggregate(self._replies())
 
     def _replies(self) -> list[Message]:
-        """Each with what every one of them has: strategies take no others."""
+        """Each with the figures that every one of them has: strategies take no others."""
         shared = set.intersection(*(set(figures) for figures in self.figures.values()))
         return [
             message(
@@ -215,7 +255,7 @@ class Gathering:
                 source=self.nodes[name],
                 to=SERVER_NODE,
                 id_=name,
-                answers=f"{self.round}/{name}",
+                answers=f"{self.round.round}/{name}",
             )
             for name in self.cohort
             if name in self.arrays

@@ -36,14 +36,18 @@ _CLIPPED_BY_CLIENTS = (
 _WHERE = "federated.flower.strategy"
 
 
-def make(config: FlowerStrategy, quorum: int, *, where: str = _WHERE) -> Strategy:
+def make(
+    config: FlowerStrategy, quorum: int, *, clips: bool = False, where: str = _WHERE
+) -> Strategy:
     """A new strategy, for rounds of at least `quorum` updates.
+
+    `clips`: devices run an app, which clips its updates where the strategy counts on that.
 
     Raises:
         JobError: there is none of that name, it is of no use here, or it does not take its options.
     """
     kind = _class(config.name, where)
-    _check_use(kind, where)
+    _check_use(kind, where, clips)
     takes = inspect.signature(kind).parameters
     options = dict(config.options)
     for name, value in SAMPLING.items():
@@ -62,7 +66,7 @@ def make(config: FlowerStrategy, quorum: int, *, where: str = _WHERE) -> Strateg
                 "a round of fewer updates would get too little noise; lower it, or leave it out"
             )
     if config.inner is not None:
-        options["strategy"] = make(config.inner, quorum, where=f"{where}.inner")
+        options["strategy"] = make(config.inner, quorum, clips=clips, where=f"{where}.inner")
     elif "strategy" in takes and takes["strategy"].default is inspect.Parameter.empty:
         raise JobError(
             f"{where}.inner is missing: {config.name} wraps another strategy; "
@@ -99,11 +103,11 @@ def _class(name: str, where: str) -> type[Strategy]:
     return found
 
 
-def _check_use(kind: type[Strategy], where: str) -> None:
+def _check_use(kind: type[Strategy], where: str, clips: bool) -> None:
     names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("flwr.")}
     if names & set(_TREES):
         raise JobError(f"{where}.name={kind.__name__!r} merges trees, and this model has none")
-    if names & set(_CLIPPED_BY_CLIENTS):
+    if names & set(_CLIPPED_BY_CLIENTS) and not clips:
         raise JobError(
             f"{where}.name={kind.__name__!r} counts on devices that clip their updates, which "
             "those of this job do not; use the one with ServerSide in its name"

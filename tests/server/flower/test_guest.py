@@ -1,6 +1,5 @@
 """Flower's strategies as the federated regime's aggregator."""
 
-import gc
 import math
 
 import numpy as np
@@ -16,7 +15,7 @@ from isthmus.federated import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool
 from isthmus_server.coordinator import Coordinator
-from isthmus_server.flower.guest import Guest
+from isthmus_server.flower.guest import Gathering, Guest
 from isthmus_server.flower.state import State, check
 from isthmus_server.report import document
 
@@ -55,14 +54,6 @@ STATEFUL = [
 BY_NAME = {"ids": lambda config: config["name"]}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects():
-    """Flower collects garbage for every update it reads: in a process of torch's size, slowly."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def section(strategy, **more):
     flower = {"strategy": strategy, **more}
     return FederatedSection(cohort=7, quorum=7, secure_aggregation=False, flower=flower)
@@ -82,7 +73,8 @@ class Round:
 
     def with_us(self, guest, tmp_path, order=None):
         """The pseudo-gradient that a guest makes of it, and what it remembers."""
-        gathering = guest.begin(1, self.start, COHORT, section({"name": "FedAvg"}))
+        begun = guest.begin(1, self.start, section({"name": "FedAvg"}))
+        gathering = Gathering(begun, LAYOUT, COHORT)
         for name in order or self.updates:
             trained = link_pb2.Trained(
                 examples=self.examples[name], training={"loss": self.losses[name]}
@@ -316,9 +308,9 @@ def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for
 
 @pytest.mark.parametrize("examples", [0, 21])
 def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
-    gathering = Guest(section({"name": "FedAvg"}), LAYOUT).begin(
-        1, torch.zeros(LAYOUT.size), COHORT, section({"name": "FedAvg"})
-    )
+    settings = section({"name": "FedAvg"})
+    begun = Guest(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
+    gathering = Gathering(begun, LAYOUT, COHORT)
     with Spool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
         gathering.take("a", link_pb2.Trained(examples=examples), spool)
 

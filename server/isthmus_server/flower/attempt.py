@@ -1,0 +1,156 @@
+"""A federated attempt in which devices run a Flower ClientApp and a strategy talks to them.
+
+The strategy says what each device of the cohort is sent; which devices those are, for how long it
+is waited and how many have to answer is the job's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from flwr.app import Message, RecordDict
+
+from isthmus.errors import RoundFailed, UpdateError
+from isthmus.flower import NUMPY, node_of
+from isthmus.job import FederatedSection
+from isthmus_server.flower.grid import Answer, LinkGrid
+from isthmus_server.flower.guest import Guest
+from isthmus_server.outcome import AttemptFailed, FederatedResult
+from isthmus_server.receipts import Receipt
+
+if TYPE_CHECKING:
+    from isthmus_server.regimes import Fleet
+
+
+class FlowerAttempt:
+    """One attempt of a cohort whose devices run the job's app."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        guest: Guest,
+        round_: int,
+        start: torch.Tensor,
+        cohort: Mapping[str, int],
+        settings: FederatedSection,
+    ) -> None:
+        """`start` is the model that the round begins with, float32 (N).
+
+        Raises:
+            RoundFailed: too many updates to hold at once.
+        """
+        self.fleet = fleet
+        self.settings = settings
+        self.names = {node_of(name): name for name in cohort}
+        self.strategy = guest.begin(round_, start, settings)
+        self.grid = LinkGrid(
+            fleet.link,
+            asyncio.get_running_loop(),
+            fleet.run_id,
+            lambda: cohort,
+            most_bytes=guest.settings.most_bytes,
+            seconds=fleet.job.time.round_seconds,
+        )
+        self.receipts: dict[str, Receipt] = {}
+
+    async def run(self) -> FederatedResult:
+        """Ask, wait, and make a model of what comes.
+
+        Raises:
+            AttemptFailed: fewer answers than the quorum, or the strategy failed on them.
+        """
+        settings = self.settings
+        messages = await asyncio.to_thread(self._configure)
+
+        def over(answers: Sequence[Answer]) -> bool:
+            good = sum(not answer.failure for answer in answers)
+            left = len(messages) - len(answers)
+            return good >= settings.cohort or good + left < settings.needed
+
+        answers = await self.grid.exchange(messages, self.fleet.job.time.round_seconds, over)
+        replies = [
+            answer.reply for answer in answers if await asyncio.to_thread(self._receive, answer)
+        ]
+        receipts = self.stopped("the strategy did not ask it")
+        if len(replies) < settings.needed:
+            reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
+            raise AttemptFailed(
+                f"{len(replies)} of {len(receipts)} answers were accepted and the quorum is "
+                f"{settings.needed} ({'; '.join(reasons[:3])})",
+                receipts,
+            )
+        try:
+            made = await asyncio.to_thread(self.strategy.aggregate, replies)
+        except RoundFailed as error:
+            raise AttemptFailed(str(error), receipts) from error
+        return FederatedResult(
+            pseudo_gradient=made,
+            training=self.strategy.figures,
+            receipts=receipts,
+            strategy_state=self.strategy.state,
+        )
+
+    def stopped(self, reason: str) -> list[Receipt]:
+        """Everyone's receipt; who has none yet was dropped for that reason."""
+        for name in self.names.values():
+            self.receipts.setdefault(name, _receipt(name, "dropped", reason))
+        return [self.receipts[name] for name in self.names.values()]
+
+    def _configure(self) -> list[Message]:
+        """What the strategy sends, in the cohort's order, for it draws the nodes at random."""
+        messages = self.strategy.configure(self.grid)
+        places = {node: place for place, node in enumerate(self.names)}
+        unknown = [m for m in messages if m.metadata.dst_node_id not in places]
+        if unknown:
+            raise RoundFailed(f"{self.strategy.name} asks nodes that are not in the cohort")
+        return sorted(messages, key=lambda one: places[one.metadata.dst_node_id])
+
+    def _receive(self, answer: Answer) -> bool:
+        """Leave a receipt; whether the reply can be used."""
+        failure = answer.failure
+        examples = 0
+        if not failure:
+            try:
+                examples = _check(answer.reply.content, self.strategy.weighted_by)
+            except UpdateError as error:
+                failure = str(error)
+        status = "accepted" if not failure else "rejected" if answer.sent else "dropped"
+        name = self.names[answer.node]
+        self.receipts[name] = _receipt(
+            name,
+            status,
+            failure,
+            sent=answer.sent,
+            examples=examples,
+            seconds=answer.seconds,
+            bytes_in=answer.bytes_in,
+            bytes_out=answer.bytes_out,
+        )
+        return not failure
+
+
+def _receipt(name: str, status: str, reason: str, **more: object) -> Receipt:
+    return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)  # type: ignore[arg-type]
+
+
+def _check(records: RecordDict, weighted_by: str) -> int:
+    """Refuse one device's reply that would spoil everybody's; returns its weight.
+
+    Raises:
+        UpdateError: a value that is not finite, or a weight that is not positive.
+    """
+    for record in records.array_records.values():
+        for key, array in record.items():
+            if array.stype == NUMPY:
+                values = array.numpy()
+                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                    raise UpdateError(f"the array {key!r} is not finite")
+    figures = next(iter(records.metric_records.values()), None)
+    weight = 0 if figures is None else figures.get(weighted_by, 0)
+    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+        raise UpdateError(f"its {weighted_by}={weight!r} is not a number from 0 on")
+    return int(weight)

@@ -1,0 +1,420 @@
+"""Flower's strategies and a Flower ClientApp, neither of them modified, over the link."""
+
+import asyncio
+import random
+import re
+
+import numpy as np
+import pytest
+
+from isthmus import flower  # before flwr
+from isthmus.contents import describe
+from isthmus.errors import UserError
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_clients.agent import Agent
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.flower.grid import LinkGrid
+from isthmus_server.report import document
+
+APP = '''
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
+
+app, fixed, adaptive = ClientApp(), ClientApp(), ClientApp()
+
+
+def train(message, context):
+    """A step towards the device's own place; how many it made is kept in its state."""
+    own = context.node_config["partition-id"]
+    steps = context.state.setdefault("steps", MetricRecord({"made": 0}))
+    steps["made"] += 1
+    step = np.float32(0.1 * (own + 1) * steps["made"])
+    came = message.content["arrays"]
+    arrays = ArrayRecord({key: Array(array.numpy() + step) for key, array in came.items()})
+    metrics = MetricRecord({"num-examples": 10 + own, "train_loss": 1.0 + own})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message, context):
+    far = float(sum(np.abs(array.numpy()).sum() for array in message.content["arrays"].values()))
+    metrics = MetricRecord({"num-examples": 10, "far": far})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+app.train()(train)
+fixed.train(mods=[fixedclipping_mod])(train)
+adaptive.train(mods=[adaptiveclipping_mod])(train)
+app.train("noisy", mods=[LocalDpMod(1.0, 0.0, 1.0, 0.1)])(train)
+fixed.evaluate()(evaluate)
+adaptive.evaluate()(evaluate)
+
+
+@app.query()
+def fail(message, context):
+    raise ValueError("no\\nbattery")
+'''
+
+NOISE = {"noise_multiplier": 0.5, "num_sampled_clients": 4}
+STRATEGIES = {
+    "FedAvg": {},
+    "FedAvgM": {"server_momentum": 0.9},
+    "FedProx": {"proximal_mu": 0.1},
+    "FedAdagrad": {},
+    "FedAdam": {},
+    "FedYogi": {},
+    "FedMedian": {},
+    "FedTrimmedAvg": {"beta": 0.25},
+    "Krum": {"num_malicious_nodes": 1},
+    "MultiKrum": {"num_malicious_nodes": 1, "num_nodes_to_select": 2},
+    "Bulyan": {"num_malicious_nodes": 0},
+    "QFedAvg": {"client_learning_rate": 0.1},
+    "DifferentialPrivacyServerSideFixedClipping": {"clipping_norm": 0.2, **NOISE},
+    "DifferentialPrivacyClientSideFixedClipping": {"clipping_norm": 0.2, **NOISE},
+    "DifferentialPrivacyServerSideAdaptiveClipping": {"clipped_count_stddev": 0.5, **NOISE},
+    "DifferentialPrivacyClientSideAdaptiveClipping": {"clipped_count_stddev": 0.5, **NOISE},
+}
+NAMES = ("a", "b", "c", "d")
+
+
+def app_for(name):
+    if "ClientSide" not in name:
+        return "app"
+    return "fixed" if "Fixed" in name else "adaptive"
+
+
+def make(name):
+    from flwr.serverapp import strategy
+
+    options = dict(STRATEGIES[name])
+    if name.startswith("Differential"):
+        options["strategy"] = strategy.FedAvg()
+    return getattr(strategy, name)(**options)
+
+
+def model():
+    draw = np.random.default_rng(5)
+    return flower.ArrayRecord(
+        {
+            "bias": flower.Array(draw.normal(size=3).astype("f4")),
+            "weight": flower.Array(draw.normal(size=(3, 2)).astype("f4")),
+        }
+    )
+
+
+@pytest.fixture
+def fleet(net, make_job, tmp_path):
+    """Devices on a link that have opened a run of an app."""
+
+    class Fleet:
+        run_id = "run"
+        work = link_pb2.OpenRun
+
+        async def start(self, app="app", names=NAMES, **more):
+            (tmp_path / "app.py").write_text(APP)
+            self.link = await net.listen()
+            self.job = make_job(f'federated.flower.app="app.py:{app}"')
+            agents = {}
+            for place, name in enumerate(names):
+                participant = Participant(name=name, regime="federated", shard=(place, 4))
+                agents[name] = net.call(Agent(participant, None), name)
+            await net.until(lambda: set(names) <= self.link.peers.keys())
+            for name in names:
+                request = link_pb2.Request(id=self.link.new_id(), open=self.opening())
+                reply = await self.link.ask(name, request)
+                assert reply.WhichOneof("outcome") == "opened", reply.failure.reason
+            loop = asyncio.get_running_loop()
+            self.grid = LinkGrid(self.link, loop, "run", lambda: self.link.peers, **more)
+            self.devices = agents
+
+        def opening(self):
+            return link_pb2.OpenRun(
+                run_id="run", job=self.job.model_dump_json(), base=str(tmp_path)
+            )
+
+        async def ask(self, kind, to, records=None):
+            """One message, from the thread of a strategy."""
+            if records is None:
+                records = flower.RecordDict({"arrays": model()})
+            asked = self.grid.create_message(records, kind, flower.node_of(to), "group")
+            (reply,) = await asyncio.to_thread(self.grid.send_and_receive, [asked])
+            return reply
+
+        def without_a_link(self, app):
+            """The same nodes, called in place: what there is to compare with."""
+            return InPlace(tmp_path, self.opening())
+
+    return Fleet()
+
+
+class InPlace:
+    """A Grid of apps that are called like functions."""
+
+    def __init__(self, directory, opening):
+        from isthmus_clients.flower import FlowerRun
+
+        self.apps = {}
+        for place, name in enumerate(NAMES):
+            participant = Participant(name=name, regime="federated", shard=(place, 4))
+            self.apps[flower.node_of(name)] = FlowerRun(opening, participant, None)
+
+    def get_node_ids(self):
+        return sorted(self.apps)
+
+    def send_and_receive(self, messages, timeout=None):
+        replies = []
+        for one in list(messages):
+            app = self.apps[one.metadata.dst_node_id]
+            records = flower.RecordDict(
+                {name: type(record)(dict(record.items())) for name, record in one.content.items()}
+            )
+            asked = flower.message(
+                records, kind=one.metadata.message_type, source=1, to=app.context.node_id, id_="m"
+            )
+            replies.append(app.app(asked, app.context))
+        return replies
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name, fleet):
+    await fleet.start(app_for(name))
+
+    def start(grid):
+        np.random.seed(3)  # Flower's noise
+        random.seed(3)  # and the order in which it asks nodes
+        with flower.hushed():
+            return make(name).start(grid, initial_arrays=model(), num_rounds=2, timeout=30)
+
+    result = await asyncio.to_thread(start, fleet.grid)
+    expected = start(fleet.without_a_link(app_for(name)))
+    assert result.arrays.keys() == expected.arrays.keys()
+    for key, array in result.arrays.items():
+        assert np.array_equal(array.numpy(), expected.arrays[key].numpy())
+        assert not np.array_equal(array.numpy(), model()[key].numpy())
+    assert result.train_metrics_clientapp == expected.train_metrics_clientapp
+    assert result.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
+    assert set(result.evaluate_metrics_clientapp) == {1, 2}
+    assert fleet.link._published == {}
+
+
+async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fleet):
+    """Flower's LocalDpMod answers its own reply."""
+    await fleet.start()
+    reply = await fleet.ask("train.noisy", "b")
+    assert reply.has_content()
+    assert reply.metadata.src_node_id == flower.node_of("b")
+    assert reply.metadata.dst_node_id == flower.SERVER_NODE
+    assert reply.metadata.reply_to_message_id == "run/1"
+    assert reply.metadata.group_id == "group"
+
+
+async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet):
+    await fleet.start()
+    reply = await fleet.ask("query", "a")
+    assert reply.error == flower.Error(2, "ValueError: no battery")
+    reply = await fleet.ask("evaluate.more", "a")
+    assert reply.error.reason == "ValueError: No evaluate function registered with name 'more'"
+    reply = await fleet.ask("train", "nobody")
+    assert reply.error.code == flower.ErrorCode.NODE_UNAVAILABLE
+    reply = await fleet.ask("train", "c", flower.RecordDict())
+    assert reply.error.reason == "KeyError: 'arrays'"
+
+
+async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them(fleet, net):
+    await fleet.start(seconds=0.2)
+
+    async def think(guest, request, model):
+        await asyncio.Event().wait()
+
+    late = await net.join("late", think)
+    reply = await fleet.ask("train", "late")
+    assert reply.error == flower.Error(4, "it did not answer within 0.2 s")
+    await net.until(lambda: late.cancelled)
+
+    async def go(guest, request, model):
+        fleet.link._expire(fleet.link.peers["gone"], "lost")
+        await asyncio.Event().wait()
+
+    await net.join("gone", go)
+    reply = await fleet.ask("train", "gone")
+    assert reply.error == flower.Error(5, "lost")
+    assert fleet.link._published == {}
+
+
+async def test_replies_are_bounded_before_memory_is_taken(fleet, net):
+    await fleet.start(most_bytes=1000)
+
+    async def boast(guest, request, model):
+        huge = link_pb2.Content(sha256=bytes(32), size=1 << 40)
+        return link_pb2.Reply(flower_replied=link_pb2.FlowerReply(records=huge)), None
+
+    await net.join("boaster", boast)
+    reply = await fleet.ask("train", "boaster")
+    assert reply.error.reason == (
+        "its reply has 1099511627776 bytes, and the share of each is 1000 "
+        "(federated.flower.most_bytes)"
+    )
+
+
+async def test_a_device_takes_no_message_beyond_what_the_job_allows(net, make_job, tmp_path):
+    (tmp_path / "app.py").write_text(APP)
+    link = await net.listen()
+    job = make_job('federated.flower.app="app.py:app"', "federated.flower.most_bytes=100")
+    net.call(Agent(Participant(name="a", regime="federated"), None), "a")
+    await net.until(lambda: "a" in link.peers)
+    opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
+    await link.ask("a", link_pb2.Request(id="1", open=opening))
+    payload = bytearray(101)
+    content = describe(payload)
+    link.publish(content, payload)
+    work = link_pb2.FlowerMessage(run_id="run", records=content)
+    reply = await link.ask("a", link_pb2.Request(id="2", flower=work))
+    assert reply.failure.reason == (
+        "a message of 101 bytes was announced where federated.flower.most_bytes=100"
+    )
+    work.run_id = "other"
+    reply = await link.ask("a", link_pb2.Request(id="3", flower=work))
+    assert reply.failure.reason == "the run 'other' is not open on this device with a Flower app"
+
+
+async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):
+    await fleet.start()
+    messages = [
+        fleet.grid.create_message(
+            flower.RecordDict({"arrays": model()}), "train", flower.node_of(name), ""
+        )
+        for name in NAMES
+    ]
+
+    def push_and_pull():
+        ids = list(fleet.grid.push_messages(messages))
+        replies = []
+        while len(replies) < len(ids):
+            replies += fleet.grid.pull_messages(ids)
+        return ids, replies
+
+    ids, replies = await asyncio.to_thread(push_and_pull)
+    assert sorted(ids) == sorted(reply.metadata.reply_to_message_id for reply in replies)
+    assert all(reply.has_content() for reply in replies)
+
+
+# -- as a job --------------------------------------------------------------------------------------
+
+TORCH_APP = """
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message, context):
+    model = torch.nn.Linear(4, 3)
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    name = context.node_config["name"]
+    if name in str(context.run_config.get("fails", "")):
+        raise RuntimeError("out of memory")
+    draw = torch.Generator().manual_seed(sum(name.encode()))
+    inputs = torch.randn(20, 4, generator=draw)
+    target = inputs.argmax(1).clamp(max=2)
+    for _ in range(5):
+        loss = torch.nn.functional.cross_entropy(model(inputs), target)
+        model.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data -= context.run_config.get("lr", 0.5) * parameter.grad
+    if name in str(context.run_config.get("spoils", "")):
+        model.bias.data[0] = float("nan")
+    metrics = MetricRecord({"num-examples": 20, "loss": float(loss.detach())})
+    arrays = ArrayRecord(model.state_dict())
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+"""
+JOB = ("federated.secure_aggregation=false", 'federated.flower.app="app.py:app"')
+
+
+async def test_an_app_trains_the_tasks_model_under_a_strategy(place, tmp_path):
+    (tmp_path / "app.py").write_text(TORCH_APP)
+    await place.listen()
+    adam = 'federated.flower.strategy={name="FedAdam", options={eta=0.1}}'
+    report, final = await place.run("run", *JOB, adam, "rounds=5")
+    losses = [row["metrics"]["loss"] for row in report["rounds"]]
+    assert losses == sorted(losses, reverse=True)
+    assert final["metrics"]["accuracy"] > 0.5
+    (row, *_) = report["rounds"]
+    assert row["training"]["federated"].keys() == {"loss"}
+    assert row["participants"]["accepted"] == 3
+    for receipt in row["receipts"]:
+        assert receipt["examples"] == 20
+        assert receipt["bytes_in"] > 60
+        assert receipt["bytes_out"] > 60
+    assert row["cost"]["device_bytes"] > 360
+
+
+async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path):
+    (tmp_path / "app.py").write_text(TORCH_APP)
+    await place.listen()
+    adam = 'federated.flower.strategy={name="FedAdam"}'
+    whole, _ = await place.run("whole", *JOB, adam)
+    store = place.create("killed", *JOB, adam)
+
+    def kill(kind, data):
+        if (kind, data.get("round")) == ("committed", 2):
+            raise place.Killed
+
+    with pytest.raises(place.Killed):
+        await Coordinator(store, place.link, kill).run()
+    again = place.reopen(store)
+    await Coordinator(again, place.link).run()
+    assert document(again)["final"]["model_sha256"] == whole["final"]["model_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('fails="b"', "RuntimeError: out of memory"),
+        ('spoils="b"', "the array 'bias' is not finite"),
+    ],
+)
+async def test_one_devices_app_that_goes_wrong_costs_one_update(config, reason, place, tmp_path):
+    (tmp_path / "app.py").write_text(TORCH_APP)
+    await place.listen()
+    report, _ = await place.run(
+        "run", *JOB, "federated.quorum=2", "rounds=1", f"federated.flower.config={{{config}}}"
+    )
+    (row,) = report["rounds"]
+    (rejected,) = (one for one in row["receipts"] if one["status"] != "accepted")
+    assert (rejected["participant"], rejected["status"]) == ("b", "rejected")
+    assert rejected["reason"] == reason
+
+
+async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
+    (tmp_path / "app.py").write_text(TORCH_APP)
+    await place.listen()
+    store = place.create("run", *JOB, "attempts=1", 'federated.flower.config={fails="abc"}')
+    with pytest.raises(UserError) as failed:
+        await Coordinator(store, place.link).run()
+    assert re.fullmatch(
+        r"round 1 failed 1 times; the last time because: 0 of 3 answers were accepted and the "
+        r"quorum is 3 \(.*: RuntimeError: out of memory.*\)",
+        str(failed.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("app = 3", "federated.flower.app='app.py:app' is a int, not a flwr.clientapp.ClientApp"),
+        ("", "federated.flower.app='app.py:app': app.py has no 'app'"),
+        ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
+    ],
+)
+async def test_an_app_that_cannot_be_loaded_is_why_a_device_declines(code, says, place, tmp_path):
+    (tmp_path / "app.py").write_text(code + "\n")
+    await place.listen(names=("a",))
+    store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
+    with pytest.raises(UserError, match=f"a declined: {says}"):
+        await Coordinator(store, place.link).run()
