@@ -66,7 +66,7 @@ def terminal(folder: Path) -> Terminal:
     return Terminal(folder)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md", "docs/flower.md"])
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
     try:
         for block in blocks(page):
