@@ -87,7 +87,7 @@ class FlowerSection(Section):
     app: str | None = None
     """A ClientApp that trains on the devices in place of the task: `path/to/file.py:app`, relative
     to the job file, or `package.module:app`."""
-    config: dict[str, bool | int | float | str] = {}
+    config: dict[str, bool | int | float | str] = Field(default={})
     """The app's `context.run_config`."""
     most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """A round's updates are together in the server's memory, cohort x model; at most so much."""

@@ -15,8 +15,8 @@ import torch
 from flwr.app import Message, RecordDict
 
 from isthmus.errors import RoundFailed, UpdateError
+from isthmus.federated import FederatedSection
 from isthmus.flower import NUMPY, node_of
-from isthmus.job import FederatedSection
 from isthmus_server.flower.grid import Answer, LinkGrid
 from isthmus_server.flower.guest import Guest
 from isthmus_server.outcome import AttemptFailed, FederatedResult
