@@ -144,6 +144,8 @@ class DatacenterSection(Section):
     """Scale the whole gradient down to this 2-norm where it is longer. Default: never."""
     steps: Annotated[int, Field(ge=1)] = 50
     """Optimizer steps in one round."""
+    checkpoint_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints within a round, written while it goes on; 0: only at its end."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one step on one data-parallel replica."""
     readers: Annotated[int, Field(ge=0, le=64)] = 0

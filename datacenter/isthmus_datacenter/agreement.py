@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.scoring import Averages
+from isthmus_datacenter.share import local
 
 
 class AgreedError(UserError):
@@ -64,6 +66,36 @@ def agree_on_units(mine: int, wish: Wish, ranks: int) -> tuple[int, Wish]:
     dist.all_reduce(numbers)
     units, save, abort = numbers.tolist()
     return units, Wish.ABORT if abort else Wish.SAVE if save else Wish.GO_ON
+
+
+def agree_on_loss(
+    summed: torch.Tensor, units: int, parameters: Iterable[torch.Tensor], steps: tuple[int, int]
+) -> float:
+    """The mean loss, if it and the parameters are finite: looked at once, after the work.
+
+    Args:
+        summed: losses that count and were seen here, a scalar in float64.
+        units: of all replicas.
+        parameters: those of this rank.
+        steps: the first one, and the one to which all this was.
+
+    Raises:
+        AgreedError: something is not finite, on some rank.
+    """
+    parts = [part for part in map(local, parameters) if part.numel()]
+    norms = torch._foreach_norm(parts, math.inf)
+    largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * summed
+    seen = torch.stack([summed, largest * 0.0]).cpu()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(seen)
+    mean = float(seen[0]) / max(units, 1)
+    if math.isfinite(mean) and math.isfinite(float(seen[1])):
+        return mean
+    what = "model is not finite" if math.isfinite(mean) else f"loss is not finite ({mean})"
+    raise AgreedError(
+        f"the {what} between steps {steps[0]} and {steps[1]}; lower the learning rate or check "
+        "the data"
+    )
 
 
 def over_all_ranks(parts: list[Averages], ranks: int) -> Averages:

@@ -1,16 +1,23 @@
 """Checkpoints of one run: parameters, buffers and optimizer state, whatever the sharding.
 
-A checkpoint is written beside the others under a name of its own and becomes `step-N` by moving
-one symbolic link: a crash leaves the old one or the new one, never half of either.
+A checkpoint is written beside the others, in the background, under a name of its own, and becomes
+`step-N` by moving one symbolic link when every rank has written its part: a crash leaves the old
+one or the new one, never half of either.
+
+Within a round, checkpoints are linked as `within-ORIGIN-N`. The origin names everything that the
+state at step N follows from: so nobody can go on from a state that belongs to another try.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import shutil
 import uuid
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +26,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
@@ -30,34 +38,122 @@ from isthmus_datacenter.share import Share
 
 _GROUPS = "optimizer|groups"
 _SCALER = "optimizer|scaler"
+_MIDWAY = "midway"
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """A checkpoint within a round."""
+
+    origin: str
+    """Hexadecimal digits: what the round started from."""
+    step: int
+
+    @property
+    def link(self) -> str:
+        """Its name."""
+        return f"within-{self.origin}-{self.step}"
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A checkpoint that is being written."""
+
+    name: str
+    linked: Future[None]
+    stager: AsyncStager
 
 
 class Checkpoints:
-    """The checkpoints of one run, seen alike by all ranks."""
+    """The checkpoints of one run, seen alike by all ranks.
+
+    Guarantees: what `has` says is there is whole, and is loaded as it was saved; it does not change
+    before the next `finish`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._pending: _Pending | None = None
 
     def has(self, step: int) -> bool:
         """Whether a whole checkpoint of that step is here."""
-        return (self._link(step) / ".metadata").is_file()
+        return self._is_whole(f"step-{step}")
 
-    def save(self, step: int, share: Share, updater: Updater) -> None:
-        """Write the checkpoint of a step, replacing an older one. All ranks call this together."""
-        name: list[str] = [f"data-{step}-{uuid.uuid4().hex[:8]}"]
+    def origin(self, step: int) -> str:
+        """What the checkpoint of a step is called for as long as nobody saves that step again."""
+        link = self.directory / f"step-{step}"
+        return link.readlink().name if self.has(step) else f"none-{step}"
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def begin(self, step: int, share: Share, updater: Updater) -> None:
+        """Begin to write the checkpoint of a step. All ranks call this together.
+
+        Nothing is copied: until `finish`, nothing may change the state.
+        """
+        self._begin(f"step-{step}", _state(share, updater), _AsItIs())
+
+    def begin_within(self, at: Within, share: Share, updater: Updater, midway: Midway) -> None:
+        """Begin to write a checkpoint within a round, from a copy. All ranks call this together.
+
+        Returns when the copy is made, in memory of the processor: training goes on.
+        """
+        state = _state(share, updater)
+        if midway.speaks:
+            state[f"{_MIDWAY}|{midway.place}"] = dataclasses.asdict(midway)
+        fast = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=fast,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=fast,
+        )
+        self._begin(at.link, state, DefaultStager(options))
+
+    def _begin(self, link: str, state: dict[str, Any], stager: AsyncStager) -> None:
+        self.finish()
+        name: list[str] = [f"data-{uuid.uuid4().hex[:16]}"]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(name, src=0)
-        target = self.directory / name[0]
-        save(
-            _state(share, updater),
-            storage_writer=FileSystemWriter(target),
+        written = async_save(
+            state,
+            storage_writer=FileSystemWriter(self.directory / name[0]),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=_writers(),
+            async_stager=stager,
         )
-        if dist.get_rank() == 0:
-            link = self.directory / f"{name[0]}.link"
-            link.symlink_to(name[0])
-            link.replace(self._link(step))
+        assert isinstance(written, Future)
+        linked: Future[None] = Future()
+        written.add_done_callback(functools.partial(self._link, link, name[0], linked))
+        self._pending = _Pending(name[0], linked, stager)
+
+    def _link(self, link: str, name: str, linked: Future[None], written: Future[Any]) -> None:
+        """Make what is written a checkpoint; called by the thread that wrote it."""
+        try:
+            written.result()  # the metadata are written last, when all ranks have written
+            if dist.get_rank() == 0:
+                new = self.directory / f"{name}.link"
+                new.symlink_to(name)
+                new.replace(self.directory / link)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+            linked.set_exception(error)
+        else:
+            linked.set_result(None)
+
+    def finish(self) -> None:
+        """Wait until what was begun is safe, if anything was. All ranks call this together.
+
+        Not before it returns may anybody be told that the step is done: whoever dies until then
+        finds the checkpoints as they were.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.linked.result()
+        pending.stager.close()
         dist.barrier()
+
+    # -- loading --------------------------------------------------------------------------------
 
     def restore(self, step: int, share: Share, updater: Updater) -> None:
         """Put a checkpoint into a share and a *fresh* optimizer. All ranks call this together.
@@ -70,22 +166,56 @@ class Checkpoints:
                 f"the datacenter has no checkpoint of step {step} in {self.directory}; "
                 "start it with the state directory it had, or send it the model"
             )
-        reader = FileSystemReader(self._link(step).resolve())
+        self._restore(f"step-{step}", share, updater, None)
+
+    def newest_within(self, origin: str, until: int) -> Within | None:
+        """The furthest checkpoint within a round with this origin. All ranks call this together."""
+        found: list[Within | None] = [None]
+        if dist.get_rank() == 0:
+            steps = [
+                int(path.name.rpartition("-")[2])
+                for path in self.directory.glob(f"within-{origin}-*")
+                if self._is_whole(path.name)
+            ]
+            furthest = max((step for step in steps if step <= until), default=None)
+            found[0] = None if furthest is None else Within(origin, furthest)
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def restore_within(self, at: Within, share: Share, updater: Updater, place: str) -> Midway:
+        """As `restore`; also what was saved of this rank's place on the mesh."""
+        key = f"{_MIDWAY}|{place}"
+        return Midway(**self._restore(at.link, share, updater, key)[key])
+
+    def _restore(
+        self, link: str, share: Share, updater: Updater, also: str | None
+    ) -> dict[str, Any]:
+        reader = FileSystemReader((self.directory / link).resolve())
         known = reader.read_metadata().state_dict_metadata
         state = _template(known, share, updater)
+        if also is not None:
+            state[also] = None
         load(
             state,
             storage_reader=reader,
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
         _install(state, updater)
+        return state
 
-    def keep_only(self, steps: set[int]) -> None:
+    # -- files ----------------------------------------------------------------------------------
+
+    def keep_only(self, steps: set[int], within: Within | None = None) -> None:
         """Delete every other checkpoint, and what crashes left behind. Rank 0 calls this."""
         if not self.directory.is_dir():
             return
-        links = {self._link(step) for step in steps}
+        links = {self.directory / f"step-{step}" for step in steps}
+        if within is not None:
+            links.add(self.directory / within.link)
         kept = {link.resolve() for link in links if link.is_symlink()}
+        if self._pending is not None:
+            kept.add((self.directory / self._pending.name).resolve())
         for path in list(self.directory.iterdir()):
             if path.is_symlink() and path not in links:
                 path.unlink()
@@ -94,8 +224,46 @@ class Checkpoints:
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(path)
 
-    def _link(self, step: int) -> Path:
-        return self.directory / f"step-{step}"
+    def _is_whole(self, link: str) -> bool:
+        return (self.directory / link / ".metadata").is_file()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Midway:
+    """What a rank needs besides the state to go on in the middle of a round."""
+
+    place: str
+    """Where the rank is on the mesh; ranks that share matrices are at one place."""
+    speaks: bool
+    """Whether this rank saves it."""
+    drawn: dict[str, Any]
+    """States of the generators of random numbers."""
+    summed: float
+    """Losses of the round so far, of the units scored here."""
+    units: int
+    """Units of the round so far, of all replicas."""
+
+
+class _AsItIs(AsyncStager):
+    """Writes the state from where it is: for a state that stands still until it is written."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@functools.cache
+def _writers() -> dist.ProcessGroup:
+    """A group for the writers alone: their messages must not mix with those of the training."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def _state(share: Share, updater: Updater) -> dict[str, Any]:

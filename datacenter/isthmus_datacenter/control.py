@@ -55,6 +55,8 @@ class Command:
     """train: the absolute step to stop at, so that a repetition is exact."""
     model: str | None = None
     """train: file of a model to load before training."""
+    model_digest: str = ""
+    """train: what that model is, in hexadecimal digits."""
     evaluate: bool = False
     result: str | None = None
     """train, export: file to write the model into."""
@@ -262,13 +264,21 @@ class Control:
         """Ask the ranks to stop this command at the next step they agree on."""
         self._store.set(f"abort/{attempt}/{number}", "1")
 
+    def ask_to_save(self, attempt: Attempt, number: int) -> None:
+        """Ask the ranks to save their state at the next step they agree on, and stop."""
+        self._store.set(f"save/{attempt}/{number}", "1")
+
+    def must_save(self, attempt: Attempt, number: int) -> bool:
+        """Whether the command should save and stop."""
+        return bool(self._store.check([f"save/{attempt}/{number}"]))
+
     def aborted(self, attempt: Attempt, number: int) -> bool:
         """Whether the command should stop."""
         return bool(self._store.check([f"abort/{attempt}/{number}"]))
 
     def forget(self, attempt: Attempt, number: int) -> None:
         """Drop the keys of a command that every rank has done."""
-        for kind in ("cmd", "out", "progress", "abort"):
+        for kind in ("cmd", "out", "progress", "abort", "save"):
             self._store.delete_key(f"{kind}/{attempt}/{number}")
 
     def _peek(self, key: str) -> str | None:

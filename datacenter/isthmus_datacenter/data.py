@@ -53,6 +53,10 @@ class Feed:
             "pin_memory": self.device.type == "cuda",
             # A reader that outlives its rank keeps the agent from seeing the rank's end.
             "worker_init_fn": _with_rank,
+            # What seeds the readers is not drawn from what the model draws from.
+            "generator": torch.Generator().manual_seed(
+                derived_seed(self.order.seed, first, self.replica)
+            ),
         }
         if isinstance(self.dataset, IterableDataset):
             stretch = _Stretch(self.dataset, self.order, first, until, self.replica)

@@ -7,10 +7,7 @@ mean over the units of all replicas.
 from __future__ import annotations
 
 import dataclasses
-import math
-import random
-import sys
-import time
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +26,14 @@ from isthmus_datacenter.agreement import (
     StoppedError,
     Wish,
     Wishes,
+    agree_on_loss,
     agree_on_units,
     agreement,
 )
-from isthmus_datacenter.checkpoint import Checkpoints
+from isthmus_datacenter.checkpoint import Checkpoints, Midway, Within
 from isthmus_datacenter.control import Command
-from isthmus_datacenter.data import Feed, Order, derived_seed
+from isthmus_datacenter.data import Feed, Order
+from isthmus_datacenter.draws import go_on, seed_all, states
 from isthmus_datacenter.evaluation import Evaluation
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
@@ -43,7 +42,6 @@ from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
 from isthmus_datacenter.passes import Passes
 from isthmus_datacenter.profile import FORWARD_AND_BACKWARD, Profile, count_flops
-from isthmus_datacenter.share import local
 
 _SAMPLE = 2
 """Examples to compare a model that was cut with the whole one."""
@@ -59,6 +57,17 @@ class Place:
     participant: str
     state: Path
     """Directory of the run's checkpoints."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """Where a round's training begins: at its first step, or where an earlier try got to."""
+
+    step: int
+    summed: float
+    """Losses so far, of the units scored here."""
+    units: int
+    """Units so far, of all replicas."""
 
 
 class Engine:
@@ -114,34 +123,25 @@ class Engine:
         """Train from one absolute step to another, and save the state there.
 
         Raises:
-            AgreedError: no state to start from, the loss left the finite numbers, aborted.
+            AgreedError: no state to start from, the loss left the finite numbers, stopped.
             TaskError: the task raised on this rank, maybe on this one only.
         """
-        reset = self.job.datacenter.optimizer_on_load == "reset"
-        if command.model is None or not reset or self._has_buffers():
-            self._go_to(command.from_step)
-        self.at = None
         profile = self.profile = Profile(self.place.device)
-        if command.model is not None:
-            with profile.host("exchange"):
-                load_shards(Path(command.model), self.layout, self.share)
-            if reset:
-                self.updater = self._make_updater()
-        started = time.monotonic()
-        profile.begin()
-        self._seed(command.from_step)
-        loss = self._steps(command.from_step, command.until_step, tell, wishes)
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize(self.place.device)
-        seconds = time.monotonic() - started
+        self._newest_within: Within | None = None
+        origin = self._origin(command)
+        begun = self._resume(origin, command) or self._start(command)
+        try:
+            loss = self._steps(origin, begun, command, tell, wishes)
+        except AgreedError:
+            self.checkpoints.finish()  # as all ranks do
+            raise
         steps = command.until_step - command.from_step
-        examples = steps * self.order.ranks * self.order.batch_size
-        figures = profile.figures(steps, examples, self._units, self._flops or 0)
+        per_step = self.order.ranks * self.order.batch_size
+        made = command.until_step - begun.step
+        figures = profile.figures(made, made * per_step, self._units, self._flops or 0)
         with profile.host("checkpoint"):
-            self.checkpoints.save(command.until_step, self.share, self.updater)
-        if self.place.rank == 0:
-            self.checkpoints.keep_only({command.from_step, command.until_step})
-        self.at = command.until_step
+            self.checkpoints.begin(command.until_step, self.share, self.updater)
+        # Neither of these changes the state, which is being written meanwhile.
         evaluation = {}
         if command.evaluate:
             with profile.host("evaluation"):
@@ -149,13 +149,19 @@ class Engine:
         if command.result is not None:
             with profile.host("exchange"):
                 store_shards(Path(command.result), self.layout, self.share)
-        self.figures = {**figures, **profile.around()} if steps else {}
+        with profile.host("checkpoint"):
+            self.checkpoints.finish()
+        if self.place.rank == 0:
+            self.checkpoints.keep_only({command.from_step, command.until_step})
+        self.at = command.until_step
+        self.figures = {**figures, **profile.around()} if made else {}
         return {
             "steps": steps,
-            "examples": examples,
+            "resumed": begun.step if begun.step > command.from_step else None,
+            "examples": steps * per_step,
             "training": {} if loss is None else {"loss": loss},
             "evaluation": evaluation,
-            "seconds": seconds,
+            "seconds": profile.seconds,
         }
 
     def export(self, command: Command) -> None:
@@ -252,36 +258,73 @@ class Engine:
             dist.all_reduce(found)
         return bool(found)
 
-    def _seed(self, step: int) -> None:
-        """Make whatever is drawn from here on depend on the step and the place alone.
-
-        Ranks that share matrices draw alike: what they hold whole must stay the same.
-        """
-        place = self.here.data + self.ranks.data * self.here.pipeline
-        seed = derived_seed(self.job.seed, step, place)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-
     # -- work -----------------------------------------------------------------------------------
 
-    def _steps(self, first: int, until: int, tell: Tell, wishes: Wishes) -> float | None:
+    def _origin(self, command: Command) -> str | None:
+        """A name for all that the states within a round follow from; None where nobody knows."""
+        if command.model is not None and not command.model_digest:
+            return None
+        start = self.checkpoints.origin(command.from_step)
+        mesh = f"{self.ranks.data} {self.ranks.pipeline}"
+        text = f"{start} {command.model_digest} {mesh}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _start(self, command: Command) -> _Begun:
+        """The state before the round's first step."""
+        reset = self.job.datacenter.optimizer_on_load == "reset"
+        if command.model is None or not reset or self._has_buffers():
+            self._go_to(command.from_step)
+        self.at = None
+        if command.model is not None:
+            with self.profile.host("exchange"):
+                load_shards(Path(command.model), self.layout, self.share)
+            if reset:
+                self.updater = self._make_updater()
+        # Ranks that share matrices draw alike: what they hold whole must stay the same.
+        place = self.here.data + self.ranks.data * self.here.pipeline
+        seed_all(self.job.seed, command.from_step, place)
+        return _Begun(command.from_step, 0.0, 0)
+
+    def _resume(self, origin: str | None, command: Command) -> _Begun | None:
+        """The furthest state within this round that an earlier try left, if one did."""
+        if origin is None or command.until_step == command.from_step:
+            return None
+        at = self.checkpoints.newest_within(origin, command.until_step)
+        if at is None:
+            return None
+        self.at = None
+        self._newest_within = at
+        with agreement():
+            self.updater = self._make_updater()
+        midway = self.checkpoints.restore_within(at, self.share, self.updater, self._place())
+        go_on(midway.drawn, self.place.device)
+        return _Begun(at.step, midway.summed, midway.units)
+
+    def _place(self) -> str:
+        return f"{self.here.data}.{self.here.pipeline}"
+
+    def _steps(
+        self, origin: str | None, begun: _Begun, command: Command, tell: Tell, wishes: Wishes
+    ) -> float | None:
         """Train; the mean loss over all units, or None if there was nothing to do."""
-        passes, profile = self.passes, self.profile
-        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
-        units = 0
+        passes, profile, device = self.passes, self.profile, self.place.device
+        first, until = command.from_step, command.until_step
+        total = torch.tensor(begun.summed, dtype=torch.float64, device=device)
+        units, wish = begun.units, Wish.GO_ON
         live = None
         if passes.scores and self.here.data == 0:
             examples = self.order.ranks * self.order.batch_size
-            live = Live(tell, until - first, examples, self.place.device)
+            done_before, summed = begun.step - first, begun.summed
+            live = Live(tell, until - first, examples, device, done=done_before, summed=summed)
         self.updater.optimizer.zero_grad(set_to_none=True)  # left by a step that was stopped
-        stream = profile.reads(self.feed.batches(first, until))
-        for step, (inputs, target) in enumerate(stream, start=first):
+        profile.begin()
+        stream = profile.reads(self.feed.batches(begun.step, until))
+        for step, (inputs, target) in enumerate(stream, start=begun.step):
             if self._flops is None:
                 self._flops = self._count_flops(inputs)
 
             def agree(mine: int, step: int = step) -> int:
+                nonlocal wish
                 everyones, wish = agree_on_units(mine, wishes(), self.ranks.ranks)
                 if wish is Wish.ABORT:
                     raise StoppedError(
@@ -297,10 +340,46 @@ class Engine:
             units += done.everyones
             if live is not None:
                 live.step(total, done.mine, done.everyones)
-        self._units = units
-        if until == first:
-            return None
-        return self._checked(total, units, first, until)
+            if origin is not None and step + 1 < until:
+                self._save_within(Within(origin, step + 1), command, total, units, wish)
+        self._units = units - begun.units
+        loss = None
+        if until > first:
+            loss = agree_on_loss(
+                total * passes.scores, units, self.share.parameters().values(), (first, until)
+            )
+        profile.end()
+        return loss
+
+    def _save_within(
+        self, at: Within, command: Command, total: torch.Tensor, units: int, wish: Wish
+    ) -> None:
+        """Save the state within a round, where the job or somebody outside wants it.
+
+        Raises:
+            StoppedError: it is saved, and that was the last step.
+        """
+        every = self.job.datacenter.checkpoint_steps
+        if wish is not Wish.SAVE and (every == 0 or at.step % every):
+            return
+        midway = Midway(
+            place=self._place(),
+            speaks=self.here.tensor == 0,
+            drawn=states(self.place.device),
+            summed=float(total),
+            units=units,
+        )
+        with self.profile.host("checkpoint"):
+            self.checkpoints.begin_within(at, self.share, self.updater, midway)
+            if self.place.rank == 0:  # the one before is whole by now
+                self.checkpoints.keep_only({command.from_step}, self._newest_within)
+        self._newest_within = at
+        if wish is Wish.SAVE:
+            self.checkpoints.finish()
+            raise StoppedError(
+                f"stopped after step {at.step} of {command.from_step} to {command.until_step}, "
+                "which is saved: the machines are about to be taken away"
+            )
 
     def _count_flops(self, inputs: Any) -> float:
         """Of one step on one rank, where something knows the number or can use it."""
@@ -314,22 +393,3 @@ class Engine:
         flops = count_flops(model, lambda: self.task.forward(model, inputs))
         self.share.at_rest()
         return flops
-
-    def _checked(self, total: torch.Tensor, units: int, first: int, until: int) -> float:
-        """The mean loss, if it and the parameters are finite: looked at once, after the work."""
-        locals_ = [local(parameter) for parameter in self.share.parameters().values()]
-        norms = torch._foreach_norm([part for part in locals_ if part.numel()], math.inf)
-        largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * total
-        seen = torch.stack([total * self.passes.scores, largest * 0.0]).cpu()
-        if self.place.ranks > 1:
-            dist.all_reduce(seen)
-        mean = float(seen[0]) / max(units, 1)
-        if not math.isfinite(mean) or not math.isfinite(float(seen[1])):
-            what = (
-                f"loss is not finite ({mean})" if not math.isfinite(mean) else "model is not finite"
-            )
-            raise AgreedError(
-                f"the {what} between steps {first} and {until}; lower the learning rate or check "
-                "the data"
-            )
-        return mean

@@ -100,6 +100,7 @@ class Group:
         self._open: Command | None = None
         self._numbers: dict[Attempt, int] = {}
         self._cancelled = asyncio.Event()
+        self._saving = asyncio.Event()
 
     def start(self) -> None:
         """Start the agent and its ranks; they get ready while we go on."""
@@ -143,6 +144,10 @@ class Group:
         """Stop the command that runs, if one does."""
         self._cancelled.set()
 
+    def save(self) -> None:
+        """Have the command that runs, if one does, save its state at its next step and stop."""
+        self._saving.set()
+
     async def do(
         self, command: Command, progress: Callable[[Report], None] = lambda report: None
     ) -> tuple[dict[str, Any], list[str]]:
@@ -153,6 +158,7 @@ class Group:
             GroupError: they were restarted `RESTARTS` times and failed again.
         """
         self._cancelled.clear()
+        self._saving.clear()
         if command.op == "open":
             self._opened = None
             self._open = command
@@ -275,6 +281,7 @@ class _Watch:
         self._heard = [time.monotonic()] * group.ranks
         self._looked = 0.0
         self._aborted_at: float | None = None
+        self._told_to_save = False
 
     async def look(self) -> None:
         """One look.
@@ -307,6 +314,9 @@ class _Watch:
         if shown is not None and shown != self._shown:
             self._shown = shown
             self._progress(shown)
+        if group._saving.is_set() and not self._told_to_save:
+            self._told_to_save = True
+            await group._call(lambda: control.ask_to_save(self._attempt, self._number))
         if group._cancelled.is_set():
             await self._abort(now)
 

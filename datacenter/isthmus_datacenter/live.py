@@ -35,13 +35,25 @@ class _Mark:
 class Live:
     """Reports on one stretch of steps, from the one rank that is asked to."""
 
-    def __init__(self, tell: Tell, steps: int, examples: int, device: torch.device) -> None:
-        """Of `steps` in all, each on `examples` of all replicas together."""
+    def __init__(
+        self,
+        tell: Tell,
+        steps: int,
+        examples: int,
+        device: torch.device,
+        *,
+        done: int = 0,
+        summed: float = 0.0,
+    ) -> None:
+        """Of `steps` in all, each on `examples` of all replicas together.
+
+        Of them `done` were made before, and gave the losses that were `summed`.
+        """
         self._tell = tell
         self._total_steps = steps
         self._examples = examples
-        self._mark = self._last = _Mark(time.monotonic(), 0, 0, 0)
-        self._last_sum = 0.0
+        self._mark = self._last = _Mark(time.monotonic(), done, 0, 0)
+        self._last_sum = summed
         self._arriving: tuple[_Mark, torch.Tensor] | None = None
         self._room = self._arrival = None
         if device.type == "cuda":

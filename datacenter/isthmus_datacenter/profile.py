@@ -35,6 +35,8 @@ class Profile:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._started = time.monotonic()
+        self.seconds = 0.0
+        """From the beginning to the end of the steps."""
         self._seconds = dict.fromkeys((*STEP, *AROUND), 0.0)
         self._queued: collections.deque[tuple[str, Any, Any]] = collections.deque()
         if device.type == "cuda":
@@ -43,6 +45,12 @@ class Profile:
     def begin(self) -> None:
         """The steps begin now."""
         self._started = time.monotonic()
+
+    def end(self) -> None:
+        """The steps end when the device is done with them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds = time.monotonic() - self._started
 
     @contextlib.contextmanager
     def host(self, part: str) -> Iterator[None]:
@@ -92,14 +100,13 @@ class Profile:
     def figures(self, steps: int, examples: int, units: int, flops: float) -> dict[str, float]:
         """Of the whole group, but for memory and times, which are this rank's.
 
-        `flops` are those of one step on one rank, 0 if they are not known. Call it when the
-        device is done.
+        `flops` are those of one step on one rank, 0 if they are not known.
         """
         if not steps:
             return {}
         while self._queued:
             self._take()
-        seconds = max(time.monotonic() - self._started, 1e-9)
+        seconds = max(self.seconds, 1e-9)
         found = {
             "step_seconds": seconds / steps,
             "examples_per_second": examples / seconds,

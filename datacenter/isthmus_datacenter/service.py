@@ -135,8 +135,8 @@ class Service:
     def leave(self, grace_seconds: float) -> None:
         """Take no more work, and end when what runs is done and handed over, or the grace is.
 
-        A round that is not done by then is repeated from its first step, by whoever comes back
-        with this state directory.
+        A round that is not done in half of it saves its state. Whoever comes back with this state
+        directory goes on there; where there was no time to save, it repeats the round.
         """
         self._grace = grace_seconds
         self._told_to_leave.set()
@@ -151,7 +151,9 @@ class Service:
                 self.leave(_NODE_GRACE_SECONDS)
         log.warning("told to leave: %s", "a round is running" if self._working else "idle")
         deadline = time.monotonic() + self._grace
-        while (self._working or self._outgoing) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while (self._working or self._outgoing) and time.monotonic() < deadline:
+            if time.monotonic() > deadline - self._grace / 2:
+                self._group.save()
             await asyncio.sleep(0.05)
         if self._working:
             log.warning("the round did not end within %g s and will be repeated", self._grace)
@@ -258,6 +260,7 @@ class Service:
             from_step=train.from_step,
             until_step=train.until_step,
             model=None if model is None else str(self._incoming[request_id]),
+            model_digest="" if model is None else train.model.sha256.hex(),
             evaluate=train.evaluate,
             result=str(self._room_for_result(request_id, run.layout)) if train.hand_back else None,
         )
@@ -267,7 +270,10 @@ class Service:
             progress(link_pb2.Progress(**dataclasses.asdict(report)))
 
         values, losses = await self._group.do(command, report)
-        repeated = f"the group restarted and repeated steps {train.from_step} to {train.until_step}"
+        steps = f"steps {train.from_step} to {train.until_step}"
+        repeated = f"the group restarted and repeated {steps}"
+        if values["resumed"] is not None:
+            repeated = f"the group restarted and went on with {steps} after {values['resumed']}"
         trained = link_pb2.Trained(
             examples=values["examples"],
             steps=values["steps"],

@@ -88,6 +88,8 @@ class _Rank:
         self.joined = False
         self._unwanted: int | None = None
         """Number of the command that should stop."""
+        self._to_save: int | None = None
+        """Number of the command that should save its state and stop."""
 
     def join(self) -> None:
         """Start to beat, and meet the other ranks."""
@@ -158,7 +160,9 @@ class _Rank:
         return {}
 
     def _wish(self) -> Wish:
-        return Wish.ABORT if self._unwanted == self.number else Wish.GO_ON
+        if self._unwanted == self.number:
+            return Wish.ABORT
+        return Wish.SAVE if self._to_save == self.number else Wish.GO_ON
 
     def _report(self, report: Report) -> None:
         self.control.report_progress(self.attempt, self.number, report)
@@ -174,6 +178,8 @@ class _Rank:
                 control.beat(self.attempt, self.rank, count)
                 if control.aborted(self.attempt, number):
                     self._unwanted = number
+                if control.must_save(self.attempt, number):
+                    self._to_save = number
             except dist.DistError:
                 _leave()  # nobody is left to work for
             time.sleep(BEAT_SECONDS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.contents import describe
 from isthmus.exchange import Layout
 from isthmus.job import Job, with_changes
 from isthmus.scoring import build_model
@@ -118,6 +119,8 @@ class Driver:
         self, run_id: str, first: int, until: int, model: bytes | None = None, **more: Any
     ) -> tuple[link_pb2.Trained, bytes | None]:
         train = link_pb2.TrainSteps(run_id=run_id, from_step=first, until_step=until, **more)
+        if model is not None:
+            train.model.CopyFrom(describe(model))
         reply, content = self.ask(model, train_steps=train)
         return reply.trained, content
 
