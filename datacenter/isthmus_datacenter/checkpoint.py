@@ -168,17 +168,21 @@ class Checkpoints:
             )
         self._restore(f"step-{step}", share, updater, None)
 
+    def newest(self, until: int) -> int | None:
+        """The furthest step up to that one that has a checkpoint. All ranks call this together."""
+        return self._furthest("step", until)
+
     def newest_within(self, origin: str, until: int) -> Within | None:
         """The furthest checkpoint within a round with this origin. All ranks call this together."""
-        found: list[Within | None] = [None]
+        step = self._furthest(f"within-{origin}", until)
+        return None if step is None else Within(origin, step)
+
+    def _furthest(self, kind: str, until: int) -> int | None:
+        found: list[int | None] = [None]
         if dist.get_rank() == 0:
-            steps = [
-                int(path.name.rpartition("-")[2])
-                for path in self.directory.glob(f"within-{origin}-*")
-                if self._is_whole(path.name)
-            ]
-            furthest = max((step for step in steps if step <= until), default=None)
-            found[0] = None if furthest is None else Within(origin, furthest)
+            whole = [path for path in self.directory.glob(f"{kind}-*") if self._is_whole(path.name)]
+            steps = [int(path.name.rpartition("-")[2]) for path in whole]
+            found[0] = max((step for step in steps if step <= until), default=None)
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(found, src=0)
         return found[0]

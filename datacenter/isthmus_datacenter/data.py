@@ -16,7 +16,6 @@ from __future__ import annotations
 import array
 import dataclasses
 import functools
-import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
@@ -27,6 +26,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from isthmus.errors import TaskError
 from isthmus.lifetime import die_with_parent
 from isthmus.scoring import read
+from isthmus_datacenter.draws import derived_seed, seed_all
+
+_READING = 1
+"""Tells the seeds of what readers draw from those of what the model does."""
 
 
 class Feed:
@@ -47,8 +50,8 @@ class Feed:
 
     def batches(self, first: int, until: int) -> Iterator[tuple[Any, Any]]:
         """`(inputs, target)` of steps `first` (included) to `until`, on the device."""
+        size = self.order.batch_size
         options: dict[str, Any] = {
-            "batch_size": self.order.batch_size,
             # Only from pinned memory does a copy to the device not wait for what runs there.
             "pin_memory": self.device.type == "cuda",
             # A reader that outlives its rank keeps the agent from seeing the rank's end.
@@ -60,18 +63,47 @@ class Feed:
         }
         if isinstance(self.dataset, IterableDataset):
             stretch = _Stretch(self.dataset, self.order, first, until, self.replica)
+            readers = min(self.readers, 1)
             return read(
-                DataLoader(stretch, num_workers=min(self.readers, 1), **options), self.device
+                DataLoader(stretch, batch_size=size, num_workers=readers, **options), self.device
             )
         indices = self.order.steps(first, until, self.replica)
+        if not self.readers:
+            return read(
+                DataLoader(self.dataset, batch_size=size, sampler=indices, **options), self.device
+            )
+        drawing = _Drawing(self.dataset, self.order.seed, self.replica)
+        sampler = _numbered(indices, first, size)
         return read(
-            DataLoader(self.dataset, sampler=indices, num_workers=self.readers, **options),
+            DataLoader(drawing, batch_sampler=sampler, num_workers=self.readers, **options),
             self.device,
         )
 
 
 def _with_rank(reader: int) -> None:
     die_with_parent()
+
+
+def _numbered(indices: Sequence[int], first: int, size: int) -> Iterator[list[int]]:
+    """Batches as readers get them: the step, then the indices of the examples."""
+    for at in range(0, len(indices), size):
+        yield [first + at // size, *indices[at : at + size]]
+
+
+class _Drawing(Dataset[Any]):
+    """A dataset in a reader: what it draws for a batch depends on the step and the replica alone.
+
+    Whichever reader reads it, and however often the run was resumed.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, replica: int) -> None:
+        self._dataset, self._seed, self._replica = dataset, seed, replica
+
+    def __getitems__(self, numbered: list[int]) -> list[Any]:
+        step, *indices = numbered
+        seed_all(self._seed, step, self._replica, _READING)
+        many = getattr(self._dataset, "__getitems__", None)
+        return list(many(indices)) if many else [self._dataset[index] for index in indices]
 
 
 class _Stretch(IterableDataset[Any]):
@@ -153,16 +185,6 @@ class _Slice(Sequence[int]):
         step, within = divmod(index, size)
         batch = (self._first + step) * self._order.ranks + self._rank
         return self._order.example(batch * size + within)
-
-
-def derived_seed(*parts: int) -> int:
-    """A seed of 63 bits for a purpose named by numbers, unrelated to that of any other.
-
-    >>> derived_seed(0, 1) == derived_seed(0, 1) != derived_seed(1, 0)
-    True
-    """
-    text = "/".join(str(part) for part in parts).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 @functools.lru_cache(maxsize=2)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from isthmus.errors import TaskError, UserError
@@ -41,7 +40,7 @@ from isthmus_datacenter.live import Live, Tell
 from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
 from isthmus_datacenter.passes import Passes
-from isthmus_datacenter.profile import FORWARD_AND_BACKWARD, Profile, count_flops
+from isthmus_datacenter.profile import Profile
 
 _SAMPLE = 2
 """Examples to compare a model that was cut with the whole one."""
@@ -128,16 +127,17 @@ class Engine:
         """
         profile = self.profile = Profile(self.place.device)
         self._newest_within: Within | None = None
-        origin = self._origin(command)
-        begun = self._resume(origin, command) or self._start(command)
+        start = self._start_of(command)
+        self._starts = {command.from_step} if start is None else {command.from_step, start}
+        origin = self._origin(command, start)
+        begun = self._resume(origin, command) or self._start(command, start)
         try:
             loss = self._steps(origin, begun, command, tell, wishes)
         except AgreedError:
             self.checkpoints.finish()  # as all ranks do
             raise
-        steps = command.until_step - command.from_step
         per_step = self.order.ranks * self.order.batch_size
-        made = command.until_step - begun.step
+        steps, made = (command.until_step - at for at in (command.from_step, begun.step))
         figures = profile.figures(made, made * per_step, self._units, self._flops or 0)
         with profile.host("checkpoint"):
             self.checkpoints.begin(command.until_step, self.share, self.updater)
@@ -152,12 +152,13 @@ class Engine:
         with profile.host("checkpoint"):
             self.checkpoints.finish()
         if self.place.rank == 0:
-            self.checkpoints.keep_only({command.from_step, command.until_step})
+            self.checkpoints.keep_only({*self._starts, command.until_step})
         self.at = command.until_step
         self.figures = {**figures, **profile.around()} if made else {}
         return {
             "steps": steps,
             "resumed": begun.step if begun.step > command.from_step else None,
+            "noted": self._notes(command, start),
             "examples": steps * per_step,
             "training": {} if loss is None else {"loss": loss},
             "evaluation": evaluation,
@@ -251,39 +252,56 @@ class Engine:
         self.checkpoints.restore(step, self.share, self.updater)
         self.at = step
 
-    def _has_buffers(self) -> bool:
-        """Whether training may have changed something that no model that comes would replace."""
-        found = torch.tensor([len(self.share.buffers())])
-        if self.ranks.pipeline > 1:
-            dist.all_reduce(found)
-        return bool(found)
-
     # -- work -----------------------------------------------------------------------------------
 
-    def _origin(self, command: Command) -> str | None:
+    def _start_of(self, command: Command) -> int | None:
+        """The step whose state a round starts from; None: that of a new run.
+
+        Where a model comes, the rest of the state may be older, or new: this datacenter was away
+        meanwhile, or was never here.
+        """
+        first = command.from_step
+        if command.model is None or first == 0 or self.checkpoints.has(first):
+            return first
+        return self.checkpoints.newest(first)
+
+    def _origin(self, command: Command, start: int | None) -> str | None:
         """A name for all that the states within a round follow from; None where nobody knows."""
         if command.model is not None and not command.model_digest:
             return None
-        start = self.checkpoints.origin(command.from_step)
+        before = "nothing" if start is None else self.checkpoints.origin(start)
         mesh = f"{self.ranks.data} {self.ranks.pipeline}"
-        text = f"{start} {command.model_digest} {mesh}"
+        text = f"{before} {command.model_digest} {mesh} {self.job.model_dump_json()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _start(self, command: Command) -> _Begun:
+    def _start(self, command: Command, start: int | None) -> _Begun:
         """The state before the round's first step."""
-        reset = self.job.datacenter.optimizer_on_load == "reset"
-        if command.model is None or not reset or self._has_buffers():
-            self._go_to(command.from_step)
+        if command.model is None or not self._resets or self.share.has_buffers():
+            if start is None:
+                self._begin_anew()
+            else:
+                self._go_to(start)
         self.at = None
         if command.model is not None:
             with self.profile.host("exchange"):
                 load_shards(Path(command.model), self.layout, self.share)
-            if reset:
+            if self._resets:
                 self.updater = self._make_updater()
         # Ranks that share matrices draw alike: what they hold whole must stay the same.
         place = self.here.data + self.ranks.data * self.here.pipeline
         seed_all(self.job.seed, command.from_step, place)
         return _Begun(command.from_step, 0.0, 0)
+
+    @property
+    def _resets(self) -> bool:
+        return self.job.datacenter.optimizer_on_load == "reset"
+
+    def _notes(self, command: Command, start: int | None) -> list[str]:
+        """What a person may want to know of where a round started from."""
+        if command.model is None or self._resets or start == command.from_step:
+            return []
+        kept = "a new one" if start is None else f"that of step {start}"
+        return [f"the optimizer kept at step {command.from_step} is {kept}: it was not here"]
 
     def _resume(self, origin: str | None, command: Command) -> _Begun | None:
         """The furthest state within this round that an earlier try left, if one did."""
@@ -321,7 +339,7 @@ class Engine:
         stream = profile.reads(self.feed.batches(begun.step, until))
         for step, (inputs, target) in enumerate(stream, start=begun.step):
             if self._flops is None:
-                self._flops = self._count_flops(inputs)
+                self._flops = passes.step_flops(inputs, self.order.batch_size / _SAMPLE)
 
             def agree(mine: int, step: int = step) -> int:
                 nonlocal wish
@@ -372,7 +390,7 @@ class Engine:
         with self.profile.host("checkpoint"):
             self.checkpoints.begin_within(at, self.share, self.updater, midway)
             if self.place.rank == 0:  # the one before is whole by now
-                self.checkpoints.keep_only({command.from_step}, self._newest_within)
+                self.checkpoints.keep_only(self._starts, self._newest_within)
         self._newest_within = at
         if wish is Wish.SAVE:
             self.checkpoints.finish()
@@ -380,16 +398,3 @@ class Engine:
                 f"stopped after step {at.step} of {command.from_step} to {command.until_step}, "
                 "which is saved: the machines are about to be taken away"
             )
-
-    def _count_flops(self, inputs: Any) -> float:
-        """Of one step on one rank, where something knows the number or can use it."""
-        if self.share.sample_flops:
-            # Each rank has its part of what the whole model does with its replica's batch.
-            whole = FORWARD_AND_BACKWARD * self.share.sample_flops / _SAMPLE
-            return whole * self.order.batch_size / (self.ranks.tensor * self.ranks.pipeline)
-        if self.place.device.type != "cuda":
-            return 0
-        model = self.passes.model
-        flops = count_flops(model, lambda: self.task.forward(model, inputs))
-        self.share.at_rest()
-        return flops

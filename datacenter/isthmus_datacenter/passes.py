@@ -19,6 +19,7 @@ from isthmus.errors import TaskError
 from isthmus.scoring import losses
 from isthmus.task import Task, user_code
 from isthmus_datacenter.pipeline import Pipeline
+from isthmus_datacenter.profile import FORWARD_AND_BACKWARD, count_flops
 from isthmus_datacenter.share import Share
 
 Agree = Callable[[int], int]
@@ -75,6 +76,23 @@ class Passes:
             (summed * weight).backward()  # type: ignore[no-untyped-call]
             return Done(summed.detach(), mine, everyones, 1.0)
         return self._in_pieces(inputs, target, scale, agree)
+
+    def step_flops(self, inputs: Any, samples: float) -> float:
+        """Operations of one step on this rank, where something knows them or can use them; or 0.
+
+        Args:
+            inputs: a replica's batch.
+            samples: how many times the sample that was counted it is.
+        """
+        if self.share.sample_flops:
+            # Each rank has its part of what the whole model does with its replica's batch.
+            whole = FORWARD_AND_BACKWARD * self.share.sample_flops * samples
+            return whole / (self.layout.tensor * self.layout.pipeline)
+        if self.device.type != "cuda":
+            return 0
+        flops = count_flops(self.model, lambda: self.task.forward(self.model, inputs))
+        self.share.at_rest()
+        return flops
 
     def _in_pieces(self, inputs: Any, target: Any, scale: float, agree: Agree) -> Done:
         """The number of units is known only afterwards; until then a guess stands for it."""

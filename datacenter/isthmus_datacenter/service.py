@@ -38,6 +38,8 @@ _LEAVE_LOOK_SECONDS = 1.0
 """Between two looks at whether a node is about to be taken away."""
 _NODE_GRACE_SECONDS = 20.0
 """For a running round when it is: schedulers give about thirty."""
+_SAVING_SECONDS = 10.0
+"""At least, of a grace, for the state within a round to be saved."""
 _OURS = {"exchange", "logs", "lock"}
 """Names under the state directory that no run can have."""
 
@@ -135,8 +137,9 @@ class Service:
     def leave(self, grace_seconds: float) -> None:
         """Take no more work, and end when what runs is done and handed over, or the grace is.
 
-        A round that is not done in half of it saves its state. Whoever comes back with this state
-        directory goes on there; where there was no time to save, it repeats the round.
+        A round that is not done in half of it saves its state, or earlier where saving would have
+        less than ten seconds. Whoever comes back with this state directory goes on there; where
+        there was no time to save, it repeats the round.
         """
         self._grace = grace_seconds
         self._told_to_leave.set()
@@ -151,8 +154,9 @@ class Service:
                 self.leave(_NODE_GRACE_SECONDS)
         log.warning("told to leave: %s", "a round is running" if self._working else "idle")
         deadline = time.monotonic() + self._grace
+        enough = deadline - max(self._grace / 2, _SAVING_SECONDS)
         while (self._working or self._outgoing) and time.monotonic() < deadline:
-            if time.monotonic() > deadline - self._grace / 2:
+            if time.monotonic() > enough:
                 self._group.save()
             await asyncio.sleep(0.05)
         if self._working:
@@ -281,7 +285,7 @@ class Service:
             training=values["training"],
             evaluation=values["evaluation"],
             profile=values["profile"],
-            events=[f"{loss}; {repeated}" for loss in losses],
+            events=[*(f"{loss}; {repeated}" for loss in losses), *values["noted"]],
         )
         payload = None
         if train.hand_back:

@@ -135,6 +135,13 @@ class Share:
                 found.setdefault(self.names[at].get(name, name), buffer)
         return found
 
+    def has_buffers(self) -> bool:
+        """Whether the model has any, here or in another stage. All ranks call this together."""
+        found = torch.tensor([len(self.buffers())])
+        if self.layout.pipeline > 1:
+            dist.all_reduce(found)
+        return bool(found)
+
     def at_rest(self) -> None:
         """Free what a forward pass without a backward one left gathered.
 

@@ -27,7 +27,8 @@ from isthmus.scoring import (
 from isthmus.task import Participant, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_datacenter.data import Order, derived_seed
+from isthmus_datacenter.data import Order
+from isthmus_datacenter.draws import derived_seed
 
 CPU = torch.device("cpu")
 
@@ -123,8 +124,10 @@ class _Run:
             TaskError: the task's code raised, or the loss is not finite.
         """
         reset = self.job.datacenter.optimizer_on_load == "reset"
-        if model is None or not reset:
+        if model is None:
             self.go_to(work.from_step)
+        elif not reset and work.from_step == self._before[0]:
+            self.go_to(work.from_step)  # where it was away meanwhile, it keeps what it has
         self._before = self._snapshot()
         if model is not None:
             self.layout.scatter(self.layout.decode(model), self.model)

@@ -132,3 +132,46 @@ def refusals(rank: int, openeds: list[dict[str, Any]], state: str) -> list[str]:
         except AgreedError as error:
             said.append(str(error))
     return said
+
+
+def save_for_ever(rank: int, opened: dict[str, Any], state: str, told: str) -> None:
+    """Save step after step, every number of it that of the step; `told` is the last safe one."""
+    made = engine(rank, opened, state)
+    step = 0
+    while True:
+        step += 1
+        _fill(made, float(step))
+        made.checkpoints.begin(step, made.share, made.updater)
+        made.checkpoints.finish()
+        if rank == 0:
+            Path(told).write_text(str(step))
+            made.checkpoints.keep_only({step - 1, step})
+
+
+def _fill(made: Engine, value: float) -> None:
+    for parameter in made.share.parameters().values():
+        parameter.grad = torch.zeros_like(parameter)
+    made.updater.optimizer.step()  # so that there is state
+    with torch.no_grad():
+        for parameter in made.share.parameters().values():
+            for each in _fields(made, parameter).values():
+                each.fill_(value)
+
+
+def read_back(rank: int, opened: dict[str, Any], states: list[str]) -> list[dict[int, set[float]]]:
+    """Of each directory: the steps that are there, and the numbers in each."""
+    made = engine(rank, opened, states[0])
+    found = []
+    for state in states:
+        numbers: dict[int, set[float]] = {}
+        for link in Path(state).glob("step-*"):
+            step = int(link.name.removeprefix("step-"))
+            _load(made, state, step)
+            numbers[step] = {
+                float(number)
+                for parameter in made.share.parameters().values()
+                for each in _fields(made, parameter).values()
+                for number in (each.min(), each.max())
+            }
+        found.append(numbers)
+    return found

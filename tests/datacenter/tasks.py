@@ -40,7 +40,7 @@ class _Small(Task):
     def eval_data(self) -> Dataset[Any]:
         return self.rows(23, seed=2)
 
-    def rows(self, count: int, seed: int) -> TensorDataset:
+    def rows(self, count: int, seed: int) -> Any:
         raise NotImplementedError
 
 
@@ -59,9 +59,24 @@ class Table(_Small):
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"accuracy": (output.argmax(-1) == target).float()}
 
-    def rows(self, count: int, seed: int) -> TensorDataset:
+    def rows(self, count: int, seed: int) -> Any:
         inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
-        return TensorDataset(inputs, inputs.abs().sum(1).long() % CLASSES)
+        rows = TensorDataset(inputs, inputs.abs().sum(1).long() % CLASSES)
+        return _Noisy(rows) if self.settings.get("noise") else rows
+
+
+class _Noisy(Dataset[Any]):
+    """Gives no example the same way twice."""
+
+    def __init__(self, rows: TensorDataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.rows[index]
+        return inputs + 0.1 * torch.randn(6), target
 
 
 class Language(_Small):
@@ -260,7 +275,7 @@ class Faulty(Table):
         self.maybe_fail("model")
         return super().model()
 
-    def rows(self, count: int, seed: int) -> TensorDataset:
+    def rows(self, count: int, seed: int) -> Any:
         self.maybe_fail("data")
         return super().rows(count, seed)
 

@@ -1,0 +1,117 @@
+"""Checkpoints: whole or not there at all, within a round too, and nobody can tell by the result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.wire import link_pb2
+from isthmus_datacenter.testing import Ranks
+
+HERE = Path(__file__).parent
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def _until_killed(group: Ranks, *asked: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.run(*asked)
+
+
+def test_kill_9_while_saving_leaves_the_last_whole_checkpoint(
+    setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    opened = setup("Table", zero_stage=3).command()
+    states, safe = [], []
+    for number in range(3):
+        state, told = tmp_path / f"state-{number}", tmp_path / f"told-{number}"
+        with Ranks(2) as group:
+            asked = (HERE / "ranks.py", "save_for_ever", opened, str(state), str(told))
+            saving = threading.Thread(target=_until_killed, args=(group, *asked))
+            saving.start()
+            until(told.exists)
+            time.sleep(random.Random(number).random() * 0.1)  # anywhere in a save
+            # In one try one rank, in the next the other, then both.
+            for process, _ in group._members[number % 2 : number or 1]:
+                os.kill(process.pid or 0, signal.SIGKILL)
+            safe.append(int(told.read_text() or 0))
+            saving.join()
+        states.append(str(state))
+    (found,) = on_ranks(1, "read_back", setup("Table", ranks=1).command(), states)
+    for steps, told_last in zip(found, safe, strict=True):
+        assert max(steps) >= told_last > 0
+        assert all(numbers == {float(step)} for step, numbers in steps.items())
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
+    readers: int, warm: Any, setup: Any, tmp_path: Path
+) -> None:
+    """What is drawn at random goes on as if nothing had been: in the model, and in the data."""
+    contents, losses = [], []
+    common = {"dropout": 0.2, "noise": True, "fault": "kill", "rank": "1"}
+    for name, at, every in (("plain", "never", 0), ("disturbed", "7", 1)):
+        settings = {**common, "at": at, "once": str(tmp_path / "once")}
+        made = setup("Faulty", settings, zero_stage=3, readers=readers, checkpoint_steps=every)
+        run_id = f"within-{name}-{readers}"
+        warm.open(run_id, made)
+        trained, content = warm.train(run_id, 0, 9, hand_back=True)
+        contents.append(content)
+        losses.append(trained.training["loss"])
+    assert contents[0] == contents[1]
+    assert losses[0] == losses[1]
+    (told,) = trained.events
+    # Its seventh loss is of the seventh step; the checkpoint after the sixth may not be whole.
+    assert re.search(r"replaced in \d+\.\d s; .* went on with steps 0 to 9 after [56]$", told)
+    kept = sorted(path.name for path in (warm.service.state / run_id).iterdir())
+    assert [name for name in kept if not name.startswith("data-")] == ["step-9"]
+
+
+def test_machines_that_are_taken_away(start: Any, setup: Any, tmp_path: Path) -> None:
+    """A round that cannot end in time is saved, and goes on there when the machines are back."""
+    made = setup("Table", {"dropout": 0.2})
+    content = bytes(made.layout.encode(0.1 * made.layout.gather(made.task.model())))
+    driver = start(ranks=1)
+    driver.open("taken", made)
+
+    async def work() -> str:
+        train = link_pb2.TrainSteps(run_id="taken", from_step=0, until_step=10**6)
+        begun = asyncio.Event()
+        request = link_pb2.Request(id="long", train_steps=train)
+        running = asyncio.create_task(
+            driver.service.work(request, None, lambda progress: begun.set())
+        )
+        await asyncio.wait_for(begun.wait(), 30.0)
+        driver.service.leave(8.0)  # too few seconds for half of them to be waited for
+        await driver.service._left()
+        with pytest.raises(UserError, match="which is saved: the machines are about to be") as said:
+            await running
+        return str(said.value)
+
+    stopped = int(re.findall(r"stopped after step (\d+) of 0 to 1000000", driver.run(work()))[0])
+    assert stopped > 0
+    driver.close()
+
+    again = start(ranks=1)
+    again.open("taken", made)
+    trained, resumed = again.train("taken", 0, stopped + 3, hand_back=True)
+    assert trained.profile["examples_per_second"] * trained.profile["step_seconds"] == 4
+    # Nobody goes on there from another model.
+    again.train("taken", 0, 3, content)
+    assert again.train("taken", 0, stopped + 3, hand_back=True)[1] == resumed
