@@ -17,6 +17,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,10 +275,6 @@ class Service:
             progress(link_pb2.Progress(**dataclasses.asdict(report)))
 
         values, losses = await self._group.do(command, report)
-        steps = f"steps {train.from_step} to {train.until_step}"
-        repeated = f"the group restarted and repeated {steps}"
-        if values["resumed"] is not None:
-            repeated = f"the group restarted and went on with {steps} after {values['resumed']}"
         trained = link_pb2.Trained(
             examples=values["examples"],
             steps=values["steps"],
@@ -285,7 +282,7 @@ class Service:
             training=values["training"],
             evaluation=values["evaluation"],
             profile=values["profile"],
-            events=[*(f"{loss}; {repeated}" for loss in losses), *values["noted"]],
+            events=_events(train, values, losses),
         )
         payload = None
         if train.hand_back:
@@ -334,6 +331,21 @@ class Service:
         path = files.pop(request_id, None)
         if path is not None:
             path.unlink(missing_ok=True)
+
+
+def _events(
+    train: link_pb2.TrainSteps, values: Mapping[str, Any], losses: Sequence[str]
+) -> list[str]:
+    """What a person should know of how a round went."""
+    steps, resumed = f"steps {train.from_step} to {train.until_step}", values["resumed"]
+    if resumed is None:
+        how = f"the group restarted and repeated {steps}"
+    else:
+        how = f"the group restarted and went on with {steps} after {resumed}"
+    events = [f"{loss}; {how}" for loss in losses]
+    if resumed is not None and not losses:
+        events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
+    return [*events, *values["noted"]]
 
 
 def _mapped(path: Path, size: int) -> memoryview:

@@ -1,5 +1,6 @@
 """Tasks that the ranks of these tests train: small, and able to misbehave when told to."""
 
+import functools
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Dataset, TensorDataset
 
+import isthmus_datacenter.engine
 from isthmus import Participant, Task
+from isthmus_datacenter.checkpoint import Checkpoints
 
 CLASSES = 3
 WORDS = 11
@@ -35,7 +38,8 @@ class _Small(Task):
         return optimizer
 
     def local_data(self, participant: Participant) -> Dataset[Any]:
-        return self.rows(50, seed=1)
+        seed = sum(participant.name.encode()) if self.settings.get("own_data") else 1
+        return self.rows(50, seed)
 
     def eval_data(self) -> Dataset[Any]:
         return self.rows(23, seed=2)
@@ -259,17 +263,35 @@ class Pictures(_Small):
 
 
 class Faulty(Table):
-    """Does once, or always, what `settings` say, on one rank and at one of its training steps.
+    """Does once, or always, what `settings` say, on one rank at certain places.
 
-    fault: kill, stop, exit, raise; at: `model`, `data`, the number of a loss, or `forward` and
-    the number of a forward pass; rank; once: a file
-    that is made when it happened.
+    fault: kill, stop, exit, raise; at: one place or several: `model`, `data`, the number of a loss,
+    `forward` and the number of a forward pass, `load` or `store` of a model that is exchanged,
+    `save` when a checkpoint is being written; rank; once: what the names of files begin with that
+    are made when it happened.
     """
 
     def __init__(self, settings: Any, data: Path | None = None) -> None:
         super().__init__(settings, data)
         self.losses = 0
         self.forwards = 0
+        if "RANK" in os.environ:
+            self._fail_before(isthmus_datacenter.engine, "load_shards", "load")
+            self._fail_before(isthmus_datacenter.engine, "store_shards", "store")
+            self._fail_before(Checkpoints, "finish", "save")
+
+    def _fail_before(self, owner: Any, name: str, place: str) -> None:
+        """Where the task has no code of its own."""
+        whole = getattr(owner, name)
+        whole = getattr(whole, "__wrapped__", whole)
+
+        @functools.wraps(whole)
+        def failing(*arguments: Any, **more: Any) -> Any:
+            if place != "save" or arguments[0]._pending is not None:
+                self.maybe_fail(place)
+            return whole(*arguments, **more)
+
+        setattr(owner, name, failing)
 
     def model(self) -> nn.Module:
         self.maybe_fail("model")
@@ -291,15 +313,17 @@ class Faulty(Table):
         return super().loss(output, target)
 
     def maybe_fail(self, place: str) -> None:
-        if self.settings.get("at") != place:
+        places = self.settings.get("at", [])
+        if place not in ([places] if isinstance(places, str) else places):
             return
         if os.environ.get("RANK", "none") != self.settings.get("rank", os.environ.get("RANK")):
             return
         once = self.settings.get("once")
-        if once is not None and Path(once).exists():
-            return
         if once is not None:
-            Path(once).touch()
+            happened = Path(f"{once}-{place}")
+            if happened.exists():
+                return
+            happened.touch()
         fault = self.settings["fault"]
         if fault == "raise":
             raise ValueError("the shelf is empty")

@@ -1,0 +1,135 @@
+"""Several datacenters train one model as DiLoCo's workers do (Douillard et al. 2023)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isthmus.job import Job, RegimeName
+from isthmus.scoring import build_model, losses
+from isthmus.task import Participant
+from isthmus_datacenter.data import Order
+from isthmus_datacenter.service import Service
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.link import Link
+from isthmus_server.report import document
+from isthmus_server.store import Store
+
+STEPS = 4
+HERE = {1: ["alone"], 2: ["alone", "late"], 3: ["alone", "late"]}
+"""Who is there in each round."""
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+@pytest.fixture
+def job(setup: Any) -> Job:
+    settings = {"own_data": True, "options": {"lr": 0.02}}
+    job: Job = setup("Table", settings, ranks=0, steps=STEPS, optimizer_on_load="keep").job
+    strategy = job.strategy.model_copy(
+        update={
+            "policy": "datacenter",
+            "server_optimizer": job.strategy.server_optimizer.model_copy(update={"options": OUTER}),
+        }
+    )
+    return job.model_copy(update={"rounds": len(HERE), "strategy": strategy})
+
+
+class _Worker:
+    """One datacenter by hand: its optimizer goes on from round to round."""
+
+    def __init__(self, job: Job, task: Any, name: str) -> None:
+        participant = Participant(name=name, regime="datacenter")
+        self.task = task
+        self.model = build_model(task, job.seed)
+        self.optimizer = task.optimizer(self.model.parameters(), participant)
+        self.data = task.local_data(participant)
+        size = job.datacenter.batch_size
+        self.order = Order(examples=len(self.data), ranks=1, batch_size=size, seed=job.seed)
+
+    def train(self, model: nn.Module, first: int) -> list[torch.Tensor]:
+        """The pseudo-gradient of a round."""
+        self.model.load_state_dict(model.state_dict())
+        for step in range(first, first + STEPS):
+            rows = [self.data[i] for i in self.order.steps(step, step + 1, 0)]
+            inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
+            _, values = losses(self.task, self.model, inputs, target)
+            values.mean().backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        pairs = zip(model.parameters(), self.model.parameters(), strict=True)
+        return [(before - after).detach() for before, after in pairs]
+
+
+def _by_hand(made: Any, job: Job) -> nn.Module:
+    model = build_model(made.task, job.seed)
+    outer = torch.optim.SGD(model.parameters(), **OUTER)  # type: ignore[arg-type]
+    workers: dict[str, _Worker] = {}
+    for round_, names in HERE.items():
+        parts = []
+        for name in names:
+            worker = workers.setdefault(name, _Worker(job, made.task, name))
+            parts.append(worker.train(model, (round_ - 1) * STEPS))
+        if len(parts) == 1:  # a round of one datacenter is plain training
+            model.load_state_dict(workers[names[0]].model.state_dict())
+            continue
+        for parameter, *both in zip(model.parameters(), *parts, strict=True):
+            parameter.grad = sum(both) / len(both)
+        outer.step()
+    return model
+
+
+@contextlib.asynccontextmanager
+async def _serving(name: str, state: Path, port: int) -> AsyncIterator[None]:
+    service = Service(name, 1, state)
+    task = asyncio.create_task(service.serve(f"127.0.0.1:{port}"))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_two_datacenters_and_one_that_joins_late(
+    job: Job, setup: Any, tmp_path: Path
+) -> None:
+    made = setup("Table", job.task.settings)
+    store = Store.create(tmp_path / "run", job, Path(__file__).parent)
+    link = Link(job.time.lease_seconds)
+    port = await link.start()
+    async with contextlib.AsyncExitStack() as services:
+        coordinator = Coordinator(store, link)
+        roster, required = coordinator.roster, coordinator.roster.require
+
+        async def everyone(regime: RegimeName) -> None:
+            """A round begins when those of `HERE` are ready."""
+            names = HERE[coordinator.at.round + 1]
+            if names[-1] not in link.peers:
+                await services.enter_async_context(_serving(names[-1], tmp_path / names[-1], port))
+            async with asyncio.timeout(60.0):
+                while sorted(roster.datacenters) != names:
+                    roster._changed.clear()
+                    await roster._changed.wait()
+            await required(regime)
+
+        roster.require = everyone  # type: ignore[method-assign]
+        try:
+            await coordinator.run()
+        finally:
+            store_document = document(store)
+            await link.stop()
+            store.close()
+    expected = made.layout.gather(_by_hand(made, job))
+    assert (coordinator.model.vector - expected).abs().max() < 1e-6
+    told = [
+        [(receipt["participant"], receipt["reason"]) for receipt in row["receipts"]]
+        for row in store_document["rounds"]
+    ]
+    new = "the optimizer kept at step 4 is a new one: it was not here"
+    assert told == [[("alone", "")], [("alone", ""), ("late", new)], [("alone", ""), ("late", "")]]
