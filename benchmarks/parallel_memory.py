@@ -5,20 +5,32 @@ many of Adam's moments, each divided by tensor_parallel x pipeline_parallel, and
 where the ZeRO stage is above 0. PyTorch's `fully_shard` keeps gradients and parameters sharded
 between steps in stages 1 and 2 as well; the stages differ in what is gathered during one.
 
+Then what the exchange of the whole model takes at its peak, as a share of the model: memory of a
+rank's own beyond what it held, and pages of the file that it looked at, which the kernel may drop.
+
     python benchmarks/parallel_memory.py --quick
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import figures
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from isthmus.exchange import Layout
 from isthmus.task import Participant, Task
+from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
@@ -60,13 +72,18 @@ class Stack(Task):
         return torch.optim.AdamW(parameters)
 
 
-def measure(rank: int, layouts: list[tuple[int, int, int, int]], width: int) -> list[list[int]]:
-    """On one rank: bytes of each kind after one step in each layout."""
-    return [_measure(rank, layout, width) for layout in layouts]
+def measure(
+    rank: int, layouts: list[tuple[int, int, int, int]], width: int, directory: str
+) -> list[list[int]]:
+    """On one rank: bytes of each kind after one step in each layout, and of the exchange."""
+    return [
+        _measure(rank, layout, width, Path(directory) / f"{len(layouts)}-{at}")
+        for at, layout in enumerate(layouts)
+    ]
 
 
-def _measure(rank: int, layout: tuple[int, int, int, int], width: int) -> list[int]:
-    dp, tp, pp, stage = layout
+def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Path) -> list[int]:
+    dp, tp, pp, stage = degrees
     task = Stack({"width": width})
     torch.manual_seed(0)
     ranks = RankLayout(
@@ -74,7 +91,9 @@ def _measure(rank: int, layout: tuple[int, int, int, int], width: int) -> list[i
     )
     device = torch.device("cpu")
     batch = torch.randn(4, width)
-    share = parallelize(task, task.model(), ranks, rank, device, sample=lambda: batch)
+    model = task.model()
+    layout = Layout.of(model)
+    share = parallelize(task, model, ranks, rank, device, sample=lambda: batch)
     updater = Updater(
         share,
         lambda parameters: task.optimizer(parameters, Participant(name="", regime="datacenter")),
@@ -91,7 +110,41 @@ def _measure(rank: int, layout: tuple[int, int, int, int], width: int) -> list[i
         for value in state.values()
         if value.ndim
     )
-    return [parameters, gradients, moments]
+    if rank == 0:
+        file.write_bytes(layout.header)
+        os.truncate(file, layout.nbytes)
+    dist.barrier()
+    with _peaks() as (own, mapped):
+        store_shards(file, layout, share)
+        dist.barrier()
+        load_shards(file, layout, share)
+    return [parameters, gradients, moments, own[0], mapped[0]]
+
+
+@contextlib.contextmanager
+def _peaks() -> Iterator[tuple[list[int], list[int]]]:
+    """Most bytes that this process's own and its mapped memory grow by in the block."""
+    own, mapped, done = [0], [0], threading.Event()
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def now() -> tuple[int, int]:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return page * (resident - shared), page * shared
+
+    def look() -> None:
+        while not done.is_set():
+            for peak, before, size in zip((own, mapped), start, now(), strict=True):
+                peak[0] = max(peak[0], size - before)
+            time.sleep(0.0002)
+
+    start = now()
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield own, mapped
+    finally:
+        done.set()
+        thread.join()
 
 
 def main() -> None:
@@ -103,29 +156,36 @@ def main() -> None:
     rows, found = [], {}
     for ranks in sorted({dp * tp * pp for dp, tp, pp, _ in layouts}):
         group = [each for each in layouts if each[0] * each[1] * each[2] == ranks]
-        with Ranks(ranks) as members:
-            by_rank = members.run(Path(__file__).resolve(), "measure", group, width)
+        with Ranks(ranks) as members, tempfile.TemporaryDirectory() as directory:
+            by_rank = members.run(Path(__file__).resolve(), "measure", group, width, directory)
         for at, (dp, tp, pp, stage) in enumerate(group):
             name = f"dp{dp}-tp{tp}-pp{pp}-zero{stage}"
             cells = []
-            for kind, sizes in zip(
-                KINDS, zip(*(rank[at] for rank in by_rank), strict=True), strict=True
-            ):
+            *kinds, own, mapped = zip(*(rank[at] for rank in by_rank), strict=True)
+            for kind, sizes in zip(KINDS, kinds, strict=True):
                 formula = FACTORS[kind] * count / (tp * pp * (dp if stage else 1))
                 ratio = max(sizes) / formula
                 found[f"{kind}_over_formula/{name}"] = ratio
                 cells += [f"{max(sizes) / 2**20:.2f}", f"{formula / 2**20:.2f}", f"{ratio:.3f}"]
+            for what, sizes in (("own", own), ("mapped", mapped)):
+                found[f"exchange_{what}_over_model/{name}"] = max(sizes) / (4 * count)
+                cells.append(f"{max(sizes) / (4 * count):.3f}")
             rows.append((name, *cells))
     header = [
         "layout",
         *(f"{kind} {what}" for kind in KINDS for what in ("MiB", "formula", "ratio")),
+        "exchange: own / model",
+        "mapped / model",
     ]
     print(f"largest rank, {count:,} float32 parameters, AdamW, after one step\n")
     print(figures.table(header, rows))
     figures.write(options.json, "parallel_memory", figures.machine(), found)
-    off = [name for name, ratio in found.items() if abs(ratio - 1) > 0.1]
+    off = [name for name, ratio in found.items() if "formula" in name and abs(ratio - 1) > 0.1]
     if off:
         sys.exit(f"more than 10 % off the formula: {', '.join(off)}")
+    copies = [name for name, share in found.items() if "exchange_own" in name and share > 0.1]
+    if copies:
+        sys.exit(f"the exchange copies the model: {', '.join(copies)}")
 
 
 if __name__ == "__main__":

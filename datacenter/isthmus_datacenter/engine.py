@@ -115,6 +115,7 @@ class Engine:
         """What the last training cost."""
         self.at: int | None = None
         self._begin_anew()
+        self.note = "; ".join(filter(None, [self.note, *self.share.notes]))
 
     # -- the commands ---------------------------------------------------------------------------
 
@@ -226,10 +227,9 @@ class Engine:
 
     def _make_updater(self) -> Updater:
         section = self.job.datacenter
-        participant = self._participant()
         return Updater(
             self.share,
-            lambda parameters: self.task.optimizer(parameters, participant),
+            lambda parameters: self.task.optimizer(parameters, self._participant()),
             section.clip_norm,
             section.precision == "fp16",
         )

@@ -26,6 +26,8 @@ from isthmus.task import Task, user_code
 from isthmus_datacenter import plans
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.share import Names, Share
+from isthmus_datacenter.stages import check_chain, cut
+from isthmus_datacenter.trials import run_still, same
 
 SMALLEST_UNIT = 1 << 16
 """Parameters below which a block is gathered with the rest: a message of its own costs more."""
@@ -73,24 +75,25 @@ def parallelize(
         chosen = task.shard_units(model)
     counter = FlopCounterMode(display=False)
     stages, flows = _stages(task, model, layout, sample, counter)
-    plan = _tensor_plan(task, model, layout, stages)
+    plan, notes = _tensor_plan(task, model, layout, stages, flows)
     tables = [_parameter_names(names, stage) for stage in stages]
     _refuse_lost(names, tables)
     mine = {at: stages[at] for at in layout.stages_of(rank)}
     share = Share(layout, mine, {at: names.in_stage(stage) for at, stage in mine.items()})
     share.mesh = mesh
+    share.notes = notes
     share.sample_flops = int(counter.get_total_flops())
     share.find_tied(tables, rank)
     for at, stage in mine.items():
         stage.to(device)
         if layout.tensor > 1:
             assert mesh is not None
-            cut = _cut_matrices(stage, plan, mesh["tensor"])
+            changed = _cut_matrices(stage, plan, mesh["tensor"])
             if flows:
                 called = _Called(task, stage) if layout.pipeline == 1 else stage
                 _check_cut(called, flows[at], device)
             if layout.compile:
-                _detach_from_compiled(cut)
+                _detach_from_compiled(changed)
         blocks = units(stage, smallest_unit) if chosen is None else _members(stage, chosen)
         _wrap(blocks or [stage], layout, backend)
         if layout.wrapped:
@@ -117,7 +120,7 @@ def _stages(
         return [model], []
     given = sample()
     with user_code("the model's forward pass on two examples"), counter:
-        whole = plans.run_still(_Called(task, model), given)
+        whole = run_still(_Called(task, model), given)
     if layout.pipeline == 1:
         return [model], [((given,), whole)]
     if type(task).forward is not Task.forward:
@@ -141,7 +144,7 @@ def _stages(
             f"returned {[type(each).__name__ for each in stages]}"
         )
     try:
-        return stages, plans.check_chain(stages, whole, given)
+        return stages, check_chain(stages, whole, given)
     except Exception as error:
         raise TaskError(
             f"the stages of pipeline_stages() do not do what the model does: {_first_line(error)}"
@@ -151,9 +154,9 @@ def _stages(
 def _fallback_stages(
     model: nn.Module, count: int, given: torch.Tensor, whole: Any
 ) -> tuple[list[nn.Module], list[Flow]]:
-    stages = plans.cut(model, count, given)
+    stages = cut(model, count, given)
     try:
-        return stages, plans.check_chain(stages, whole, given)
+        return stages, check_chain(stages, whole, given)
     except Exception as error:
         raise TaskError(
             f"the model cannot be cut into {count} pipeline stages without help, because its "
@@ -194,21 +197,28 @@ def _refuse_lost(names: Names, tables: Sequence[dict[str, str]]) -> None:
 
 
 def _tensor_plan(
-    task: Task, model: nn.Module, layout: RankLayout, stages: Sequence[nn.Module]
-) -> list[tuple[nn.Module, Any]]:
+    task: Task,
+    model: nn.Module,
+    layout: RankLayout,
+    stages: Sequence[nn.Module],
+    flows: Sequence[Flow],
+) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
+    """What to cut and how, and what a person should know of it."""
     if layout.tensor == 1:
-        return []
+        return [], []
     with user_code("tensor_parallel_plan()"):
         given = task.tensor_parallel_plan(model)
     if given is not None:
-        return plans.resolve(model, given)
-    plan = plans.tensor_plan(model, layout.tensor, stages)
+        return plans.resolve(model, given), []
+    (sample,), _ = flows[0]
+    called = _Called(task, model)
+    plan, notes = plans.tensor_plan(model, layout.tensor, stages, lambda: run_still(called, sample))
     if not plan:
         raise TaskError(
             f"no linear layer or embedding of the model can be cut into tensor_parallel="
             f"{layout.tensor} equal parts; lower it or give the task a tensor_parallel_plan(model)"
         )
-    return plans.resolve(model, plan)
+    return plans.resolve(model, plan), notes
 
 
 def _cut_matrices(
@@ -249,13 +259,13 @@ def _check_cut(called: nn.Module, flow: Flow, device: torch.device) -> None:
         lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, given
     )
     try:
-        found = plans.run_still(called, *moved)
+        found = run_still(called, *moved)
     except Exception as error:
         raise TaskError(
             f"with its matrices cut the model fails ({_first_line(error)}); give the task a "
             "tensor_parallel_plan(model) that fits it"
         ) from error
-    if not plans.same(expected, found, _ROUNDING):
+    if not same(expected, found, _ROUNDING):
         raise TaskError(
             "with its matrices cut the model gives another output than whole; correct the task's "
             "tensor_parallel_plan(model), or give it one"

@@ -73,6 +73,8 @@ class Share:
         self.mesh: DeviceMesh | None = None
         self.sample_flops = 0
         """Operations of the whole model's forward pass of the sample, where it was made."""
+        self.notes: list[str] = []
+        """What a person should know of how the model was cut."""
         self.copies: set[str] = set()
         """Parameters that a rank of an earlier stage owns."""
         self.tied: dict[str, dist.ProcessGroup] = {}

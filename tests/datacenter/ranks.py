@@ -1,19 +1,26 @@
 """What the ranks of these tests do."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import isthmus_datacenter.engine
 import isthmus_datacenter.optim
+from isthmus.exchange import Layout
+from isthmus.job import Job
+from isthmus.scoring import build_model, losses
+from isthmus.task import Participant, Task, load_task
 from isthmus_datacenter.agreement import AgreedError, Wish
 from isthmus_datacenter.checkpoint import Checkpoints
 from isthmus_datacenter.control import Command
+from isthmus_datacenter.data import Order
 from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.parallelize import parallelize
@@ -120,6 +127,46 @@ def _compared(made: Engine, state: str, step: int, whole: str) -> tuple[int, lis
             if not torch.equal(value, wanted):
                 differing.append(f"{name}: {key}")
     return same, differing
+
+
+def beside_one_process(
+    rank: int, openeds: list[dict[str, Any]], steps: int, batch: int, directory: str
+) -> list[tuple[float, str]]:
+    """Train each on these ranks, and alone by hand on the same `batch` examples in each step.
+
+    Returns the largest difference between their parameters, and what was said of the layout. The
+    commands come without the models' layouts: only here what the models need is imported.
+    """
+    shard_everything()
+    found = []
+    for number, opened in enumerate(openeds):
+        job = Job.model_validate_json(opened["job"])
+        base, data = Path(opened["base"]), Path(opened["data"])
+        task = load_task(job.task.source, job.task.settings, base=base, data=data)
+        model = build_model(task, job.seed)
+        layout = Layout.of(model)
+        result = Path(directory) / f"{number}"
+        if rank == 0:
+            result.write_bytes(layout.header + bytes(4 * layout.size))
+        made = engine(rank, {**opened, "layout": layout.header.decode("latin-1")}, f"{result}.d")
+        command = Command(op="train", run_id="run", until_step=steps, result=str(result))
+        made.train(command, lambda report: None, lambda: Wish.GO_ON)
+        _train_alone(task, model, dataclasses.replace(made.order, ranks=1, batch_size=batch), steps)
+        together = layout.decode(bytearray(result.read_bytes()))
+        found.append((float((together - layout.gather(model)).abs().max()), made.note))
+    return found
+
+
+def _train_alone(task: Task, model: nn.Module, order: Order, steps: int) -> None:
+    participant = Participant(name="test", regime="datacenter")
+    optimizer = task.optimizer(model.parameters(), participant)
+    data: Any = task.local_data(participant)
+    for step in range(steps):
+        rows = [data[index] for index in order.steps(step, step + 1, 0)]
+        inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
+        losses(task, model, inputs, target)[1].mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def refusals(rank: int, openeds: list[dict[str, Any]], state: str) -> list[str]:

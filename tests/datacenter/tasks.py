@@ -267,8 +267,8 @@ class Faulty(Table):
 
     fault: kill, stop, exit, raise; at: one place or several: `model`, `data`, the number of a loss,
     `forward` and the number of a forward pass, `load` or `store` of a model that is exchanged,
-    `save` when a checkpoint is being written; rank; once: what the names of files begin with that
-    are made when it happened.
+    `save` and the step whose checkpoint is being written; rank; once: what the names of files
+    begin with that are made when it happened.
     """
 
     def __init__(self, settings: Any, data: Path | None = None) -> None:
@@ -278,7 +278,14 @@ class Faulty(Table):
         if "RANK" in os.environ:
             self._fail_before(isthmus_datacenter.engine, "load_shards", "load")
             self._fail_before(isthmus_datacenter.engine, "store_shards", "store")
-            self._fail_before(Checkpoints, "finish", "save")
+            begin = getattr(Checkpoints.begin, "__wrapped__", Checkpoints.begin)
+
+            @functools.wraps(begin)
+            def failing(checkpoints: Checkpoints, step: int, *more: Any) -> None:
+                begin(checkpoints, step, *more)  # it is written in the background
+                self.maybe_fail(f"save {step}")
+
+            Checkpoints.begin = failing  # type: ignore[method-assign]
 
     def _fail_before(self, owner: Any, name: str, place: str) -> None:
         """Where the task has no code of its own."""
@@ -286,10 +293,9 @@ class Faulty(Table):
         whole = getattr(whole, "__wrapped__", whole)
 
         @functools.wraps(whole)
-        def failing(*arguments: Any, **more: Any) -> Any:
-            if place != "save" or arguments[0]._pending is not None:
-                self.maybe_fail(place)
-            return whole(*arguments, **more)
+        def failing(*arguments: Any) -> None:
+            self.maybe_fail(place)
+            whole(*arguments)
 
         setattr(owner, name, failing)
 

@@ -178,7 +178,7 @@ def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     sent = seeded(setup("Table").layout, 8)
     # While the model is set up; while one comes, in a forward pass or between its own steps, while
     # others wait for it, while the result is handed over, while the checkpoint is written.
-    phases = ["model", "load", "forward 5" if fault == "kill" else "2", "store", "save"]
+    phases = ["model", "load", "forward 5" if fault == "kill" else "2", "store", "save 10"]
     for name, at in (("undisturbed", []), ("disturbed", phases)):
         run_id = f"{name}-{fault}"
         made = setup("Faulty", {**settings, "at": at}, zero_stage=3 if fault == "kill" else 2)
