@@ -34,12 +34,12 @@ demo: .venv/ready
 	@$(BIN)/isthmus compare examples/digits/job.toml
 
 test: .venv/ready-dev lint
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q --numprocesses 2 --dist loadfile
 
 # Traced processes start slowly: this takes about twice as long as the tests alone.
 coverage: .venv/ready-dev
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -q
+	@$(BIN)/coverage run -m pytest -q --numprocesses 2 --dist loadfile
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --fail-under=90
 

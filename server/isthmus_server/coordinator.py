@@ -18,6 +18,7 @@ from isthmus.errors import IsthmusError, RoundFailed, UserError
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.attempt import Trained, Trainer
+from isthmus_server.checkpoints import Saved
 from isthmus_server.clock import Clock
 from isthmus_server.cohorts import Cohorts
 from isthmus_server.link import Link
@@ -199,8 +200,10 @@ class Coordinator:
             await self._stand_at(plan.start)
         trained = await self.trainer.train(work)
         self.trainer.merge(work, trained)
-        evaluation = await self._evaluate(work, trained)
-        self._commit(work, trained, evaluation, started)
+        evaluation, models = await asyncio.gather(
+            self._evaluate(work, trained), asyncio.to_thread(self._write_models, work)
+        )
+        self._commit(work, trained, evaluation, models, started)
 
     # -- plan --------------------------------------------------------------------------------------
 
@@ -289,12 +292,18 @@ class Coordinator:
 
     # -- commit ------------------------------------------------------------------------------------
 
+    def _write_models(self, work: Work) -> dict[str, Saved]:
+        return self.snapshots.write(work.round, work.plan, self.at.models, away=work.away)
+
     def _commit(
-        self, work: Work, trained: Trained, evaluation: Mapping[str, float], started: float
+        self,
+        work: Work,
+        trained: Trained,
+        evaluation: Mapping[str, float],
+        models: dict[str, Saved],
+        started: float,
     ) -> None:
         plan = work.plan
-        alone = plan.regime == "datacenter" and len(work.datacenters) == 1
-        away = alone and not work.hand_back
         row = attempt_row(
             plan, work.round, work.attempt, trained.receipts, started, self.clock.now()
         )
@@ -312,17 +321,17 @@ class Coordinator:
         row["cosine"] = trained.cosine
         for one in trained.datacenters:
             row["profile"] = dict(one.profile)
-        row["model_sha256"] = None if away else self.model.served_sha256
+        row["model_sha256"] = None if work.away else models[SERVED].sha256
         self.at = dataclasses.replace(
             self.at,
             round=work.round,
             attempts=0,
-            models=self.snapshots.write(work.round, plan, self.at.models, away=away),
+            models=models,
             averaged=self.model.averaged,
-            **self._write_optimizer(work.round, plan, alone=alone),
+            **self._write_optimizer(work.round, plan, alone=work.alone),
             datacenter_step=self.at.datacenter_step + work.steps,
-            holder=work.datacenters[0] if alone else None,
-            model_in_datacenter=away,
+            holder=work.datacenters[0] if work.alone else None,
+            model_in_datacenter=work.away,
             policy_state=dict(plan.state),
             outcomes=[*self.at.outcomes, row],
             spent=self.at.spent + cost,

@@ -113,6 +113,10 @@ class GlobalModel:
         """Forget momentum, moments and step counts."""
         self.optimizer.state.clear()
 
+    def is_named(self, sha256: str) -> None:
+        """Somebody who read all of `payload` found this digest, in hexadecimal."""
+        self._content = link_pb2.Content(sha256=bytes.fromhex(sha256), size=len(self.payload))
+
     def forget_content(self) -> None:
         """`payload` was filled from elsewhere: its name is to be found anew."""
         self._content = None

@@ -61,6 +61,7 @@ class Snapshots:
         models = dict(saved)
         if not away:
             models[CURRENT] = self.checkpoints.write_model(round_, self.model.payload)
+            self.model.is_named(models[CURRENT].sha256)
             models[SERVED] = models[CURRENT]
         if self.model.served_average:
             served = self.model.served_payload
