@@ -23,16 +23,6 @@ from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.work import Work
 
-    @property
-    def alone(self) -> bool:
-        """One datacenter trains and nobody else: what it makes is the next model."""
-        return self.plan.regime == "datacenter" and len(self.datacenters) == 1
-
-    @property
-    def away(self) -> bool:
-        """The next model stays where it is made."""
-        return self.alone and not self.hand_back
-
 
 @dataclasses.dataclass
 class Trained:

@@ -37,6 +37,16 @@ class Work:
     hand_back: bool
     """Datacenters send what they made."""
 
+    @property
+    def alone(self) -> bool:
+        """One datacenter trains and nobody else: what it makes is the next model."""
+        return self.plan.regime == "datacenter" and len(self.datacenters) == 1
+
+    @property
+    def away(self) -> bool:
+        """The next model stays where it is made."""
+        return self.alone and not self.hand_back
+
 
 def work_of(
     job: Job,
