@@ -70,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for number in range(asked.family, asked.family + asked.count)
             ]
         policies = asked.policies.split(",") if asked.policies else None
+        most = asked.seeds
         if asked.quick:
-            policies = policies or list(QUICK)
-            named = [one.model_copy(update={"seeds": one.seeds[:1]}) for one in named]
-            family = [one.model_copy(update={"seeds": one.seeds[:1]}) for one in family[:2]]
+            policies, most, family = policies or list(QUICK), 1, family[:2]
+        named, family = _fewer_seeds(named, most), _fewer_seeds(family, most)
         if asked.only_family:
             named = []
         rows, failed = measure([*named, *family], policies, data, asked.jobs, asked.results)
@@ -131,6 +131,7 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         help=f"first number of the random scenarios; those from {REPORTED} on are for the report",
     )
     parser.add_argument("--count", type=int, default=FAMILY, help="how many of them")
+    parser.add_argument("--seeds", type=int, metavar="N", help="the first N of each scenario only")
     parser.add_argument("--only-family", action="store_true", help="not the named ones")
     parser.add_argument(
         "--results",
@@ -139,6 +140,10 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         help="keep every run there as it ends, and go on from what it holds",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality by cost as SVG")
+
+
+def _fewer_seeds(scenarios: Sequence[Scenario], most: int | None) -> list[Scenario]:
+    return [one.model_copy(update={"seeds": one.seeds[:most]}) for one in scenarios]
 
 
 def _data(given: Path | None) -> Path:
