@@ -24,7 +24,7 @@ PACKAGES = [
 NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
 COMMANDS = [
-    "isthmus client start --data --die-with-parent --name --server --shard --threads",
+    "isthmus client start --data --die-with-parent --hours --name --server --shard --threads",
     "isthmus compare --json --policies --run-dir --seeds --set JOB",
     "isthmus datacenter agent --control",
     (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,17 +39,29 @@ class Agent:
       * one piece of work at a time, off the event loop, so the link stays alive meanwhile.
     """
 
-    def __init__(self, participant: Participant, data: Path | None, threads: int = 1) -> None:
-        """`data` is where this device keeps its data; it wins over what a job says."""
+    def __init__(
+        self,
+        participant: Participant,
+        data: Path | None,
+        threads: int = 1,
+        hours: Sequence[str] = (),
+    ) -> None:
+        """`data` is where this device keeps its data; it wins over what a job says.
+
+        `hours` are those in which it wants to be asked, see `isthmus.section.Hours.parse`.
+        """
         self.participant = participant
         self.data = data
         self.threads = threads
+        self.hours = hours
         self._runs: dict[str, LocalRun] = {}
         self._apps: dict[str, FlowerRun] = {}
         self._signing_key = Ed25519PrivateKey.generate()
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._secure: SecureAttempt | None = None
+        self._kept: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
+        """An update that waits to be summed with others', and what it was asked and came to."""
         self._working = asyncio.Lock()
         self._stopped: set[str] = set()
 
@@ -107,6 +120,9 @@ class Agent:
             async with self._working:
                 answer, records = await asyncio.to_thread(app.answer, request.flower, model or b"")
             return link_pb2.Reply(flower_replied=answer), records
+        if kind == "agree":
+            async with self._working:
+                return await asyncio.to_thread(self._agree_on_kept, request.agree), None
         if kind == "secure_step":
             async with self._working:
                 stepped, payload = await asyncio.to_thread(self._step, request.secure_step)
@@ -114,6 +130,7 @@ class Agent:
         if kind == "close":
             self._runs.pop(request.close.run_id, None)
             self._apps.pop(request.close.run_id, None)
+            self._kept = None
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise Refused(f"an edge client does not do {kind!r}")
 
@@ -141,6 +158,10 @@ class Agent:
         run = self._run(work.run_id)
         model, *gradient = pieces(run.layout, payload)
         stopped = lambda: request.id in self._stopped  # noqa: E731
+        if work.keep:
+            trained = run.train(work, model, lambda progress: None, stopped, *gradient)
+            self._kept = work, model, trained
+            return link_pb2.Reply(trained=link_pb2.Trained(seconds=trained.seconds)), None
         if not work.secure:
             trained = run.train(work, model, progress, stopped, *gradient)
             return link_pb2.Reply(trained=trained), model
@@ -155,6 +176,28 @@ class Agent:
         self._secure = attempt
         answer = link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
         return link_pb2.Reply(trained=answer), None
+
+    def _agree_on_kept(self, work: link_pb2.Agree) -> link_pb2.Reply:
+        """Have the update that was kept summed with others', discounted by its age in rounds."""
+        from isthmus.federated import buffer_name
+
+        if self._kept is None or self._kept[0].run_id != work.run_id:
+            raise UpdateError("this device keeps no update of that run")
+        began, payload, trained = self._kept
+        run = self._run(work.run_id)
+        about = link_pb2.Content(sha256=buffer_name(work.run_id, work.round))
+        attempt = self._agree((work.run_id, work.round, work.attempt), work.secure, about)
+        self._kept = None
+        stale = max(work.round - began.round, 0)
+        advert = attempt.advertise(
+            run.layout.decode(payload).mul_(run.job.federated.buffer.discount(stale)),
+            examples=trained.examples,
+            loss=trained.training.get("loss", 0.0),
+            seed=run.seed_of(work.round),
+        )
+        self._secure = attempt
+        answer = link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
+        return link_pb2.Reply(trained=answer)
 
     def _score(self, work: link_pb2.Score, payload: bytearray) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores stay here until they are masked."""
@@ -223,16 +266,23 @@ class Agent:
         self._runs, self._apps = {work.run_id: run}, {}
         log.info("opened %s with %d examples", work.run_id, run.examples)
         secure = run.job.federated.secure_aggregation
-        return link_pb2.Reply(opened=link_pb2.Opened(examples=0 if secure else run.examples))
+        opened = link_pb2.Opened(examples=0 if secure else run.examples, hours=self.hours)
+        return link_pb2.Reply(opened=opened)
 
 
-async def serve(address: str, participant: Participant, data: Path | None, threads: int) -> None:
+async def serve(
+    address: str,
+    participant: Participant,
+    data: Path | None,
+    threads: int,
+    hours: Sequence[str] = (),
+) -> None:
     """Dial in and work until cancelled.
 
     Raises:
         Refused: the server does not want this device.
     """
-    agent = Agent(participant, data, threads)
+    agent = Agent(participant, data, threads, hours)
     uplink = Uplink(
         address,
         participant.name,

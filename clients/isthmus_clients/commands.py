@@ -41,6 +41,12 @@ def client() -> None:
     help="CPU threads used for training.",
 )
 @click.option(
+    "--hours",
+    multiple=True,
+    metavar="[DAYS ]HH:MM-HH:MM",
+    help="Be asked in these hours only (UTC), such as 22:00-06:00; several add up.",
+)
+@click.option(
     "--die-with-parent", is_flag=True, help="End when the process that started this one ends."
 )
 def start(
@@ -49,6 +55,7 @@ def start(
     data: Path | None,
     shard: str | None,
     threads: int,
+    hours: tuple[str, ...],
     die_with_parent: bool,
 ) -> None:
     """Dial the server and take part in its rounds until stopped."""
@@ -56,13 +63,18 @@ def start(
         lifetime.die_with_parent()
     participant = Participant(name=name, regime="federated", shard=_parse_shard(shard))
     logging.getLogger("isthmus").setLevel(logging.INFO)
-    asyncio.run(_until_stopped(server, participant, data, threads))
+    _check_hours(hours)
+    asyncio.run(_until_stopped(server, participant, data, threads, hours))
 
 
 async def _until_stopped(
-    server: str, participant: Participant, data: Path | None, threads: int
+    server: str,
+    participant: Participant,
+    data: Path | None,
+    threads: int,
+    hours: tuple[str, ...],
 ) -> None:
-    task = asyncio.ensure_future(serve(server, participant, data, threads))
+    task = asyncio.ensure_future(serve(server, participant, data, threads, hours))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
@@ -70,6 +82,15 @@ async def _until_stopped(
         await task
     except asyncio.CancelledError:
         click.echo(f"{participant.name} stopped")
+
+
+def _check_hours(hours: tuple[str, ...]) -> None:
+    """Refuse what the server would not understand."""
+    if hours:
+        from isthmus.section import Hours
+
+        for one in hours:
+            Hours.parse(one)
 
 
 def _parse_shard(text: str | None) -> tuple[int, int] | None:

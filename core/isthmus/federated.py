@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Annotated, Any, Literal
 
@@ -66,6 +67,11 @@ class Buffer(Section):
         0.5
         """
         return float((1.0 + stale) ** -self.staleness)
+
+
+def buffer_name(run_id: str, round_: int) -> bytes:
+    """What devices agree on where a cohort has one model: 32 bytes that name a buffer."""
+    return hashlib.sha256(f"isthmus/buffer/{run_id}/{round_}".encode()).digest()
 
 
 class FlowerStrategy(Section):
@@ -188,11 +194,6 @@ class FederatedSection(Section):
             raise ValueError(
                 f"over_selection={self.over_selection:g} does not go with mode='buffered', which "
                 "keeps buffer.concurrency devices at work; leave it out"
-            )
-        if self.secure_aggregation:
-            raise ValueError(
-                "mode='buffered' takes updates in plain so far; set secure_aggregation = false if "
-                "the server may see each of them, or mode = 'rounds'"
             )
         if self.flower is not None:
             raise ValueError(

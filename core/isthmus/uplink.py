@@ -25,8 +25,8 @@ from isthmus.stream import Stream
 from isthmus.wire import link_pb2
 
 VERSION = 2
-"""Newest version of the link spoken here. Since 2: devices score models and take a gradient along,
-datacenters give their gradient."""
+"""Newest version of the link spoken here. Since 2: devices score models, take a gradient along and
+keep updates; datacenters give their gradient."""
 OLDEST_VERSION = 1
 """Oldest version of the link still spoken here."""
 

@@ -4,8 +4,8 @@ Devices train at their own pace, many at once, each from the model there was whe
 round takes the first updates that come, whatever model they began with, until its buffer is full;
 those who are still at work go on into the rounds after it, and whoever has delivered may be asked
 again in the next one. An update that began s models ago counts (1 + s) ** -exponent of one that
-began with the newest. With secure aggregation a full buffer of finished devices, which keep their
-updates, becomes a cohort: see `_secure_sum`.
+began with the newest. With secure aggregation devices keep their updates, and as many as fill a
+buffer become a cohort that masks and sums them (as in So et al. 2021, with our protocol).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ParticipantLost, UpdateError
-from isthmus.federated import FederatedSection
+from isthmus.federated import FederatedSection, buffer_name
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt
+from isthmus_server.secure import FOR_TRAINING, SecureAttempt, agreement
 
 if TYPE_CHECKING:
     from isthmus_server.regimes import Fleet
@@ -56,6 +57,8 @@ class Buffered:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.working: dict[str, _Working] = {}
+        self.held: dict[str, _Working] = {}
+        """Devices that have trained and keep their update until it is summed securely."""
         self._came = asyncio.Event()
 
     async def train(
@@ -77,7 +80,7 @@ class Buffered:
 
     def stopped(self, reason: str) -> list[Receipt]:
         """Receipts of a buffer that was given up; who is at work stays so."""
-        return list(self.filling.receipts.values())
+        return self.filling.all_receipts(reason)
 
     async def stop(self) -> None:
         """The run is over: nobody waits for those who are still at work."""
@@ -89,6 +92,7 @@ class Buffered:
             if one.reply is not None:
                 self.fleet.link.settle(one.name, one.request.id, False, "the run is over")
         self.working.clear()
+        self.held.clear()
 
     def ask(self, name: str, examples: int, round_: int, work: link_pb2.TrainLocal) -> None:
         """Have a device begin, for whichever buffer it will be in time for."""
@@ -133,7 +137,8 @@ class Filling:
         self.attempt = attempt
         self.model = model
         self.settings = settings
-        at_work = {one.name: one.examples for one in devices.working.values()}
+        busy = (*devices.working.values(), *devices.held.values())
+        at_work = {one.name: one.examples for one in busy}
         self.idle = {name: count for name, count in cohort.items() if name not in at_work}
         self.order = sorted(self.idle)
         seed = f"isthmus/buffer/{self.fleet.job.seed}/{round_}"
@@ -143,17 +148,24 @@ class Filling:
         )
         self.receipts: dict[str, Receipt] = {}
         self.losses: list[tuple[float, int]] = []
+        self.summing: SecureAttempt | None = None
+        self.summed: dict[str, int] = {}
+        """How stale those are whose updates are being summed securely."""
 
     @property
-    def accepted(self) -> int:
+    def filled(self) -> int:
         """Updates in the buffer so far."""
+        if self.settings.secure_aggregation:
+            return len(self.devices.held)
         return sum(receipt.status == "accepted" for receipt in self.receipts.values())
 
     async def run(self) -> FederatedResult:
         """Keep as many at work as the job says, and take who comes."""
+        secure = self.settings.secure_aggregation
+        seconds = self.fleet.job.time.round_seconds * (FOR_TRAINING if secure else 1.0)
         try:
-            async with asyncio.timeout(self.fleet.job.time.round_seconds):
-                while self.accepted < self.settings.cohort:
+            async with asyncio.timeout(seconds):
+                while self.filled < self.settings.cohort:
                     self._top_up()
                     if not self.devices.working:
                         break  # everybody who may be asked has delivered or failed
@@ -161,23 +173,67 @@ class Filling:
         except TimeoutError:
             pass
         receipts = list(self.receipts.values())
-        if self.accepted < self.settings.needed:
+        if self.filled < self.settings.needed:
             reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
             why = f" ({'; '.join(reasons[:3])})" if reasons else ""
             raise AttemptFailed(
-                f"{self.accepted} updates came into the buffer and the quorum is "
+                f"{self.filled} updates came into the buffer and the quorum is "
                 f"{self.settings.needed}{why}",
                 receipts,
             )
+        if secure:
+            return await self._sum_securely()
         return FederatedResult(
             pseudo_gradient=self.total.mean(), training=self._training(), receipts=receipts
         )
+
+    async def _sum_securely(self) -> FederatedResult:
+        """The finished devices as a cohort; each discounts its own update before it masks it."""
+        fleet, held = self.fleet, self.devices.held
+        taken = [held.pop(name) for name in list(held)[: self.settings.cohort]]
+        self.summed = {one.name: self.round - one.version for one in taken}
+        name = buffer_name(fleet.run_id, self.round)
+        about = link_pb2.Content(sha256=name, size=self.model.size)
+        config = agreement(fleet, self.round, self.attempt, about, self.settings)
+
+        def begin(agreed: bytes) -> link_pb2.Request:
+            agree = link_pb2.Agree(
+                run_id=fleet.run_id, round=self.round, attempt=self.attempt, secure=agreed
+            )
+            return link_pb2.Request(agree=agree)
+
+        self.summing = SecureAttempt(fleet, config, about, self.summed, begin)
+        try:
+            result = await self.summing.run()
+        except AttemptFailed as error:
+            raise AttemptFailed(str(error), self._with_mine(error.receipts)) from error
+        stale = {"staleness": sum(self.summed.values()) / len(self.summed)}
+        return dataclasses.replace(
+            result,
+            training={**result.training, **stale},
+            receipts=self._with_mine(result.receipts),
+        )
+
+    def all_receipts(self, reason: str) -> list[Receipt]:
+        """When the buffer is given up for a reason."""
+        return self._with_mine([] if self.summing is None else self.summing.stopped(reason))
+
+    def _with_mine(self, theirs: Sequence[Receipt]) -> list[Receipt]:
+        known = [
+            dataclasses.replace(receipt, staleness=self.summed[receipt.participant])
+            for receipt in theirs
+        ]
+        return [*self.receipts.values(), *known]
 
     def _top_up(self) -> None:
         while self.order and len(self.devices.working) < self.settings.concurrency:
             name = self.order.pop(0)
             work = link_pb2.TrainLocal(
-                run_id=self.fleet.run_id, round=self.round, attempt=self.attempt, model=self.model
+                run_id=self.fleet.run_id,
+                round=self.round,
+                attempt=self.attempt,
+                model=self.model,
+                keep=self.settings.secure_aggregation,
             )
             self.devices.ask(name, self.idle[name], self.round, work)
 
@@ -196,9 +252,10 @@ class Filling:
             self._note(one, "dropped", "the round's time was over before its update was here")
             raise
         finally:
-            receipt = self.receipts[one.name]
-            accepted = receipt.status == "accepted"
-            self.fleet.link.settle(one.name, one.request.id, accepted, receipt.reason)
+            receipt = self.receipts.get(one.name)
+            refused = receipt is not None and receipt.status != "accepted"
+            reason = receipt.reason if receipt is not None else ""
+            self.fleet.link.settle(one.name, one.request.id, not refused, reason)
 
     async def _add(self, one: _Working, reply: link_pb2.Reply) -> None:
         if reply.WhichOneof("outcome") != "trained":
@@ -208,6 +265,9 @@ class Filling:
         stale = self.round - one.version
         if stale > most:
             raise UpdateError(f"it began {stale} rounds ago, and at most {most} are taken")
+        if self.settings.secure_aggregation:
+            self.devices.held[one.name] = one
+            return
         if trained.result.size != layout.nbytes:
             raise UpdateError(
                 f"its update has {trained.result.size} bytes where this exchange set takes "

@@ -14,6 +14,9 @@ from isthmus_server.store import Store
 from isthmus_server.strategy.attendance import Attendance
 from isthmus_server.strategy.cohort import select
 
+KEEPING = 2
+"""Version of the link since which devices keep updates; older ones would send them in plain."""
+
 
 class Cohorts:
     """Invites devices within their hours and their most rounds, as the job selects them.
@@ -59,8 +62,11 @@ class Cohorts:
         not `at_work` for it already.
         """
         buffered = settings.mode == "buffered"
+        able = self.roster.able()
+        if buffered and settings.secure_aggregation:
+            able = self.roster.speaking(KEEPING)
         names = select(
-            set(self.roster.able()) - set(at_work),
+            set(able) - set(at_work),
             wanted=settings.concurrency + settings.cohort if buffered else settings.invited,
             seed=self.job.seed,
             round_=round_,
@@ -78,4 +84,5 @@ class Cohorts:
         return waits[needed - 1]
 
     def _rests_for(self, name: str) -> float:
-        return self.attendance.rests_for(name, self.clock.now())
+        hours = self.roster.clients[name].hours
+        return self.attendance.rests_for(name, self.clock.now(), hours)

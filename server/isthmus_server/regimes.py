@@ -119,7 +119,7 @@ class Fleet:
     @property
     def at_work(self) -> list[str]:
         """Devices that go on over the rounds' ends; see `Buffered`."""
-        return [] if self.buffered is None else list(self.buffered.working)
+        return [] if self.buffered is None else [*self.buffered.working, *self.buffered.held]
 
     async def stop(self) -> None:
         """The run is over."""

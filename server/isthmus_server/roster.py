@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from isthmus.errors import ParticipantLost, UserError
+from isthmus.errors import JobError, ParticipantLost, UserError
 from isthmus.job import Job, RegimeName
+from isthmus.section import Hours
 from isthmus.wire import link_pb2
 from isthmus_server.link import Link, Peer
 
@@ -24,6 +25,8 @@ class Ready:
     instance: str
     examples: int
     """Size of its own training data."""
+    hours: tuple[Hours, ...] = ()
+    """In which it wants to be asked; none: always."""
 
 
 class Roster:
@@ -180,7 +183,12 @@ class Roster:
             reason = reply.failure.reason or "it did not open the run"
             self.decline(peer.name, peer.role, reason)
             return
-        ready = Ready(peer.name, peer.instance, reply.opened.examples)
+        try:
+            hours = tuple(Hours.parse(one) for one in reply.opened.hours)
+        except JobError as error:
+            self.decline(peer.name, peer.role, str(error))
+            return
+        ready = Ready(peer.name, peer.instance, reply.opened.examples, hours)
         group = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
         group[peer.name] = ready
         self.note("ready", {"participant": peer.name, "examples": ready.examples})

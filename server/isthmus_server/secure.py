@@ -51,7 +51,7 @@ LARGEST_LOSS = 1000.0
 
 _CORRUPT_PERMILLE = 100
 
-_FOR_TRAINING = 0.75
+FOR_TRAINING = 0.75
 """Share of the round's time after which the protocol begins with those who have trained."""
 
 
@@ -134,7 +134,7 @@ class SecureAttempt:
         times = self.fleet.job.time
         session = self.session
         start = asyncio.get_running_loop().time()
-        trained_by = start + _FOR_TRAINING * times.round_seconds
+        trained_by = start + FOR_TRAINING * times.round_seconds
         try:
             await self._step(
                 "training", self.cohort, self._train, trained_by, self.config.clients_max

@@ -6,6 +6,7 @@ import torch
 from isthmus.contents import describe
 from isthmus.errors import JobError
 from isthmus.exchange import Layout
+from isthmus.wire import link_pb2
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.regimes import AttemptFailed, Fleet
 from isthmus_server.report import document
@@ -155,14 +156,43 @@ async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):
     assert fleet.at_work == []
 
 
-async def test_a_whole_run_in_buffers(place):
+async def test_kept_updates_are_discounted_and_summed_securely(place, net):
+    """Those that began three rounds ago make half of the step they would have made then."""
+    await place.listen()
+
+    async def mean(name, mode, round_):
+        coordinator = Coordinator(place.create(name, f"federated.mode={mode}"), place.link)
+        fleet, content = coordinator.fleet, coordinator.model.content
+        place.link.publish(content, coordinator.model.payload)
+        coordinator.roster.start()
+        await net.until(lambda: len(coordinator.roster.clients) == 3)
+        work = link_pb2.TrainLocal(
+            run_id=fleet.run_id, round=1, attempt=1, model=content, keep=True
+        )
+        if fleet.buffered is not None:
+            for device in place.names:
+                fleet.buffered.ask(device, 0, 1, work)
+        result = await fleet.train(round_, 1, content, dict.fromkeys(place.names, 0))
+        await coordinator.roster.stop()
+        return result
+
+    fresh = await mean("rounds", "rounds", 1)
+    stale = await mean("buffered", "buffered", 4)
+    assert [r.staleness for r in stale.receipts] == [3, 3, 3]
+    assert stale.training["staleness"] == 3.0
+    expected = fresh.pseudo_gradient / 2
+    torch.testing.assert_close(stale.pseudo_gradient, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_a_whole_run_in_buffers(place, secure):
     """Six real devices, three in a buffer: all are asked, none twice at once, and it learns."""
     names = tuple("abcdef")
     await place.listen(names=names)
     store = place.create(
         "run",
         "federated.mode=buffered",
-        "federated.secure_aggregation=false",
+        f"federated.secure_aggregation={secure}",
         "federated.buffer.concurrency=5",
         "rounds=6",
         "federated.local_epochs=2",
@@ -176,6 +206,8 @@ async def test_a_whole_run_in_buffers(place):
     assert max(r["staleness"] for r in taken) > 0
     assert rows[-1]["metrics"]["loss"] < 0.95 * rows[0]["metrics"]["loss"]
     assert all(row["cost"]["price"] == len(row["receipts"]) for row in rows)
+    assert all((r["loss"] is None) == (secure == "true") for r in taken)
+    assert all("loss" in row["training"]["federated"] for row in rows)
 
 
 async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
@@ -203,7 +235,6 @@ async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
         (["federated.over_selection=1.5"], "over_selection=1.5 does not go with mode='buffered'"),
         (["federated.flower={strategy={name='Krum'}}"], "flower.strategy.name='Krum' works on"),
         (["federated.buffer.concurrency=0"], "federated.buffer.concurrency=0"),
-        (["federated.secure_aggregation=true"], "mode='buffered' takes updates in plain so far"),
         (["federated.buffer.size=3"], "unknown key federated.buffer.size"),
     ],
 )

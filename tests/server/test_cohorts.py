@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.federated import DeviceHours, FederatedSection, Participation, Utility
+from isthmus.section import Hours
+from isthmus.task import Participant
+from isthmus_clients.agent import Agent
 from isthmus_server.clock import Clock
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.report import document
@@ -188,6 +191,23 @@ def test_devices_have_hours_of_their_own_by_name():
     assert attendance.rests_for("car-1", at) == (48 + 8 - 8.5) * HOUR
 
 
+def test_a_device_is_asked_when_it_and_the_job_both_have_hours():
+    settings = FederatedSection(hours=(DeviceHours(devices="*", opens="20:00", closes="08:00"),))
+    attendance = Attendance(settings)
+    own = [Hours.parse("06:00-22:00")]
+    morning = MONDAY + 7 * HOUR
+    assert attendance.rests_for("a", morning, own) == 0.0
+    assert attendance.rests_for("a", morning + 2 * HOUR, own) == 11 * HOUR
+    assert attendance.rests_for("a", MONDAY + 23 * HOUR, own) == 7 * HOUR
+    assert attendance.rests_for("a", morning, [Hours.parse("mon 10:00-12:00")]) == math.inf
+
+
+def test_hours_of_another_form_are_refused():
+    with pytest.raises(JobError, match="are not of the form 22:00-06:00"):
+        Hours.parse("10-12")
+    assert Hours.parse("sat,sun 10:00-12:00").days == ("sat", "sun")
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
@@ -254,6 +274,23 @@ async def test_a_run_asks_each_device_within_its_hours_and_cap(place):
     )
     # From 07:00 to 20:00, to 06:00 on Tuesday (their cap ended at 03:00), to 20:00 again.
     assert clock.waits == [13 * HOUR, 10 * HOUR, 14 * HOUR]
+
+
+async def test_a_device_says_itself_when_it_may_be_asked(place, net):
+    await place.listen(names=())
+    for name in ("a", "b", "c", "d"):
+        hours = ["20:00-06:00"] if name == "d" else []
+        net.call(Agent(Participant(name=name, regime="federated"), None, hours=hours), name)
+    await net.until(lambda: len(place.link.peers) == 4)
+    wants_four = ("federated.cohort=4", "federated.quorum=3")
+    report, _ = await place.run("run", "rounds=1", *wants_four, clock=Jumping())
+    assert took_part(report) == [["a", "b", "c"]]
+    wrong = Agent(Participant(name="e", regime="federated"), None, hours=["at night"])
+    net.call(wrong, "e")
+    await net.until(lambda: len(place.link.peers) == 5)
+    report, _ = await place.run("again", "rounds=1", clock=Jumping())
+    (declined,) = (event for event in report["events"] if event["kind"] == "declined")
+    assert declined["reason"].startswith("the hours 'at night' are not of the form")
 
 
 async def test_a_run_ends_when_nobody_may_be_asked_any_more(place):

@@ -101,7 +101,7 @@ class Chunk(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "flower")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "flower")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class Request(_message.Message):
     SECURE_STEP_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     MEAN_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    AGREE_FIELD_NUMBER: _ClassVar[int]
     FLOWER_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
@@ -121,8 +122,9 @@ class Request(_message.Message):
     secure_step: SecureStep
     score: Score
     mean_gradient: MeanGradient
+    agree: Agree
     flower: FlowerMessage
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout")
@@ -137,20 +139,34 @@ class OpenRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     WITH_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     model: Content
     secure: bytes
     with_gradient: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ...) -> None: ...
+    keep: bool
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ...) -> None: ...
+
+class Agree(_message.Message):
+    __slots__ = ("run_id", "round", "attempt", "secure")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    attempt: int
+    secure: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("run_id", "visit", "attempt", "models", "candidates", "secure")
@@ -281,10 +297,12 @@ class Reply(_message.Message):
     def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., flower_replied: _Optional[_Union[FlowerReply, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("examples",)
+    __slots__ = ("examples", "hours")
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    HOURS_FIELD_NUMBER: _ClassVar[int]
     examples: int
-    def __init__(self, examples: _Optional[int] = ...) -> None: ...
+    hours: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, examples: _Optional[int] = ..., hours: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Trained(_message.Message):
     __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile")

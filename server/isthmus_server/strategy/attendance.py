@@ -19,7 +19,7 @@ from typing import Any
 
 from isthmus.federated import FederatedSection
 from isthmus.section import Hours
-from isthmus_server.strategy.windows import forecast_hours
+from isthmus_server.strategy.windows import WEEK, forecast_hours
 
 
 @dataclasses.dataclass
@@ -71,14 +71,22 @@ class Attendance:
             loss = receipt.get("loss")
             record.loss = loss if loss is not None and math.isfinite(loss) else None
 
-    def rests_for(self, name: str, now: float) -> float:
-        """Seconds until a device may be asked: 0 now, infinity never (again)."""
+    def rests_for(self, name: str, now: float, own: Sequence[Hours] = ()) -> float:
+        """Seconds until a device may be asked: 0 now, infinity never (again).
+
+        `own` are the hours that the device wants to be asked in, besides those of the job.
+        """
         rest = self._until_below_cap(name, now)
-        hours = hours_of(self.settings, name)
-        if rest == math.inf or hours is None:
-            return rest
-        forecast = forecast_hours(hours, now + rest, None)
-        return rest if forecast.ready else rest + (forecast.changes_in or math.inf)
+        given = [hours for hours in (hours_of(self.settings, name), own) if hours]
+        # Two lists of hours are in turn waited for, until both are open or a week has gone by.
+        end = rest + WEEK
+        while rest <= end:
+            at = [forecast_hours(hours, now + rest, None) for hours in given]
+            closed = [one.changes_in for one in at if not one.ready]
+            if not closed:
+                return rest
+            rest += max(wait or math.inf for wait in closed)
+        return math.inf
 
     def _until_below_cap(self, name: str, now: float) -> float:
         cap, record = self.settings.participation, self.records.get(name)
@@ -90,7 +98,6 @@ class Attendance:
         return max(0.0, counted_since + cap.hours * 3600.0 - now)
 
 
-def hours_of(settings: FederatedSection, name: str) -> Sequence[Hours] | None:
-    """The hours that the job gives a device; None where it names none: always."""
-    found = [entry for entry in settings.hours if fnmatchcase(name, entry.devices)]
-    return found or None
+def hours_of(settings: FederatedSection, name: str) -> Sequence[Hours]:
+    """The hours that the job gives a device; none: always."""
+    return [entry for entry in settings.hours if fnmatchcase(name, entry.devices)]
