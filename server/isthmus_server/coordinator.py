@@ -208,15 +208,15 @@ class Coordinator:
     # -- plan --------------------------------------------------------------------------------------
 
     def _observe(self) -> Observation:
-        now = self.clock.now()
+        now, able = self.clock.now(), len(self.roster.able())
         return observe(
             self.job,
             self.at.outcomes,
             spent=self.at.spent,
             device_bytes=self.at.device_bytes,
             state=self.at.policy_state,
-            clients_ready=len(self.roster.able()),
-            clients_resting=len(self.roster.clients) - len(self.roster.able()),
+            clients_ready=able,
+            clients_resting=len(self.roster.clients) - able,
             enough_in=self.cohorts.enough_in(),
             datacenters=len(self.roster.datacenters),
             model_bytes=self.model.layout.nbytes,

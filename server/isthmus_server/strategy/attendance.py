@@ -76,8 +76,11 @@ class Attendance:
 
         `own` are the hours that the device wants to be asked in, besides those of the job.
         """
+        settings = self.settings
+        if settings.participation is None and not settings.hours and not own:
+            return 0.0  # as in most jobs, with thousands of devices
         rest = self._until_below_cap(name, now)
-        given = [hours for hours in (hours_of(self.settings, name), own) if hours]
+        given = [hours for hours in (hours_of(settings, name), own) if hours]
         # Two lists of hours are in turn waited for, until both are open or a week has gone by.
         end = rest + WEEK
         while rest <= end:
