@@ -116,14 +116,14 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 def _paragraph(decision: Mapping[str, Any]) -> RenderableType:
     lines = [_title(decision)]
-    lines += [f"  limits: {sentence}" for sentence in decision["limits"]]
+    lines += [f"  limits: {sentence}" for sentence in _limits(decision)]
     lines += [f"  asked:  {line}" for line in _comparisons(decision)]
     lines += [f"  then:   {line}" for line in _outcome(decision)]
     return Text("\n".join(lines))
 
 
 def _page(decision: Mapping[str, Any]) -> RenderableType:
-    held = decision["limits"] or ["nothing: it is within them"]
+    held = _limits(decision) or ["nothing: it is within them"]
     parts = [
         _part("what the policy saw", _sights(decision)),
         _part("what the job's limits changed", _labelled("", held)),
@@ -166,14 +166,26 @@ def _sights(decision: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "a round costs", f"{prices}; one device scoring one model {seen.visit_price:g}"
     yield from _labelled("left", _left(seen))
     yield from _labelled("comparisons", _comparisons(decision) or ["none was asked for"])
-    waits = [f"{_duration(one['seconds'])}: {one['reason']}" for one in decision["waited"]]
-    yield from _labelled("waited", waits)
+    yield from _labelled("waited", _waits(decision, by_limit=False))
     kept = [name for name in seen.models if name not in ("current", "served", "initial")]
     if kept:
         yield "kept models", ", ".join(kept)
     if seen.state:
         noted = ", ".join(f"{name}={value}" for name, value in sorted(seen.state.items()))
         yield "its notes", noted
+
+
+def _limits(decision: Mapping[str, Any]) -> list[str]:
+    """What was changed in the policy's answers to this round, the last one and those before it."""
+    return [f"waited {line}" for line in _waits(decision, by_limit=True)] + decision["limits"]
+
+
+def _waits(decision: Mapping[str, Any], *, by_limit: bool) -> list[str]:
+    return [
+        f"{_duration(one['seconds'])}: {one['reason']}"
+        for one in decision["waited"]
+        if one["by_limit"] == by_limit
+    ]
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:

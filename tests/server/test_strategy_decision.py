@@ -125,7 +125,8 @@ async def test_a_round_waits_for_its_window(ask):
     assert decision.answer.regime == "federated"
     assert clock.now() == 600
     reason = "the federated side is outside of its window"
-    assert decision.seen["waited"] == [{"seconds": 600.0, "reason": reason}]
+    waited = {"seconds": 600.0, "reason": reason, "by_limit": True}
+    assert decision.seen["waited"] == [waited]
     assert notes == [("paused", {"round": 1, "seconds": 600.0, "reason": reason})]
 
 

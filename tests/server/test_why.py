@@ -71,6 +71,7 @@ async def test_a_decision_is_explained_from_what_was_stored(curious):
     first = typed(curious.directory, 1)
     assert "this was the first round" in first
     assert "initial against served on 40 devices, because it wants to know more" in first
+    assert "what the job's limits changed a cohort of 1 became 3" in first
     assert "not made: 40 devices are to be asked and 3 are ready" in first
 
 
@@ -129,7 +130,10 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
         **dataclasses.asdict(seen),
         "history": None,
         "asked": [asked],  # the other was made before a crash
-        "waited": [{"seconds": 600.0, "reason": "the devices sleep"}],
+        "waited": [
+            {"seconds": 600.0, "reason": "the devices sleep", "by_limit": False},
+            {"seconds": 7200.0, "reason": "the window is closed", "by_limit": True},
+        ],
         "interventions": [],
     }
     store.plan(3, 1, {**dataclasses.asdict(plan), "invited": ["a"], "datacenters": ["d"]}, logged)
@@ -143,7 +147,7 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
         "found cold worse than served by 0.0050 (+-0.0100), which may be chance",
         "waited 10 min: the devices sleep",
         "kept models warm, cold",
-        "what the job's limits changed nothing: it is within them",
+        "what the job's limits changed waited 2 h: the window is closed",
         "merged by merge='projected' from the model 'warm' the server optimizer begins anew "
         "the step is scaled by 0.5 'served' is kept as 'best' 'warm' is not kept on",
         "what came of it it was not finished",

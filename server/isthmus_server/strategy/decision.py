@@ -101,8 +101,9 @@ async def decide(
             asked[-1]["refused"] = answer.reason
             refused.append(answer.reason)
         elif isinstance(answer, Wait):
-            waited.append({"seconds": answer.seconds, "reason": answer.reason})
-            note("paused", {"round": seen.round, **waited[-1]})
+            wait = {"seconds": answer.seconds, "reason": answer.reason}
+            waited.append({**wait, "by_limit": not isinstance(wanted, Wait)})
+            note("paused", {"round": seen.round, **wait})
             await clock.sleep(answer.seconds)
             refused.clear()
         else:
