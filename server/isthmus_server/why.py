@@ -177,7 +177,8 @@ def _sights(decision: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _limits(decision: Mapping[str, Any]) -> list[str]:
     """What was changed in the policy's answers to this round, the last one and those before it."""
-    return [f"waited {line}" for line in _waits(decision, by_limit=True)] + decision["limits"]
+    waits = [f"waited {line}" for line in _waits(decision, by_limit=True)]
+    return [*waits, *decision["limits"]]
 
 
 def _waits(decision: Mapping[str, Any], *, by_limit: bool) -> list[str]:
