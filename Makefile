@@ -53,7 +53,7 @@ format: .venv/ready-dev
 	@$(BIN)/ruff format
 
 proto: .venv/ready-dev
-	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core core/isthmus/wire/link.proto
+	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core $(wildcard core/isthmus/wire/*.proto)
 
 clean:
 	@rm -rf .venv runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

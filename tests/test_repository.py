@@ -24,18 +24,36 @@ PACKAGES = [
 NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
 COMMANDS = [
-    "isthmus client start --data --die-with-parent --hours --name --server --shard --threads",
+    "isthmus cancel --state JOB",
+    "isthmus client join --state TOKEN URL",
+    (
+        "isthmus client start --data --die-with-parent --hours --name --server --shard --state "
+        "--tasks --threads"
+    ),
     "isthmus compare --json --policies --run-dir --seeds --set JOB",
     "isthmus datacenter agent --control",
+    "isthmus datacenter join --state TOKEN URL",
     (
         "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "
-        "--nodes --option --ranks --scheduler --server --state"
+        "--nodes --option --ranks --scheduler --server --state --tasks"
     ),
-    "isthmus datacenter serve --control --data --grace --name --nodes --ranks --server --state",
+    (
+        "isthmus datacenter serve --control --data --grace --name --nodes --ranks --server --state "
+        "--tasks"
+    ),
     "isthmus job check --set PATH",
     "isthmus job schema",
+    "isthmus jobs --json --state",
+    "isthmus logs --follow --state JOB",
+    "isthmus operator join --state TOKEN URL",
     "isthmus report --json RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
+    "isthmus server init --host STATE",
+    "isthmus server participants STATE",
+    "isthmus server revoke NAME STATE",
+    "isthmus server start --address --job --set STATE",
+    "isthmus server token create --expires --kind --name STATE",
+    "isthmus submit --set --state JOB",
     "isthmus why --json NUMBER RUN_DIR",
 ]
 

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.contents import Buffer
 from isthmus.errors import Refused, UpdateError
+from isthmus.membership import Membership
 from isthmus.task import Participant
 from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
@@ -45,18 +46,32 @@ class Agent:
         data: Path | None,
         threads: int = 1,
         hours: Sequence[str] = (),
+        *,
+        signing_key: Ed25519PrivateKey | None = None,
+        memory: Path | None = None,
+        tasks: Path | None = None,
     ) -> None:
-        """`data` is where this device keeps its data; it wins over what a job says.
+        """Be a device.
 
-        `hours` are those in which it wants to be asked, see `isthmus.section.Hours.parse`.
+        Args:
+            participant: its name, and its shard where one data set is split.
+            data: where this device keeps its data; it wins over what a job says.
+            threads: CPU threads used for training.
+            hours: in which it wants to be asked, see `isthmus.section.Hours.parse`.
+            signing_key: who it is in secure aggregation; None draws a key for this process.
+            memory: file that keeps, beside such a key, which rounds this device was in.
+            tasks: directory of the only tasks that are loaded here; None loads what the server
+                names, from where it says: for a server that started this device itself.
         """
         self.participant = participant
         self.data = data
         self.threads = threads
         self.hours = hours
+        self.tasks = tasks
         self._runs: dict[str, LocalRun] = {}
         self._apps: dict[str, FlowerRun] = {}
-        self._signing_key = Ed25519PrivateKey.generate()
+        self._signing_key = signing_key or Ed25519PrivateKey.generate()
+        self._memory = memory
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._secure: SecureAttempt | None = None
@@ -226,7 +241,7 @@ class Agent:
         from isthmus_clients.secure import Credentials, SecureAttempt
 
         if self._credentials is None:
-            self._credentials = Credentials(self._signing_key.private_bytes_raw())
+            self._credentials = Credentials(self._signing_key.private_bytes_raw(), self._memory)
         if self._welcome is not None:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         self._secure = None
@@ -259,10 +274,10 @@ class Agent:
         if app_of(work):
             from isthmus_clients.flower import FlowerRun
 
-            app = FlowerRun(work, self.participant, self.data)
+            app = FlowerRun(work, self.participant, self.data, self.tasks)
             self._runs, self._apps = {}, {work.run_id: app}
             return link_pb2.Reply(opened=link_pb2.Opened())
-        run = LocalRun(work, self.participant, self.data)
+        run = LocalRun(work, self.participant, self.data, self.tasks)
         self._runs, self._apps = {work.run_id: run}, {}
         log.info("opened %s with %d examples", work.run_id, run.examples)
         secure = run.job.federated.secure_aggregation
@@ -276,13 +291,27 @@ async def serve(
     data: Path | None,
     threads: int,
     hours: Sequence[str] = (),
+    membership: Membership | None = None,
+    tasks: Path | None = None,
 ) -> None:
     """Dial in and work until cancelled.
 
     Raises:
         Refused: the server does not want this device.
+        UserError: the server is on another machine, and this device has not joined it.
     """
-    agent = Agent(participant, data, threads, hours)
+    if membership is None:
+        agent = Agent(participant, data, threads, hours)
+    else:
+        agent = Agent(
+            participant,
+            data,
+            threads,
+            hours,
+            signing_key=membership.identity,
+            memory=membership.rounds,
+            tasks=tasks or membership.tasks,
+        )
     uplink = Uplink(
         address,
         participant.name,
@@ -290,5 +319,6 @@ async def serve(
         agent,
         identity=agent.identity,
         on_welcome=agent.welcomed,
+        membership=membership,
     )
     await uplink.run()

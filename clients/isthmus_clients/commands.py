@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import click
 
-from isthmus import lifetime
+from isthmus import joining, lifetime
 from isthmus.errors import UserError
+from isthmus.membership import Membership, default_state
 from isthmus.task import Participant
 from isthmus_clients.agent import serve
 
@@ -20,13 +23,44 @@ def client() -> None:
     """Run an edge device: train on its own data, send updates."""
 
 
+_STATE = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=lambda: default_state("client"),
+    show_default="~/.local/state/isthmus/client",
+    help="Where this device keeps its keys and what it must remember.",
+)
+
+
 @client.command()
-@click.option("--server", required=True, metavar="HOST:PORT", help="The server to dial.")
-@click.option("--name", required=True, help="This device's name, unique on the server.")
+@click.argument("url")
+@click.argument("token")
+@_STATE
+def join(url: str, token: str, state: Path) -> None:
+    """Join the server at URL (HOST:PORT) with a TOKEN from its operator."""
+    member = asyncio.run(joining.join(url, joining.Token.parse(token), state, "client"))
+    click.echo(
+        f"this device is {member.name!r} at {member.server}; begin with: isthmus client start"
+    )
+
+
+@client.command()
+@_STATE
+@click.option(
+    "--server",
+    metavar="HOST:PORT",
+    help="The server to dial, if it is not at the address that was joined.",
+)
+@click.option("--name", help="For a server on this machine that asks for no certificate.")
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
     help="Where this device keeps its data; wins over the job's task.data.",
+)
+@click.option(
+    "--tasks",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Where the tasks are that this device may load. Default: tasks, in --state.",
 )
 @click.option(
     "--shard",
@@ -50,9 +84,11 @@ def client() -> None:
     "--die-with-parent", is_flag=True, help="End when the process that started this one ends."
 )
 def start(
-    server: str,
-    name: str,
+    state: Path,
+    server: str | None,
+    name: str | None,
     data: Path | None,
+    tasks: Path | None,
     shard: str | None,
     threads: int,
     hours: tuple[str, ...],
@@ -61,27 +97,31 @@ def start(
     """Dial the server and take part in its rounds until stopped."""
     if die_with_parent:
         lifetime.die_with_parent()
-    participant = Participant(name=name, regime="federated", shard=_parse_shard(shard))
     logging.getLogger("isthmus").setLevel(logging.INFO)
     _check_hours(hours)
-    asyncio.run(_until_stopped(server, participant, data, threads, hours))
+    split = _parse_shard(shard)
+    if name is not None:
+        if server is None:
+            raise UserError("--name is for a server on this machine; give it with --server")
+        participant = Participant(name=name, regime="federated", shard=split)
+        asyncio.run(_until_stopped(serve(server, participant, data, threads, hours), name))
+        return
+    member = Membership(state)
+    participant = Participant(name=member.name, regime="federated", shard=split)
+    with member.locked():
+        work = serve(server or member.server, participant, data, threads, hours, member, tasks)
+        asyncio.run(_until_stopped(work, member.name))
 
 
-async def _until_stopped(
-    server: str,
-    participant: Participant,
-    data: Path | None,
-    threads: int,
-    hours: tuple[str, ...],
-) -> None:
-    task = asyncio.ensure_future(serve(server, participant, data, threads, hours))
+async def _until_stopped(work: Coroutine[Any, Any, None], name: str) -> None:
+    task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
     try:
         await task
     except asyncio.CancelledError:
-        click.echo(f"{participant.name} stopped")
+        click.echo(f"{name} stopped")
 
 
 def _check_hours(hours: tuple[str, ...]) -> None:

@@ -25,30 +25,35 @@ from isthmus.flower import (
     node_of,
 )
 from isthmus.flower_wire import decode, encode
-from isthmus.job import Job
+from isthmus.job import read_job
 from isthmus.task import Participant, load_named
 from isthmus.wire import link_pb2
+from isthmus_clients.training import place_of
 
 
 class FlowerRun:
     """One run of a ClientApp on one device."""
 
-    def __init__(self, work: link_pb2.OpenRun, participant: Participant, data: Path | None) -> None:
-        """Load the app.
+    def __init__(
+        self,
+        work: link_pb2.OpenRun,
+        participant: Participant,
+        data: Path | None,
+        tasks: Path | None = None,
+    ) -> None:
+        """Load the app; with a directory of `tasks`, only one that is a file in it.
 
         Raises:
             TaskError: it cannot be loaded, or is no ClientApp.
             JobError: Flower is not installed.
         """
-        self.job = Job.model_validate_json(work.job)
+        self.job = read_job(work.job)
         self.participant = participant
         flower = self.job.federated.flower
         assert flower is not None
         assert flower.app is not None
         self.most_bytes = flower.most_bytes
-        base = Path(work.base)
-        if data is None and self.job.task.data:
-            data = base / self.job.task.data
+        base, data = place_of(flower.app, self.job, Path(work.base), data, tasks)
         self.app: Any = load_named(flower.app, "federated.flower.app", base=base)
         if not isinstance(self.app, ClientApp):
             raise TaskError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 
 import torch
 
 from isthmus.contents import Buffer, describe
-from isthmus.errors import UpdateError
+from isthmus.errors import UpdateError, UserError
+from isthmus.tls import private_file
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
@@ -27,12 +30,27 @@ from isthmus_privacy.secagg import (
 
 
 class Credentials:
-    """Who this device is to the others of a cohort, and what it remembers of earlier rounds."""
+    """Who this device is to the others of a cohort, and what it remembers of earlier rounds.
 
-    def __init__(self, private: bytes) -> None:
-        """`private` is the device's 32-byte Ed25519 seed."""
+    Guarantees:
+      * with a file to remember in, no restart of this process lets a server repeat a round: what
+        happened is on the disk before the message that rests on it leaves.
+    """
+
+    def __init__(self, private: bytes, memory: Path | None = None) -> None:
+        """Be somebody.
+
+        Args:
+            private: the device's 32-byte Ed25519 seed.
+            memory: file for the history, as long-lived as the seed; None if that ends with this
+                process.
+
+        Raises:
+            UserError: there is a history, and it cannot be read.
+        """
         self.identity = SigningKey(private)
-        self.history = History()
+        self.memory = memory
+        self.history = History() if memory is None else _read_history(memory)
         self.enrolment: Enrolment | None = None
         self.directory: Directory | None = None
 
@@ -42,6 +60,37 @@ class Credentials:
             self.enrolment = Enrolment.from_bytes(enrolment)
         if self.directory is None or self.directory.authority != authority:
             self.directory = Directory(authority)
+
+    def remember(self) -> None:
+        """Write the history down, durably.
+
+        Raises:
+            UpdateError: that cannot be done, so the round must not go on.
+        """
+        if self.memory is None:
+            return
+        try:
+            private_file(self.memory, json.dumps(self.history.state()).encode())
+        except OSError as error:
+            raise UpdateError(
+                f"this device cannot write down which rounds it was in ({error.strerror}), and "
+                "does not aggregate without that"
+            ) from None
+
+
+def _read_history(path: Path) -> History:
+    try:
+        state = json.loads(path.read_bytes())
+        if not isinstance(state, dict):
+            raise ValueError("it is not a table")
+        return History(state)
+    except FileNotFoundError:
+        return History()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} says which rounds this device was in, and cannot be read ({error}); restore "
+            "it, or have the operator revoke this device and join again"
+        ) from None
 
 
 class SecureAttempt:
@@ -81,6 +130,8 @@ class SecureAttempt:
             history=credentials.history,
             model_hash=model,
         )
+        self._remember = credentials.remember
+        self._remember()
         self._encoded: Encoded | None = None
 
     def advertise(
@@ -122,5 +173,6 @@ class SecureAttempt:
             return link_pb2.SecureStepped(message=answer), None
         if kind == "consents":
             answer = session.release(Consents.from_bytes(work.consents)).to_bytes()
+            self._remember()
             return link_pb2.SecureStepped(message=answer), None
         raise UpdateError("this step of secure aggregation is not known here")

@@ -21,9 +21,9 @@ from isthmus.contents import Buffer, describe
 from isthmus.errors import TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
-from isthmus.job import Job
+from isthmus.job import Job, read_job
 from isthmus.scoring import Averages, batches, build_model, count_examples, losses, score
-from isthmus.task import Participant, Task, load_task, user_code
+from isthmus.task import Participant, Task, check_installed, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
 
@@ -109,25 +109,49 @@ def score_each(
 
 def app_of(work: link_pb2.OpenRun) -> str | None:
     """The Flower app that a run trains with in place of its task."""
-    flower = Job.model_validate_json(work.job).federated.flower
+    flower = read_job(work.job).federated.flower
     return None if flower is None else flower.app
+
+
+def place_of(
+    source: str, job: Job, base: Path, data: Path | None, tasks: Path | None
+) -> tuple[Path, Path | None]:
+    """Where the code lies that a run names, and where this device's data is.
+
+    Raises:
+        TaskError: there is a directory of `tasks`, and the code is not in it.
+    """
+    if tasks is not None:
+        check_installed(source, tasks)
+        return tasks, data
+    if data is None and job.task.data:
+        data = base / job.task.data
+    return base, data
 
 
 class LocalRun:
     """One run on one device: the task, its model and this device's data, kept between rounds."""
 
-    def __init__(self, work: link_pb2.OpenRun, participant: Participant, data: Path | None) -> None:
+    def __init__(
+        self,
+        work: link_pb2.OpenRun,
+        participant: Participant,
+        data: Path | None,
+        tasks: Path | None = None,
+    ) -> None:
         """Load the task, build the model, find the data.
+
+        With a directory of `tasks`, only those in it are loaded, and the server does not say where
+        data is either.
 
         Raises:
             TaskError: the task cannot be used here, its model is not the server's, or there is
                 no data.
         """
-        self.job = Job.model_validate_json(work.job)
+        self.job = read_job(work.job)
         self.participant = participant
-        base = Path(work.base)
-        if data is None and self.job.task.data:
-            data = base / self.job.task.data
+        source = self.job.task.source
+        base, data = place_of(source, self.job, Path(work.base), data, tasks)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
         self.model = build_model(self.task, self.job.seed)
         self.layout = Layout.of(self.model)

@@ -287,6 +287,20 @@ def parse_job(text: str, overrides: Iterable[str] = (), *, origin: str = "job") 
         raise JobError(f"{origin}: {'; '.join(_sentences(error))}") from None
 
 
+def read_job(text: str) -> Job:
+    """A job as a server sends it, in JSON.
+
+    Raises:
+        JobError: it cannot be read by this version.
+    """
+    try:
+        return Job.model_validate_json(text)
+    except ValidationError as error:
+        raise JobError(
+            f"the job cannot be read here, maybe it is of a newer version: {_sentences(error)[0]}"
+        ) from None
+
+
 def _apply(table: dict[str, Any], override: str) -> None:
     """Put `a.b=value` into the table; a value that is not TOML is taken as a string."""
     key, separator, value = override.partition("=")

@@ -77,11 +77,13 @@ class Stream:
         except DecodeError:
             raise UpdateError("what came is not a message of this link") from None
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine for as long as the stream lives; that it is gone ends it quietly."""
         task = asyncio.create_task(_unless_gone(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
+        return task
 
     def beat(self, every: float) -> None:
         """Send a ping every so many seconds, for as long as the stream lives."""

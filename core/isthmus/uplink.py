@@ -21,6 +21,8 @@ import grpc.aio
 
 from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
+from isthmus.membership import Membership, check_dialling
+from isthmus.requests import content_of, failure, model_of
 from isthmus.stream import Stream
 from isthmus.wire import link_pb2
 
@@ -35,6 +37,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
+    # Several participants in one process have a connection each, as they would elsewhere.
+    ("grpc.use_local_subchannel_pool", 1),
     # Windows that grow with what arrives would add up to a model for each of many participants.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 512 << 10),
@@ -46,6 +50,12 @@ _FINAL = {
     grpc.StatusCode.UNAUTHENTICATED,
 }
 """The server understood and said no: trying again would not help."""
+
+_LONGEST_SLEEP = 600.0
+"""Seconds between two looks at the certificate: a machine that was asleep is late, not wrong."""
+
+_MOST_REQUESTS = 64
+"""Requests of one server that are not settled: it asks for one thing at a time, or a few."""
 
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages about the same work."""
@@ -104,7 +114,9 @@ class Uplink:
     Guarantees:
       * each request is worked on once, across any number of reconnections;
       * a result is kept until the server says what became of it;
-      * silence from the server for a lease counts as a break.
+      * silence from the server for a lease counts as a break;
+      * with a membership, both ends show a certificate, and ours is renewed before it ends;
+        without one, only a server on this machine is dialled.
     """
 
     def __init__(
@@ -117,6 +129,7 @@ class Uplink:
         identity: bytes = b"",
         on_welcome: Callable[[link_pb2.Welcome], None] = lambda welcome: None,
         longest_pause: float = 5.0,
+        membership: Membership | None = None,
     ) -> None:
         """Dial `address` (host:port) when `run`.
 
@@ -125,20 +138,29 @@ class Uplink:
             name: this participant's name.
             role: what it does.
             worker: does it.
-            identity: Ed25519 public key that the server is to enrol; empty for none.
+            identity: Ed25519 public key that the server is to enrol; empty for none, or for the
+                membership's.
             on_welcome: told of every welcome, with the enrolment in it.
             longest_pause: most seconds between two tries to dial.
+            membership: who this participant is to a server that asks for a certificate.
+
+        Raises:
+            UserError: the server is on another machine and there is no membership, or the
+                membership is somebody else's.
         """
+        check_dialling(address, link_pb2.Role.Name(role).lower(), name, membership)
         self.address = address
+        self.membership = membership
         self.name = name
         self.role = role
         self.worker = worker
-        self.identity = identity
+        self.identity = identity if membership is None else membership.identity_public
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
         self._jobs: dict[str, _Job] = {}
         self._stream: Stream | None = None
+        self._welcome: link_pb2.Welcome | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self) -> None:
@@ -169,8 +191,14 @@ class Uplink:
                 if job.task is not None:
                     job.task.cancel()
 
+    def _channel(self) -> grpc.aio.Channel:
+        if self.membership is None:
+            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        credentials = self.membership.channel_credentials()
+        return grpc.aio.secure_channel(self.address, credentials, CHANNEL_OPTIONS)
+
     async def _serve_one_stream(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
+        async with self._channel() as channel:
             call = channel.stream_stream(METHOD)()
             stream = Stream(call)
             await stream.send(
@@ -189,10 +217,12 @@ class Uplink:
             if first is None or first.WhichOneof("body") != "welcome":
                 raise UpdateError("the server's first message was not a welcome")
             lease = first.welcome.lease_seconds
-            self.on_welcome(first.welcome)
+            self._welcomed(first.welcome)
             log.info("linked to %s as %s", self.address, self.name)
             self._stream = stream
             stream.beat(lease / 3)
+            if self.membership is not None:
+                stream.spawn(self._renew(stream, self.membership))
             try:
                 while (message := await stream.receive(timeout=lease)) is not None:
                     await self._take(stream, message)
@@ -200,6 +230,53 @@ class Uplink:
                 self._stream = None
                 call.cancel()
                 stream.close()
+
+    def _welcomed(self, welcome: link_pb2.Welcome) -> None:
+        if not welcome.lease_seconds > 0:
+            raise UpdateError(f"the server's welcome has lease_seconds={welcome.lease_seconds}")
+        if self.membership is not None and welcome.authority != self.membership.enroller:
+            raise Refused("the server names another authority than the one that was joined")
+        if self._welcome is not None and welcome.instance != self._welcome.instance:
+            self._forget("the server was started anew")
+        self.on_welcome(welcome)
+        self._welcome = welcome
+
+    def _forget(self, reason: str) -> None:
+        """Whoever asked is gone, and will ask again for what is still to be done."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            if job.task is not None and job.reply is None:
+                self.worker.cancel(job.request, reason)  # settled when it has stopped
+            else:
+                self.worker.settled(job.request, False, reason)
+
+    async def _renew(self, stream: Stream, membership: Membership) -> None:
+        """Ask for the next certificate when most of this one's life is over, until it is here."""
+        while True:
+            left = membership.renew_at - time.time()
+            if left > 0:
+                await asyncio.sleep(min(left, _LONGEST_SLEEP))
+                continue
+            request = link_pb2.Renew(signing_request=membership.next_request())
+            await stream.send(link_pb2.Envelope(renew=request))
+            end = membership.certificate.not_valid_after_utc.timestamp()
+            await asyncio.sleep(min(max((end - time.time()) / 10, 0.1), _LONGEST_SLEEP))
+
+    async def _renewed(self, renewed: link_pb2.Renewed) -> None:
+        membership, welcome = self.membership, self._welcome
+        if membership is None or welcome is None:
+            return
+        try:
+            if not renewed.certificate:
+                raise Refused(renewed.reason)
+            await asyncio.to_thread(membership.renewed, renewed.certificate)
+        except (Refused, OSError) as error:
+            log.warning("the certificate of %s was not renewed: %s", self.name, error)
+            return
+        end = membership.certificate.not_valid_after_utc
+        log.info("the certificate of %s is renewed until %s", self.name, end)
+        welcome.enrolment = renewed.enrolment
+        self.on_welcome(welcome)
 
     async def _take(self, stream: Stream, message: link_pb2.Envelope) -> None:
         kind = message.WhichOneof("body")
@@ -213,6 +290,8 @@ class Uplink:
             job = self._jobs.pop(message.receipt.id, None)
             if job is not None:
                 self.worker.settled(job.request, message.receipt.accepted, message.receipt.reason)
+        elif kind == "renewed":
+            await self._renewed(message.renewed)
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
             if job is not None:
@@ -224,13 +303,15 @@ class Uplink:
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
         job = self._jobs.get(request.id)
         if job is None:
+            if len(self._jobs) >= _MOST_REQUESTS:
+                raise UpdateError(f"more than {_MOST_REQUESTS} requests are open")
             job = self._jobs[request.id] = _Job(request)
             content = model_of(request)
             if content is not None and content.size:
                 try:
                     job.buffer = self.worker.buffer(request, content.size)
                 except IsthmusError as error:
-                    await self._answer(job, _failure(str(error)), None)
+                    await self._answer(job, failure(str(error)), None)
                     return
                 job.assembly = Assembly(content, into(job.buffer))
         if job.reply is not None:
@@ -252,10 +333,16 @@ class Uplink:
                 continue
             if chunk.absent:
                 job.task = asyncio.create_task(
-                    self._answer(job, _failure("the server does not hold the model any more"), None)
+                    self._answer(job, failure("the server does not hold the model any more"), None)
                 )
                 continue
-            assembly.add(chunk)
+            try:
+                assembly.add(chunk)
+            except UpdateError as error:
+                if assembly.offset < assembly.content.size:
+                    raise  # this stream is out of step; the next one goes on from here
+                job.task = asyncio.create_task(self._answer(job, failure(str(error)), None))
+                continue
             if assembly.complete:
                 self._start(job)
 
@@ -269,13 +356,16 @@ class Uplink:
                 job.request, buffer, lambda progress: self._progress(job, progress)
             )
         except IsthmusError as error:
-            reply, payload = _failure(str(error)), None
+            reply, payload = failure(str(error)), None
         except Exception as error:
             log.exception("request %s failed", job.request.id)
-            reply, payload = _failure(f"internal error: {type(error).__name__}: {error}"), None
+            reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
         await self._answer(job, reply, payload)
 
     async def _answer(self, job: _Job, reply: link_pb2.Reply, payload: Buffer | None) -> None:
+        if self._jobs.get(job.request.id) is not job:
+            self.worker.settled(job.request, False, "whoever asked is gone")
+            return
         reply.id = job.request.id
         job.payload = payload
         job.reply = reply
@@ -305,35 +395,3 @@ class Uplink:
                 return
         absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))
-
-
-def _failure(reason: str) -> link_pb2.Reply:
-    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason))
-
-
-def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
-    """The content that a worker needs for a request, if any."""
-    kind = request.WhichOneof("work")
-    if kind == "train_local":
-        return request.train_local.model
-    if kind == "score":
-        return request.score.models
-    if kind == "mean_gradient":
-        return request.mean_gradient.model
-    if kind == "flower":
-        return request.flower.records
-    if kind == "train_steps" and request.train_steps.HasField("model"):
-        return request.train_steps.model
-    return None
-
-
-def content_of(reply: link_pb2.Reply) -> link_pb2.Content:
-    """The content that goes with a reply; empty without one."""
-    kind = reply.WhichOneof("outcome")
-    if kind == "trained":
-        return reply.trained.result
-    if kind == "secure_stepped":
-        return reply.secure_stepped.masked
-    if kind == "flower_replied":
-        return reply.flower_replied.records
-    return reply.exported.model if kind == "exported" else link_pb2.Content()

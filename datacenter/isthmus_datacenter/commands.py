@@ -8,13 +8,14 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import click
 
 from isthmus.errors import UserError
+from isthmus.membership import Membership
 from isthmus_datacenter.launch import Launch, check_private, kubernetes, parse_options, slurm
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -29,8 +30,12 @@ def datacenter() -> None:
 def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What `launch` and `serve` have in common."""
     for option in (
-        click.option("--server", required=True, metavar="HOST:PORT", help="The server to dial."),
-        click.option("--name", default="datacenter", show_default=True, help="Name on the server."),
+        click.option(
+            "--server", metavar="HOST:PORT", help="The server to dial. Default: the one joined."
+        ),
+        click.option(
+            "--name", help="Name on the server. Default: as joined, or else `datacenter`."
+        ),
         click.option(
             "--ranks", required=True, type=click.IntRange(1, 1024), help="Ranks on each node."
         ),
@@ -53,6 +58,11 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Where this datacenter's data is, instead of where the job says.",
         ),
         click.option(
+            "--tasks",
+            type=_DIRECTORY,
+            help="Where the tasks are that may be loaded here. Default: tasks, in --state.",
+        ),
+        click.option(
             "--grace",
             default=60.0,
             show_default=True,
@@ -62,6 +72,21 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+@datacenter.command()
+@click.argument("url")
+@click.argument("token")
+@click.option(
+    "--state", required=True, type=_DIRECTORY, help="The directory that `launch` is given."
+)
+def join(url: str, token: str, state: Path) -> None:
+    """Join the server at URL (HOST:PORT) with a TOKEN from its operator."""
+    from isthmus import joining
+
+    parsed = joining.Token.parse(token)
+    member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter"))
+    click.echo(f"this datacenter is {member.name!r} at {member.server}")
 
 
 @datacenter.command()
@@ -82,12 +107,13 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dry-run", is_flag=True, help="Print the script or manifest and start nothing.")
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")
 def launch(
-    server: str,
-    name: str,
+    server: str | None,
+    name: str | None,
     ranks: int,
     nodes: int,
     state: Path,
     data: Path | None,
+    tasks: Path | None,
     grace: float,
     scheduler: str,
     env_file: Path | None,
@@ -98,6 +124,7 @@ def launch(
     """Start ranks and offer them to a server."""
     if env_file is not None:
         check_private(env_file)
+    server, name, member = _membership(server, name, state)
     asked = Launch(
         server=server,
         name=name,
@@ -105,6 +132,7 @@ def launch(
         nodes=nodes,
         state=state.resolve(),
         data=None if data is None else data.resolve(),
+        tasks=None if tasks is None else tasks.resolve(),
         environment=None if env_file is None else env_file.resolve(),
         options=parse_options(options),
         grace_seconds=grace,
@@ -120,7 +148,8 @@ def launch(
 
             lifetime.die_with_parent()
         # Whoever starts us like that ends us when nobody wants the round any more.
-        _serve(server, name, ranks, state, data, None, 0.0 if die_with_parent else grace)
+        grace = 0.0 if die_with_parent else grace
+        _serve(server, name, ranks, state, data, tasks, None, grace, member)
         return
     renderer = slurm if scheduler == "slurm" else kubernetes
     if dry_run:
@@ -133,12 +162,13 @@ def launch(
 @_service_options
 @click.option("--control", required=True, metavar="HOST:PORT", help="Where agents find this.")
 def serve(
-    server: str,
-    name: str,
+    server: str | None,
+    name: str | None,
     ranks: int,
     nodes: int,
     state: Path,
     data: Path | None,
+    tasks: Path | None,
     grace: float,
     control: str,
 ) -> None:
@@ -147,7 +177,8 @@ def serve(
     from isthmus_datacenter.group import Nodes
 
     place = None if port == 0 else Nodes(count=nodes, host=host, port=port)
-    _serve(server, name, ranks, state, data, place, grace)
+    server, name, member = _membership(server, name, state)
+    _serve(server, name, ranks, state, data, tasks, place, grace, member)
 
 
 @datacenter.command()
@@ -164,28 +195,49 @@ def agent(control: str) -> None:
     serve_node(host, port, told.is_set)
 
 
+def _membership(
+    server: str | None, name: str | None, state: Path
+) -> tuple[str, str, Membership | None]:
+    """Where to dial and as whom: as joined, or, on one machine, as told."""
+    member = None
+    if (state / "membership").exists():
+        member = Membership(state / "membership")
+        server, name = server or member.server, name or member.name
+    if server is None:
+        raise UserError(
+            "join a server first (isthmus datacenter join URL TOKEN --state DIR), or give the "
+            "--server on this machine"
+        )
+    return server, name or "datacenter", member
+
+
 def _serve(
     server: str,
     name: str,
     ranks: int,
     state: Path,
     data: Path | None,
+    tasks: Path | None,
     nodes: Any,
     grace: float,
+    member: Membership | None,
 ) -> None:
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service import Service
     from isthmus_datacenter.template import Template
 
-    with Template("fork") if nodes is None else contextlib.nullcontext() as template:
-        service = Service(name, ranks, state, data, nodes=nodes, template=template)
-        asyncio.run(_until_told(service, server, grace))
+    alone = contextlib.nullcontext() if member is None else member.locked()
+    with alone, Template("fork") if nodes is None else contextlib.nullcontext() as template:
+        if member is not None:
+            tasks = tasks or member.tasks
+        service = Service(name, ranks, state, data, tasks=tasks, nodes=nodes, template=template)
+        asyncio.run(_until_told(service, service.serve(server, member), grace))
 
 
-async def _until_told(service: Any, server: str, grace: float) -> None:
+async def _until_told(service: Any, serving: Coroutine[Any, Any, None], grace: float) -> None:
     """Serve until a signal: the first asks to leave in good order, another one ends at once."""
-    work = asyncio.ensure_future(service.serve(server))
+    work = asyncio.ensure_future(serving)
     loop = asyncio.get_running_loop()
 
     def told() -> None:

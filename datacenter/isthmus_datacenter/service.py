@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from isthmus.contents import Buffer, describe
 from isthmus.errors import UpdateError, UserError
 from isthmus.exchange import Layout
-from isthmus.job import Job
+from isthmus.job import Job, read_job
+from isthmus.membership import Membership
+from isthmus.task import check_installed
 from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
 from isthmus_datacenter.control import Command, Report
@@ -41,7 +41,7 @@ _NODE_GRACE_SECONDS = 20.0
 """For a running round when it is: schedulers give about thirty."""
 _SAVING_SECONDS = 10.0
 """At least, of a grace, for the state within a round to be saved."""
-_OURS = {"exchange", "logs", "lock"}
+_OURS = {"exchange", "logs", "lock", "membership"}
 """Names under the state directory that no run can have."""
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,14 @@ class Service:
         state: Path,
         data: Path | None = None,
         *,
+        tasks: Path | None = None,
         nodes: Nodes | None = None,
         template: Template | None = None,
     ) -> None:
         """`state` keeps checkpoints and logs; `data` overrides where the job says its data is.
+
+        With a directory of `tasks`, only those in it are loaded, and the server does not say where
+        data is either; without, its word is taken for both, as on one machine.
 
         The ranks are on this machine, forked from the `template`, or as many on each of the
         `nodes`. Without a template, one is started.
@@ -86,6 +90,7 @@ class Service:
         self.name = name
         self.state = state.resolve()
         self.data = None if data is None else data.resolve()
+        self.tasks = None if tasks is None else tasks.resolve()
         self._lock_file = _locked(self.state)
         self._exchange = self.state / "exchange"
         shutil.rmtree(self._exchange, ignore_errors=True)
@@ -109,14 +114,16 @@ class Service:
         self._group.close()
         self._lock_file.close()
 
-    async def serve(self, address: str) -> None:
+    async def serve(self, address: str, membership: Membership | None = None) -> None:
         """Hold the link to the server and work until cancelled.
 
         Raises:
             Refused: the server does not want this participant.
+            UserError: the server is on another machine, and this one has not joined it.
         """
+        uplink = Uplink(address, self.name, link_pb2.DATACENTER, self, membership=membership)
         self.start()
-        link = asyncio.create_task(Uplink(address, self.name, link_pb2.DATACENTER, self).run())
+        link = asyncio.create_task(uplink.run())
         left = asyncio.create_task(self._left())
         try:
             await asyncio.wait((link, left), return_when=asyncio.FIRST_COMPLETED)
@@ -221,15 +228,14 @@ class Service:
     async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
         if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _OURS:
             raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
-        try:
-            job = Job.model_validate_json(open_.job)
-        except ValidationError as error:
-            raise UserError(
-                f"the job cannot be read here, maybe it is of a newer version: {error.errors()[0]}"
-            ) from None
+        job = read_job(open_.job)
         layout = Layout.from_header(open_.layout)
-        base = Path(open_.base)
-        data = self.data or (None if job.task.data is None else base / job.task.data)
+        base, data = Path(open_.base), self.data
+        if self.tasks is not None:
+            check_installed(job.task.source, self.tasks)
+            base = self.tasks
+        elif data is None and job.task.data is not None:
+            data = base / job.task.data
         self._run = None
         self._group.lease_seconds = job.time.lease_seconds
         (self.state / open_.run_id).mkdir(exist_ok=True)

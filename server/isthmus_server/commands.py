@@ -17,6 +17,7 @@ from rich.console import Console
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job
 from isthmus.lifetime import return_freed_memory
+from isthmus.tls import split_address
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key."
@@ -64,11 +65,11 @@ def run(
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
     loaded = load_job(job, overrides) if job is not None and not resume else None
-    host, port = _parse_address(address)
+    host, port = split_address(address, "--address")
     console = Console()
     # Before anything is opened.
     with Template.fork(ranks=loaded is None or loaded.datacenter.ranks > 0) as template:
-        _prepare()
+        prepare()
         from isthmus_server.session import Session
 
         if loaded is None or job is None:
@@ -77,7 +78,7 @@ def run(
         else:
             directory = run_dir or _fresh_directory(loaded)
             session = Session.new(loaded, job.resolve().parent, directory)
-        _run_until_stopped(session.run(host, port, console, template))
+        run_until_stopped(session.run(host, port, console, template))
     console.print(f"report  isthmus report {session.directory}", soft_wrap=True)
 
 
@@ -107,14 +108,14 @@ def compare(
     loaded = load_job(job, overrides)
     # Before anything is opened.
     with Template.fork(ranks=loaded.datacenter.ranks > 0) as template:
-        _prepare()
+        prepare()
         from isthmus_server.comparison import compare_policies
 
         names = [loaded.strategy.policy]
         names += [name for name in policies.split(",") if name and name not in names]
         directory = run_dir or _fresh_directory(loaded, "compare-")
         base = job.resolve().parent
-        figures = _run_until_stopped(
+        figures = run_until_stopped(
             compare_policies(loaded, base, directory, names, seeds, Console(), template)
         )
     if json_file is not None:
@@ -163,7 +164,7 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
         show(found, Console())
 
 
-def _run_until_stopped(work: Any) -> Any:
+def run_until_stopped(work: Any) -> Any:
     """Run a coroutine; a first Ctrl-C or SIGTERM ends it in order."""
 
     async def main() -> Any:
@@ -179,7 +180,8 @@ def _run_until_stopped(work: Any) -> Any:
         raise click.Abort from None
 
 
-def _prepare() -> None:
+def prepare() -> None:
+    """Set this process up to be a server."""
     return_freed_memory()
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.getLogger("isthmus").setLevel(logging.WARNING)
@@ -188,10 +190,3 @@ def _prepare() -> None:
 
 def _fresh_directory(job: Job, prefix: str = "") -> Path:
     return Path("runs") / f"{prefix}{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
-def _parse_address(text: str) -> tuple[str, int]:
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"--address {text!r} is not of the form HOST:PORT")
-    return host, int(port)

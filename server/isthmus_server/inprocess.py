@@ -12,9 +12,11 @@ import uuid
 
 from isthmus.contents import Buffer, Write
 from isthmus.errors import IsthmusError, UpdateError
-from isthmus.uplink import VERSION, Worker, content_of, model_of
+from isthmus.requests import content_of, model_of
+from isthmus.uplink import VERSION, Worker
 from isthmus.wire import link_pb2
-from isthmus_server.link import Link, Peer
+from isthmus_server.link import Link
+from isthmus_server.peers import Peer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,64 +7,36 @@ stream breaks, what it was asked for stays pending until it is back or its lease
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
+import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
 
 import grpc
 import grpc.aio
 
 from isthmus.contents import Assembly, Buffer, Write, chunks
-from isthmus.errors import ParticipantLost, UpdateError, UserError
+from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
 from isthmus.stream import Stream
-from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
+from isthmus.tls import Subject, is_loopback
 from isthmus.wire import link_pb2
+from isthmus_server.callers import (
+    ANSWERS,
+    HELLO_SECONDS,
+    MAX_FROM_PARTICIPANT,
+    PUMPS_EACH,
+    SPOKEN,
+    STREAMS_EACH,
+    greet,
+    listen,
+    listening_options,
+)
 from isthmus_server.enrolment import Enrolments
+from isthmus_server.peers import Fetch, Peer
 
 log = logging.getLogger(__name__)
-
-CLIENT = link_pb2.CLIENT
-DATACENTER = link_pb2.DATACENTER
-
-
-@dataclasses.dataclass
-class _Fetch:
-    """A content on its way in from one participant."""
-
-    assembly: Assembly
-    done: asyncio.Future[None]
-
-
-class Peer:
-    """One participant, as long as its process lives, across its streams."""
-
-    def __init__(self, hello: link_pb2.Hello) -> None:
-        self.name = hello.name
-        self.role = hello.role
-        self.instance = hello.instance
-        self.version = min(hello.version_max, VERSION)
-        """Of the link, as both sides speak it."""
-        self.stream: Stream | None = None
-        self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
-        self.unsettled: set[str] = set()
-        """Requests whose reply is in use."""
-        self.fetches: dict[bytes, _Fetch] = {}
-        self.bytes_in = 0
-        self.bytes_out = 0
-        self.lease: asyncio.TimerHandle | None = None
-        self.fresh = True
-
-    def lose(self, reason: str) -> None:
-        """Everything that was pending with this participant fails."""
-        error = ParticipantLost(reason)
-        waiting: list[asyncio.Future[link_pb2.Reply] | asyncio.Future[None]] = [
-            future for _, future in self.asked.values()
-        ]
-        waiting += [fetch.done for fetch in self.fetches.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(error)
 
 
 class Link:
@@ -74,46 +46,52 @@ class Link:
       * `ask` and `fetch` end: with a result, or with `ParticipantLost` one lease after the stream
         broke; a stream on which nothing is heard for a lease counts as broken;
       * a reply to a request that nobody waits for any more is refused, never used;
-      * nothing is read from the network beyond `contents.MAX_MESSAGE_BYTES` at a time.
+      * nothing is read from the network beyond `MAX_FROM_PARTICIPANT` at a time, and no caller has
+        more than `STREAMS_EACH` streams or `PUMPS_EACH` transfers;
+      * with TLS, who speaks is who the certificate says, and may say only what its role says.
     """
 
-    def __init__(self, lease_seconds: float, enrolment: Enrolments | None = None) -> None:
+    def __init__(self, lease_seconds: float, enrolments: Enrolments | None = None) -> None:
         """`lease_seconds`: silence after which a participant counts as gone."""
         self.lease_seconds = lease_seconds
-        self.enrolments = enrolment or Enrolments()
+        self.enrolments = enrolments or Enrolments()
         self.peers: dict[str, Peer] = {}
         self.on_join: Callable[[Peer], None] = lambda peer: None
         self.on_leave: Callable[[Peer, str], None] = lambda peer, reason: None
         self.on_progress: Callable[[str, link_pb2.Progress], None] = lambda name, progress: None
+        self.beside: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
+        """Other services on the same port, by name; to be set before `start`."""
         self._published: dict[bytes, Buffer] = {}
+        self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
+        self._streams: Counter[str] = Counter()
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listen; returns the port.
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> int:
+        """Listen; returns the port. `credentials` must ask callers for their certificate.
 
         Raises:
-            UserError: not a loopback address (the link is not encrypted yet), or a port in use.
+            UserError: an address that others can reach without credentials, or a port in use.
         """
-        if host not in ("127.0.0.1", "::1", "localhost"):
+        if credentials is None and not is_loopback(host):
             raise UserError(
-                f"address={host!r} is not loopback, and the link is not encrypted; use 127.0.0.1"
+                f"address={host!r} is not loopback, and this link is not encrypted; use 127.0.0.1, "
+                "or `isthmus server`"
             )
-        self._server = grpc.aio.server(
-            options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)), maximum_concurrent_rpcs=20_000
-        )
         handler = grpc.stream_stream_rpc_method_handler(self._connect)
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("isthmus.link.v1.Link", {"Connect": handler}),)
+        self._server, bound = await listen(
+            {"isthmus.link.v1.Link": {"Connect": handler}, **self.beside},
+            (host, port),
+            credentials,
+            listening_options(20_000, MAX_FROM_PARTICIPANT),
+            calls=20_000,
         )
-        try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError:
-            raise UserError(
-                f"cannot listen on {host}:{port}; is the port in use? Give another, or 0 for any"
-            ) from None
-        await self._server.start()
-        return int(bound)
+        return bound
 
     async def stop(self) -> None:
         """Close every stream and stop listening."""
@@ -127,8 +105,8 @@ class Link:
     # -- asking ------------------------------------------------------------------------------------
 
     def new_id(self) -> str:
-        """A request id that is not in use."""
-        return f"r{next(self._ids)}"
+        """A request id that no server process has used before."""
+        return f"{self._instance}-{next(self._ids)}"
 
     async def ask(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
         """Send a request (its id must be `new_id()`) and wait for the reply.
@@ -165,7 +143,7 @@ class Link:
             return
         peer = self._peer(name)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        peer.fetches[content.sha256] = _Fetch(Assembly(content, write), done)
+        peer.fetches[content.sha256] = Fetch(Assembly(content, write), done)
         try:
             if peer.stream is not None:
                 want = link_pb2.Want(sha256=content.sha256)
@@ -203,22 +181,31 @@ class Link:
     # -- one stream --------------------------------------------------------------------------------
 
     async def _connect(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
-        stream = Stream(context)
+        certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+        caller = "" if certificate is None else certificate.decode()
+        if caller and self._streams[caller] >= STREAMS_EACH:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many open streams")
+        self._streams[caller] += 1
+        try:
+            await self._serve(Stream(context), context, certificate)
+        finally:
+            self._streams[caller] -= 1
+            if not self._streams[caller]:
+                del self._streams[caller]
+
+    async def _serve(
+        self, stream: Stream, context: grpc.aio.ServicerContext, certificate: bytes | None
+    ) -> None:
         peer: Peer | None = None
         try:
-            hello = await stream.receive(timeout=30.0)
-            version, refusal = _greet(hello)
+            hello = await stream.receive(timeout=HELLO_SECONDS)
+            version, refusal = greet(hello)
             if hello is None or refusal:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
             assert hello is not None
-            peer = await self._enter(hello.hello, stream, context)
-            welcome = link_pb2.Welcome(
-                version=version,
-                lease_seconds=self.lease_seconds,
-                authority=self.enrolments.authority,
-                enrolment=self.enrolments.enrol(peer.name, hello.hello.identity),
-            )
-            await stream.send(link_pb2.Envelope(welcome=welcome))
+            subject = self.enrolments.admit(hello.hello, certificate)
+            peer = await self._enter(hello.hello, subject, stream, context)
+            await stream.send(link_pb2.Envelope(welcome=self._welcome(version, hello.hello, peer)))
             stream.beat(self.lease_seconds / 3)
             if peer.fresh:
                 peer.fresh = False
@@ -227,24 +214,60 @@ class Link:
                 await self._resume(peer, stream)
             while (message := await stream.receive(timeout=self.lease_seconds)) is not None:
                 await self._take(peer, stream, message)
+        except Refused as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except UpdateError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             log.info("%s: nothing heard for a lease", peer.name if peer else "a caller")
+        except asyncio.CancelledError:
+            if peer is None or peer.refused is None:
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, peer.refused)
         finally:
             stream.close()
             if peer is not None and peer.stream is stream:
                 peer.stream = None
-                loop = asyncio.get_running_loop()
-                peer.lease = loop.call_later(
-                    self.lease_seconds,
-                    self._expire,
-                    peer,
-                    f"lost: silent for longer than the lease of {self.lease_seconds:g} s",
-                )
+                if peer.refused is None:
+                    self._start_lease(peer)
+
+    def _welcome(self, version: int, hello: link_pb2.Hello, peer: Peer) -> link_pb2.Welcome:
+        end = None if peer.subject is None else peer.subject.not_after
+        return link_pb2.Welcome(
+            version=version,
+            lease_seconds=self.lease_seconds,
+            authority=self.enrolments.authority,
+            enrolment=self.enrolments.enrol(peer.name, hello.identity, end),
+            instance=self._instance,
+        )
+
+    def _start_lease(self, peer: Peer) -> None:
+        peer.lease = asyncio.get_running_loop().call_later(
+            self.lease_seconds,
+            self._expire,
+            peer,
+            f"lost: silent for longer than the lease of {self.lease_seconds:g} s",
+        )
+
+    def cut(self, name: str, reason: str) -> None:
+        """Have nothing to do with a participant any more, from this moment on."""
+        peer = self.peers.get(name)
+        if peer is None:
+            return
+        peer.refused = reason
+        self._expire(peer, reason)
+        if peer.stream is not None and peer.serving is not None:
+            peer.serving.cancel()
 
     async def _enter(
-        self, hello: link_pb2.Hello, stream: Stream, context: grpc.aio.ServicerContext
+        self,
+        hello: link_pb2.Hello,
+        subject: Subject | None,
+        stream: Stream,
+        context: grpc.aio.ServicerContext,
     ) -> Peer:
         known = self.peers.get(hello.name)
         if known is not None and known.instance != hello.instance:
@@ -260,11 +283,13 @@ class Link:
                 known.stream.close()
             if known.lease is not None:
                 known.lease.cancel()
-            known.stream = stream
-            return known
-        peer = self.peers[hello.name] = Peer(hello)
-        peer.stream = stream
-        return peer
+        else:
+            known = self.peers[hello.name] = Peer(hello, subject)
+        known.subject = subject
+        known.stream = stream
+        known.pumps = {}
+        known.serving = asyncio.current_task()
+        return known
 
     def _expire(self, peer: Peer, reason: str) -> None:
         if peer.lease is not None:
@@ -284,21 +309,51 @@ class Link:
 
     async def _take(self, peer: Peer, stream: Stream, message: link_pb2.Envelope) -> None:
         kind = message.WhichOneof("body")
+        if kind is not None and kind not in SPOKEN:
+            raise Refused(f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}")
         if kind == "chunk":
             self._chunk(peer, message.chunk)
         elif kind == "want":
-            stream.spawn(self._pump(peer, stream, message.want))
+            self._start_pump(peer, stream, message.want)
         elif kind == "reply":
-            asked = peer.asked.get(message.reply.id)
-            if message.reply.id in peer.unsettled:
-                return  # after a break it was asked again, just when it replied
-            if asked is None:
-                self.settle(peer.name, message.reply.id, False, "too late: nobody waits for it")
-            elif not asked[1].done():
-                peer.unsettled.add(message.reply.id)
-                asked[1].set_result(message.reply)
+            await self._reply(peer, stream, message.reply)
         elif kind == "progress":
-            self.on_progress(peer.name, message.progress)
+            if message.progress.id in peer.asked:
+                self.on_progress(peer.name, message.progress)
+        elif kind == "renew":
+            await stream.send(link_pb2.Envelope(renewed=await self._renew(peer, message.renew)))
+
+    async def _reply(self, peer: Peer, stream: Stream, reply: link_pb2.Reply) -> None:
+        if reply.id in peer.unsettled:
+            return  # after a break it was asked again, just when it replied
+        asked = peer.asked.get(reply.id)
+        if asked is None:
+            # Waiting here, so that whoever sends many and reads nothing is not read either.
+            late = link_pb2.Receipt(id=reply.id, reason="too late: nobody waits for it")
+            await stream.send_quietly(link_pb2.Envelope(receipt=late))
+            return
+        request, waiting = asked
+        outcome = reply.WhichOneof("outcome")
+        if outcome not in ANSWERS[request.WhichOneof("work") or ""] | {"failure"}:
+            reason = f"it answered something else than was asked: {outcome!r}"
+            reply = link_pb2.Reply(id=reply.id, failure=link_pb2.Failure(reason=reason))
+        if not waiting.done():
+            peer.unsettled.add(reply.id)
+            waiting.set_result(reply)
+
+    async def _renew(self, peer: Peer, renew: link_pb2.Renew) -> link_pb2.Renewed:
+        try:
+            if peer.subject is None:
+                raise Refused("nobody has certificates here")
+            certificate, peer.subject = await self.enrolments.renew(
+                peer.subject, renew.signing_request
+            )
+        except Refused as error:
+            return link_pb2.Renewed(reason=str(error))
+        subject = peer.subject
+        log.info("%s has a new certificate until %s", peer.name, time.ctime(subject.not_after))
+        enrolment = self.enrolments.enrol(subject.name, subject.identity, subject.not_after)
+        return link_pb2.Renewed(certificate=certificate, enrolment=enrolment)
 
     def _chunk(self, peer: Peer, chunk: link_pb2.Chunk) -> None:
         fetch = peer.fetches.get(chunk.sha256)
@@ -314,6 +369,22 @@ class Link:
         except (UpdateError, OSError) as error:
             fetch.done.set_exception(error)
 
+    def _start_pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
+        """Send a content from where it is wanted; one that is on its way starts anew from there."""
+        before = peer.pumps.pop(want.sha256, None)
+        if before is not None:
+            before.cancel()
+        if len(peer.pumps) >= PUMPS_EACH:
+            raise UpdateError(f"more than {PUMPS_EACH} transfers were asked for at a time")
+        pump = peer.pumps[want.sha256] = stream.spawn(self._pump(peer, stream, want))
+        running = peer.pumps
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if running.get(want.sha256) is task:
+                del running[want.sha256]
+
+        pump.add_done_callback(ended)
+
     async def _pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
         payload = self._published.get(want.sha256)
         if payload is None:
@@ -325,21 +396,3 @@ class Link:
                 return  # retracted: the memory may already hold another model
             await stream.send(message)
             peer.bytes_out += len(message)
-
-
-def _greet(first: link_pb2.Envelope | None) -> tuple[int, str]:
-    """The version to speak, or why there is none."""
-    if first is None or first.WhichOneof("body") != "hello":
-        return 0, "the first message must be a hello"
-    hello = first.hello
-    if not hello.name or len(hello.name) > 128 or not hello.instance:
-        return 0, "a hello needs a name of 1 to 128 characters and an instance"
-    if hello.role not in (CLIENT, DATACENTER):
-        return 0, f"role={hello.role} is not one this server knows"
-    version = min(hello.version_max, VERSION)
-    if version < max(hello.version_min, OLDEST_VERSION):
-        return 0, (
-            f"link version {hello.version_min} to {hello.version_max} is spoken there and "
-            f"{OLDEST_VERSION} to {VERSION} here; upgrade the older side"
-        )
-    return version, ""

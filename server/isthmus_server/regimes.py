@@ -42,7 +42,7 @@ class Fleet:
         self.run_id = run_id
         self.layout = layout
         self.spool = spool
-        self.directory = Directory(link.enrolments.authority)
+        self.directory = Directory(link.enrolments.authority, revoked=link.enrolments.revoked)
         self.guest: Guest | None = None
         """The Flower strategy, where the job names one."""
         if job.federated.flower is not None:

@@ -12,7 +12,8 @@ from isthmus.errors import JobError, ParticipantLost, UserError
 from isthmus.job import Job, RegimeName
 from isthmus.section import Hours
 from isthmus.wire import link_pb2
-from isthmus_server.link import Link, Peer
+from isthmus_server.link import Link
+from isthmus_server.peers import Peer
 
 log = logging.getLogger(__name__)
 

@@ -267,6 +267,20 @@ class Store:
         )
         return [json.loads(outcome) for (outcome,) in rows]
 
+    def ended(self, after: int) -> list[tuple[int, str, dict[str, Any]]]:
+        """Attempts that ended since: a number that only grows, the state, and the round's row."""
+        rows = self._db.execute(
+            "SELECT rowid, state, outcome FROM attempts WHERE rowid>? AND outcome NOT NULL "
+            "ORDER BY rowid",
+            (after,),
+        )
+        return [(number, state, json.loads(outcome)["round"]) for number, state, outcome in rows]
+
+    def last_round(self) -> int:
+        """The last committed round; 0 if none."""
+        query = "SELECT COALESCE(MAX(round), 0) FROM attempts WHERE state='committed'"
+        return int(self._db.execute(query).fetchone()[0])
+
     def events(self) -> list[dict[str, Any]]:
         """Everything noted by `event`, oldest first."""
         rows = self._db.execute("SELECT at, kind, data FROM events ORDER BY rowid")

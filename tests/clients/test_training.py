@@ -8,6 +8,8 @@ from isthmus.task import Participant, load_task
 from isthmus.wire import link_pb2
 from isthmus_clients.training import LocalRun
 
+LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+
 
 class Progress:
     def __init__(self):
@@ -217,3 +219,38 @@ def test_data_of_the_device_wins_over_the_jobs(write_task, make_job, tmp_path):
     who = Participant(name="a", regime="federated")
     assert LocalRun(work, who, None).examples == 3
     assert LocalRun(work, who, tmp_path / "own.txt").examples == 5
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["task.py:Learn", "../tasks/../task.py:Learn", "tasks:Learn", "statistics:Learn", "{}:Learn"],
+)
+def test_a_server_elsewhere_names_only_what_the_owner_put_there(
+    write_task, make_job, tmp_path, source
+):
+    elsewhere = write_task()
+    (tmp_path / "tasks").mkdir()
+    job = make_job(f"task.source={source.format(elsewhere)}").model_dump_json()
+    work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
+    who = Participant(name="a", regime="federated")
+    with pytest.raises(TaskError, match=r"is not a file in .*tasks, where this machine keeps"):
+        LocalRun(work, who, None, tmp_path / "tasks")
+
+
+def test_the_owner_s_copy_of_a_task_and_the_owner_s_data_are_used(write_task, make_job, tmp_path):
+    read = """
+        def local_data(self, participant):
+            return rows(len(self.data.read_text()), 0)
+    """
+    own = tmp_path / "tasks"
+    own.mkdir()
+    write_task(read).rename(own / "task.py")
+    write_task("def local_data(self, participant):\n    raise SystemExit('not this one')")
+    job = make_job("task.data=secrets").model_dump_json()
+    work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
+    who = Participant(name="a", regime="federated")
+    (tmp_path / "secrets").write_text("not for the server to choose")
+    with pytest.raises(TaskError, match="reads data from a path and none was given"):
+        LocalRun(work, who, None, own)
+    (tmp_path / "own.txt").write_text("five!")
+    assert LocalRun(work, who, tmp_path / "own.txt", own).examples == 5

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.datacenter.conftest import Driver
 
 import isthmus_datacenter.service
 from isthmus.errors import IsthmusError, UpdateError, UserError
@@ -231,3 +232,14 @@ def test_a_state_directory_has_one_service(warm: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(isthmus_datacenter.service, "_LOCK_SECONDS", 0.0)
     with pytest.raises(UserError, match="another datacenter service uses the state directory"):
         Service("second", 2, warm.service.state)
+
+
+def test_a_server_elsewhere_names_only_tasks_that_the_owner_put_there(
+    setup: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    # Its ranks are never started: nothing reaches them.
+    driver = Driver(Service("own", 1, tmp_path / "state", tasks=tmp_path / "tasks"))
+    with pytest.raises(IsthmusError, match=r"is not a file in .*tasks, where this machine keeps"):
+        driver.open("run", setup("Table"))
+    driver.close()

@@ -9,6 +9,7 @@ from isthmus.contents import CHUNK_BYTES, describe, into
 from isthmus.errors import ParticipantLost, Refused, TaskError, UpdateError, UserError
 from isthmus.uplink import METHOD
 from isthmus.wire import link_pb2
+from isthmus_server.callers import MAX_FROM_PARTICIPANT, PUMPS_EACH
 from isthmus_server.link import Link
 
 LEASE = 0.3
@@ -276,6 +277,36 @@ async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
     assert left == []
 
 
+async def test_a_server_that_was_started_anew_gets_answers_to_its_own_requests_only(net):
+    link = await net.listen()
+    released = asyncio.Event()
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(examples=3), port)
+    done = train(link)
+    await link.ask("a", done)  # never settled
+    guest.answer = waiting(answering(examples=4), released)
+    running = train(link)
+    asking = asyncio.create_task(link.ask("a", running))
+    await net.until(lambda: len(guest.asked) == 2)
+    wire.cut(for_good=True)
+    asking.cancel()
+    await link.stop()
+
+    again = await net.listen()
+    wire.target = net.port
+    wire.refusing = False
+    await net.until(lambda: "a" in again.peers)
+    await net.until(lambda: guest.cancelled == [running.id])
+    assert guest.receipts == [(False, "the server was started anew")]
+    released.set()
+    await net.until(lambda: len(guest.receipts) == 2)
+    guest.answer = answering(examples=5)
+    for request in (train(again), train(again)):
+        assert request.id not in (done.id, running.id)
+        assert (await again.ask("a", request)).trained.examples == 5
+    assert len(guest.asked) == 4
+
+
 async def test_a_request_made_while_the_stream_is_broken_is_asked_when_it_is_back(net):
     link = await net.listen()
     wire, port = await net.wire()
@@ -347,7 +378,7 @@ async def test_a_server_that_is_silent_is_dialled_again(net):
     wire, port = await net.wire()
     await net.join("a", answering(), port)
     wire.limits["down"] = 0
-    await net.until(lambda: len(wire.carried) == 2)
+    await net.until(lambda: len(wire.carried) >= 2)
     assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
 
 
@@ -510,10 +541,79 @@ async def test_chunks_and_replies_nobody_asked_for_are_passed_over(net):
         await receive("welcome")
         await send(chunk=link_pb2.Chunk(sha256=b"x" * 32, data=b"y" * 1000))
         await send(ping=link_pb2.Ping())
-        await send(welcome=link_pb2.Welcome())
+        await send(progress=link_pb2.Progress(id="r999"))
         await send(reply=link_pb2.Reply(id="r999"))
         assert (await receive("receipt")).id == "r999"
         assert link.peers["raw"].bytes_in == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"hello": link_pb2.Hello()},
+        {"welcome": link_pb2.Welcome()},
+        {"request": link_pb2.Request()},
+        {"receipt": link_pb2.Receipt()},
+        {"cancel": link_pb2.Cancel()},
+        {"renewed": link_pb2.Renewed()},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+async def test_what_only_a_server_says_ends_the_stream_of_a_participant(net, body):
+    await net.listen()
+    async with net.raw() as (call, send, receive):
+        await receive("welcome")
+        await send(**body)
+        code, sentence = await net.refusal(call)
+        assert code == grpc.StatusCode.PERMISSION_DENIED
+        assert sentence == f"a client may not send '{next(iter(body))}'"
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"exported": link_pb2.Exported()},  # what a datacenter answers, to another question
+        {"opened": link_pb2.Opened()},
+        {"secure_stepped": link_pb2.SecureStepped()},
+        {},
+    ],
+    ids=lambda outcome: next(iter(outcome), "nothing"),
+)
+async def test_an_answer_to_another_question_is_a_failure(net, outcome):
+    link = await net.listen(LEASE)
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        asking = asyncio.create_task(link.ask("raw", train(link)))
+        request = await receive("request")
+        await send(reply=link_pb2.Reply(id=request.id, **outcome))
+        reply = await asking
+    assert reply.failure.reason.startswith("it answered something else than was asked")
+
+
+async def test_a_caller_gets_a_few_transfers_at_a_time(net):
+    link = await net.listen()
+    payloads = [bytearray([number]) * (4 << 20) for number in range(PUMPS_EACH + 1)]
+    for payload in payloads:
+        link.publish(describe(payload), payload)
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        for payload in payloads:  # and nothing is read: all of them are under way
+            await send(want=link_pb2.Want(sha256=describe(payload).sha256))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await receive("receipt")
+        assert caught.value.details() == "more than 4 transfers were asked for at a time"
+
+
+async def test_a_message_that_is_too_large_is_never_read(net):
+    link = await net.listen(LEASE)
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        await send(chunk=link_pb2.Chunk(sha256=bytes(32), data=bytes(MAX_FROM_PARTICIPANT)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await receive("chunk")
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    await net.join("a", answering(examples=4))
+    assert (await link.ask("a", train(link))).trained.examples == 4
 
 
 # -- listening -----------------------------------------------------------------------------------
@@ -529,7 +629,7 @@ async def test_a_port_in_use_is_one_sentence(net):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "example.org", ""])
 async def test_an_address_others_can_reach_is_refused_without_encryption(host):
-    with pytest.raises(UserError, match=r"is not loopback, and the link is not encrypted; use 127"):
+    with pytest.raises(UserError, match=r"is not loopback, and this link is not encrypted; use"):
         await Link(10.0).start(host)
 
 

@@ -1,6 +1,7 @@
 """Secure aggregation over a real link: whoever drops out when, the sum is that of the survivors."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -149,6 +150,15 @@ async def test_an_attempt_that_devices_have_seen_is_refused_by_all(place):
     await place.train()
     with pytest.raises(AttemptFailed, match="is not after round 1 attempt 1"):
         await place.train()
+
+
+async def test_a_sum_a_device_helped_to_open_is_on_its_disk(place, tmp_path):
+    memory = tmp_path / "rounds.json"
+    agent = place.devices["a"].agent
+    agent._memory, agent._credentials = memory, None
+    await place.train()
+    ((round_, _, survivors),) = json.loads(memory.read_text())["run"]["released"]
+    assert (round_, survivors) == (1, list(NAMES))
 
 
 async def test_a_changed_vector_is_rejected_and_the_others_go_on(place):

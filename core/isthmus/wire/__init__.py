@@ -1,1 +1,1 @@
-"""The messages of the link, generated from `link.proto` by ``make proto``."""
+"""The messages, generated from the `.proto` files here by ``make proto``."""

@@ -17,7 +17,7 @@ CLIENT: Role
 DATACENTER: Role
 
 class Envelope(_message.Message):
-    __slots__ = ("hello", "welcome", "ping", "want", "chunk", "request", "reply", "receipt", "cancel", "progress")
+    __slots__ = ("hello", "welcome", "ping", "want", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class Envelope(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     ping: Ping
@@ -38,7 +40,9 @@ class Envelope(_message.Message):
     receipt: Receipt
     cancel: Cancel
     progress: Progress
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    renew: Renew
+    renewed: Renewed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity")
@@ -57,16 +61,18 @@ class Hello(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "lease_seconds", "authority", "enrolment")
+    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     ENROLMENT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     version: int
     lease_seconds: float
     authority: bytes
     enrolment: bytes
-    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ...) -> None: ...
+    instance: str
+    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()
@@ -424,3 +430,19 @@ class Progress(_message.Message):
     units_per_second: float
     note: str
     def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class Renew(_message.Message):
+    __slots__ = ("signing_request",)
+    SIGNING_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    signing_request: bytes
+    def __init__(self, signing_request: _Optional[bytes] = ...) -> None: ...
+
+class Renewed(_message.Message):
+    __slots__ = ("certificate", "reason", "enrolment")
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ENROLMENT_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    reason: str
+    enrolment: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., reason: _Optional[str] = ..., enrolment: _Optional[bytes] = ...) -> None: ...

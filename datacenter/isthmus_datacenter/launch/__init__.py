@@ -28,6 +28,7 @@ class Launch:
     state: Path
     """On a file system that all nodes share."""
     data: Path | None = None
+    tasks: Path | None = None
     environment: Path | None = None
     """File of variables for the service and the ranks; what is in it appears nowhere else."""
     options: tuple[tuple[str, str], ...] = ()
@@ -43,6 +44,7 @@ class Launch:
             *("--ranks", str(self.ranks), "--nodes", str(self.nodes)),
             *("--state", str(self.state), "--grace", f"{self.grace_seconds:g}"),
             *(() if self.data is None else ("--data", str(self.data))),
+            *(() if self.tasks is None else ("--tasks", str(self.tasks))),
         ]
         return f"{shlex.join(words)} --control {control}"
 

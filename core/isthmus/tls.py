@@ -1,0 +1,220 @@
+"""Keys and certificates: X.509 as both ends of the link use it.
+
+A participant's certificate says three things, each in a URI of its subject alternative names: its
+role and name (`isthmus:client:phone-0`), and the Ed25519 key that it is known by in secure
+aggregation (`isthmus-identity:<hex>`). The operator's authority signs all three together, so the
+peer of a TLS connection and the party of the protocol are the same.
+
+Keys are ECDSA on P-256: what gRPC's TLS library negotiates everywhere.
+
+>>> key = new_key()
+>>> request = x509.load_der_x509_csr(signing_request(key))
+>>> request.is_signature_valid
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from isthmus.errors import Refused, UserError
+
+KINDS = ("client", "datacenter", "operator")
+"""What a certificate can be for."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_ROLE_URI = "isthmus:"
+_IDENTITY_URI = "isthmus-identity:"
+
+Key = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+
+
+def checked_name(name: str) -> str:
+    """A participant's name, as it stands in its certificate.
+
+    Raises:
+        UserError: it is not 1 to 63 letters, digits, dots, dashes and underscores.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"name={name!r} is not 1 to 63 letters, digits, dots, dashes or underscores, "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def new_key() -> Key:
+    """A private key, made here and kept here."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: Key) -> bytes:
+    """A private key as PKCS #8 PEM, not encrypted: its file's mode protects it."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def pem(certificate: x509.Certificate) -> bytes:
+    """A certificate as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def signing_request(key: Key) -> bytes:
+    """A PKCS #10 request (DER) that shows possession of the key; what it is for, others say."""
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def fingerprint(certificate: x509.Certificate) -> bytes:
+    """The SHA-256 (32 bytes) of a certificate."""
+    return certificate.fingerprint(hashes.SHA256())
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """Whom a participant's certificate is about."""
+
+    kind: str
+    name: str
+    identity: bytes
+    """Ed25519 public key, 32 bytes."""
+    serial: str
+    """The certificate's serial number in hexadecimal."""
+    not_after: float
+    """Unix seconds."""
+
+    @property
+    def names(self) -> x509.SubjectAlternativeName:
+        """The names as they stand in a certificate."""
+        return x509.SubjectAlternativeName(
+            [
+                x509.UniformResourceIdentifier(f"{_ROLE_URI}{self.kind}:{self.name}"),
+                x509.UniformResourceIdentifier(f"{_IDENTITY_URI}{self.identity.hex()}"),
+            ]
+        )
+
+
+def subject_of(certificate: x509.Certificate) -> Subject:
+    """Read a participant's certificate; whether it is genuine is for TLS, or `issued_by`, to say.
+
+    Raises:
+        Refused: it is not a participant's.
+    """
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        uris = found.value.get_values_for_type(x509.UniformResourceIdentifier)
+        (role,) = [uri for uri in uris if uri.startswith(_ROLE_URI)]
+        (identity,) = [uri for uri in uris if uri.startswith(_IDENTITY_URI)]
+        kind, _, name = role.removeprefix(_ROLE_URI).partition(":")
+        key = bytes.fromhex(identity.removeprefix(_IDENTITY_URI))
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        raise Refused("this certificate is not one of a participant") from None
+    if kind not in KINDS or not _NAME.fullmatch(name) or len(key) != 32:
+        raise Refused("this certificate is not one of a participant")
+    return Subject(
+        kind=kind,
+        name=name,
+        identity=key,
+        serial=f"{certificate.serial_number:x}",
+        not_after=certificate.not_valid_after_utc.timestamp(),
+    )
+
+
+def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether the authority signed the certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def read_certificate(data: bytes) -> x509.Certificate:
+    """A certificate from PEM.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(data)
+    except ValueError:
+        raise Refused("this is not a certificate") from None
+
+
+def private_file(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may read, whole or not at all, and durably."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def private_directory(path: Path) -> None:
+    """Make a directory that only its owner may enter; one that exists is made so.
+
+    Raises:
+        UserError: it cannot be made, or belongs to somebody else.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise UserError(f"{path} cannot be a private directory: {error.strerror}") from None
+
+
+def check_private(path: Path) -> None:
+    """Refuse a secret that others on this machine can read.
+
+    Raises:
+        UserError: its mode lets group or others in.
+    """
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path} can be read by others on this machine; chmod 600 {path}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, by a name that no name server can change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def split_address(text: str, what: str) -> tuple[str, int]:
+    """`HOST:PORT` (an IPv6 host in brackets) as host and port.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    host, separator, port = text.rpartition(":")
+    digits = port.isascii() and port.isdigit()
+    if not separator or not host or not digits or int(port) > 65535:
+        raise UserError(f"{what} {text!r} is not of the form HOST:PORT")
+    return host, int(port)

@@ -1,0 +1,108 @@
+"""What the link bears from those who dial in: how much, for how long, and which messages."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+
+import grpc
+import grpc.aio
+
+from isthmus.errors import UserError
+from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
+from isthmus.wire import link_pb2
+
+MAX_FROM_PARTICIPANT = 4 << 20
+"""gRPC refuses a larger message before it is read: a chunk, or one's part in a protocol."""
+STREAMS_EACH = 4
+"""Open streams of one certificate: one at work, one that takes over, and two by mistake."""
+PUMPS_EACH = 4
+"""Contents on their way to one participant at a time."""
+HANDSHAKE_SECONDS = 10
+"""For a caller to show its certificate."""
+
+HELLO_SECONDS = 30.0
+_MAX_RECEIVE = "grpc.max_receive_message_length"
+_SPARE_FILES = 256
+"""Open files that are never used up by callers."""
+
+ANSWERS = {
+    "open": {"opened"},
+    "train_local": {"trained"},
+    "secure_step": {"secure_stepped"},
+    "train_steps": {"trained"},
+    "score": {"scored", "trained"},
+    "mean_gradient": {"trained"},
+    "flower": {"flower_replied"},
+    "export": {"exported"},
+    "close": {"closed"},
+}
+"""What may come back for each kind of work, beside a failure."""
+
+SPOKEN = {"ping", "want", "chunk", "reply", "progress", "renew"}
+"""What a participant may say after its hello."""
+
+
+def listening_options(connections: int, message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """What gRPC is told of callers it does not know: few connections, little time, small messages.
+
+    All callers together get at most `connections`, and never the last open files of the process.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    rest = [option for option in CHANNEL_OPTIONS if option[0] != _MAX_RECEIVE]
+    return (
+        *rest,
+        (_MAX_RECEIVE, message_bytes),
+        ("grpc.max_allowed_incoming_connections", max(64, min(connections, files - _SPARE_FILES))),
+        ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+        ("grpc.max_concurrent_streams", STREAMS_EACH),
+        ("grpc.so_reuseport", 0),
+    )
+
+
+async def listen(
+    services: Mapping[str, Mapping[str, grpc.RpcMethodHandler]],
+    address: tuple[str, int],
+    credentials: grpc.ServerCredentials | None,
+    options: tuple[tuple[str, int], ...],
+    calls: int,
+) -> tuple[grpc.aio.Server, int]:
+    """Serve gRPC services on a host and port (0: any); returns the server and its port.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
+    server.add_generic_rpc_handlers(
+        tuple(grpc.method_handlers_generic_handler(*service) for service in services.items())
+    )
+    host, port = address
+    try:
+        if credentials is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", credentials)
+    except RuntimeError:
+        raise UserError(
+            f"cannot listen on {host}:{port}; is the port in use? Give another, or 0 for any"
+        ) from None
+    await server.start()
+    return server, int(bound)
+
+
+def greet(first: link_pb2.Envelope | None) -> tuple[int, str]:
+    """The version to speak, or why there is none."""
+    if first is None or first.WhichOneof("body") != "hello":
+        return 0, "the first message must be a hello"
+    hello = first.hello
+    if not hello.name or len(hello.name) > 128 or not hello.instance:
+        return 0, "a hello needs a name of 1 to 128 characters and an instance"
+    if hello.role not in (link_pb2.CLIENT, link_pb2.DATACENTER):
+        return 0, f"role={hello.role} is not one this server knows"
+    version = min(hello.version_max, VERSION)
+    if version < max(hello.version_min, OLDEST_VERSION):
+        return 0, (
+            f"link version {hello.version_min} to {hello.version_max} is spoken there and "
+            f"{OLDEST_VERSION} to {VERSION} here; upgrade the older side"
+        )
+    return version, ""

@@ -1,0 +1,164 @@
+"""What operators may ask a running server for, on the port of the link, with their certificates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from rich.console import Console
+
+from isthmus import tls
+from isthmus.errors import IsthmusError, Refused
+from isthmus.job import read_job
+from isthmus.wire import operator_pb2
+from isthmus_server.fleet.members import Members
+from isthmus_server.fleet.runner import Runner
+from isthmus_server.fleet.running import say_where
+from isthmus_server.fleet.server import FleetServer
+
+SERVICE = "isthmus.operator.v1.Operator"
+
+_CALLS = 8
+"""Calls of one operator at a time."""
+
+_Asked = TypeVar("_Asked", bound=Message)
+
+
+class Control:
+    """Answers operators, and nobody else.
+
+    Guarantees:
+      * with every call, and while a log is followed, the certificate is looked up: only an
+        operator that is not revoked is heard;
+      * an operator can queue, watch and cancel jobs, and bring no code.
+    """
+
+    def __init__(self, members: Members, runner: Runner) -> None:
+        self.members = members
+        self.runner = runner
+        self._calls: dict[str, int] = {}
+
+    def methods(self) -> dict[str, grpc.RpcMethodHandler]:
+        """By name, as gRPC takes them."""
+        pb = operator_pb2
+        return {
+            "Submit": self._unary(pb.SubmitRequest, self._submit),
+            "Jobs": self._unary(pb.JobsRequest, self._jobs),
+            "Cancel": self._unary(pb.CancelRequest, self._cancel),
+            "Renew": self._unary(pb.RenewRequest, self._renew),
+            "Logs": grpc.unary_stream_rpc_method_handler(self._logs),
+        }
+
+    async def _submit(
+        self, asked: operator_pb2.SubmitRequest, operator: tls.Subject
+    ) -> operator_pb2.SubmitReply:
+        if not 0 < len(asked.key) <= 64:
+            raise Refused("a submission needs a key of 1 to 64 characters")
+        entry = self.runner.submit(read_job(asked.job), operator.name, asked.key)
+        return operator_pb2.SubmitReply(id=entry.id)
+
+    async def _jobs(
+        self, asked: operator_pb2.JobsRequest, operator: tls.Subject
+    ) -> operator_pb2.JobsReply:
+        reply = operator_pb2.JobsReply()
+        for entry in self.runner.queue.entries()[-1000:]:
+            reply.jobs.add(
+                id=entry.id,
+                state=entry.state,
+                reason=entry.reason,
+                submitted_by=entry.submitted_by,
+                submitted_at=entry.submitted_at,
+                round=await self.runner.progress(entry),
+                rounds=json.loads(entry.text)["rounds"],
+            )
+        return reply
+
+    async def _cancel(
+        self, asked: operator_pb2.CancelRequest, operator: tls.Subject
+    ) -> operator_pb2.CancelReply:
+        return operator_pb2.CancelReply(state=self.runner.cancel(asked.id))
+
+    async def _renew(
+        self, asked: operator_pb2.RenewRequest, operator: tls.Subject
+    ) -> operator_pb2.RenewReply:
+        certificate, _ = await self.members.renew(operator, asked.signing_request)
+        return operator_pb2.RenewReply(certificate=certificate)
+
+    async def _logs(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        operator = await self._enter(context)
+        try:
+            asked = operator_pb2.LogsRequest.FromString(data)
+            async for kind, row in self.runner.events(asked.id, asked.follow):
+                self.members.registry.check(operator)
+                event = operator_pb2.Event(kind=kind, data=json.dumps(row))
+                yield event.SerializeToString()
+        except (IsthmusError, DecodeError) as error:
+            await _refuse(context, error)
+        finally:
+            self._leave(operator)
+
+    # -- who asks ----------------------------------------------------------------------------------
+
+    def _unary(
+        self, kind: type[_Asked], answer: Callable[[_Asked, tls.Subject], Awaitable[Message]]
+    ) -> grpc.RpcMethodHandler:
+        async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            operator = await self._enter(context)
+            try:
+                reply = await answer(kind.FromString(data), operator)
+            except (IsthmusError, DecodeError) as error:
+                await _refuse(context, error)
+                raise AssertionError("it was aborted") from error
+            finally:
+                self._leave(operator)
+            return reply.SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    async def _enter(self, context: grpc.aio.ServicerContext) -> tls.Subject:
+        certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+        try:
+            if certificate is None:
+                raise Refused("this server wants a certificate")
+            subject = tls.subject_of(tls.read_certificate(certificate))
+            if subject.kind != "operator":
+                raise Refused(f"{subject.name!r} is a {subject.kind}, and not an operator")
+            self.members.registry.check(subject)
+        except Refused as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            raise AssertionError("it was aborted") from error
+        calls = self._calls.get(subject.name, 0)
+        if calls >= _CALLS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at a time")
+        self._calls[subject.name] = calls + 1
+        return subject
+
+    def _leave(self, operator: tls.Subject) -> None:
+        self._calls[operator.name] -= 1
+        if not self._calls[operator.name]:
+            del self._calls[operator.name]
+
+
+async def serve_queue(
+    server: FleetServer, state: Path, host: str, port: int, console: Console
+) -> None:
+    """Listen, and run what operators submit, until cancelled.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+    runner = Runner(server, state, console)
+    server.link.beside[SERVICE] = Control(server.members, runner).methods()
+    async with server.listening(host, port):
+        say_where(server, host, console)
+        await runner.run()
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    sentence = "this is no request" if isinstance(error, DecodeError) else str(error)
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)

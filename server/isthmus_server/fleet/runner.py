@@ -1,0 +1,175 @@
+"""The jobs that operators submit to a server that listens, run one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from isthmus.errors import IsthmusError, Refused, UserError
+from isthmus.job import Job
+from isthmus.task import check_installed
+from isthmus_server.fleet.queue import ENDED, Entry, Queue, State
+from isthmus_server.fleet.running import check_job, open_run, run
+from isthmus_server.fleet.server import FleetServer
+from isthmus_server.store import Store
+
+_LOOK_SECONDS = 0.5
+"""Between two looks at a run that somebody follows."""
+
+_CANCELLED = "an operator cancelled it"
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs the jobs of a queue, one after another, for as long as the server lives.
+
+    Guarantees:
+      * a job that fails is marked so, with its reason, and the next one runs;
+      * a task is loaded only from the server's own directory of tasks: who may submit jobs cannot
+        bring code.
+    """
+
+    def __init__(self, server: FleetServer, state: Path, console: Console) -> None:
+        """`state` is the server's state directory."""
+        self.server = server
+        self.queue = Queue(state)
+        self.tasks = state / "tasks"
+        self.runs = state / "runs"
+        self.console = console
+        self._running: tuple[int, asyncio.Task[None]] | None = None
+        self._cancelled = False
+        self._woken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until cancelled; what runs then goes on when the server is started again."""
+        try:
+            while True:
+                self._woken.clear()
+                entry = self.queue.next()
+                if entry is None:
+                    await self._woken.wait()
+                else:
+                    await self._one(entry)
+        finally:
+            self.queue.close()
+
+    async def _one(self, entry: Entry) -> None:
+        self.console.print(f"{entry.id}, submitted by {entry.submitted_by}", highlight=False)
+        self.queue.mark(entry, "running")
+        task = asyncio.create_task(self._train(entry))
+        self._running, self._cancelled = (entry.number, task), False
+        try:
+            await asyncio.shield(task)
+        except IsthmusError as error:
+            self.queue.mark(entry, "failed", str(error))
+            self.console.print(f"{entry.id} failed: {error}", highlight=False, markup=False)
+        except asyncio.CancelledError:
+            if not self._cancelled:  # it is the server that stops
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
+            self.queue.mark(entry, "cancelled", _CANCELLED)
+            self.console.print(f"{entry.id} is cancelled", highlight=False)
+        except Exception as error:
+            log.exception("%s failed", entry.id)
+            self.queue.mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
+        else:
+            self.queue.mark(entry, "finished")
+        finally:
+            self._running = None
+
+    async def _train(self, entry: Entry) -> None:
+        job = entry.job
+        self._check(job)
+        store = open_run(self.runs / entry.id, job, self.tasks)
+        try:
+            await run(self.server, store, self.console)
+        except asyncio.CancelledError:
+            if self._cancelled:
+                store.finish("cancelled", _CANCELLED, None)
+            raise
+        finally:
+            store.close()
+
+    def _check(self, job: Job) -> None:
+        check_job(job)
+        check_installed(job.task.source, self.tasks)
+        if job.task.data is not None:
+            path = (self.tasks / job.task.data).resolve()
+            if not path.is_relative_to(self.tasks.resolve()):
+                raise UserError(f"task.data={job.task.data!r} is not below {self.tasks}")
+
+    # -- what operators ask for --------------------------------------------------------------------
+
+    def submit(self, job: Job, by: str, key: str) -> Entry:
+        """Put a job at the end of the queue.
+
+        Raises:
+            UserError: it could not run here.
+            Refused: too many wait.
+        """
+        self._check(job)
+        entry = self.queue.submit(job, by, key)
+        self._woken.set()
+        return entry
+
+    def cancel(self, id_: str) -> State:
+        """Take a job out of the queue, or stop it; what its run has committed stays.
+
+        Raises:
+            Refused: there is no such job, or it has ended.
+        """
+        entry = self.queue.get(id_)
+        if entry.state in ENDED:
+            raise Refused(f"{id_} has ended already: {entry.state}")
+        if self._running is not None and self._running[0] == entry.number:
+            self._cancelled = True
+            self._running[1].cancel()
+        else:
+            self.queue.mark(entry, "cancelled", _CANCELLED)
+        return "cancelled"
+
+    async def progress(self, entry: Entry) -> int:
+        """Rounds of a job that are committed."""
+
+        def look() -> int:
+            with self._store(entry) as store:
+                return 0 if store is None else store.last_round()
+
+        return await asyncio.to_thread(look)
+
+    async def events(self, id_: str, follow: bool) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+        """What each round came to so far; with `follow`, and then to the job's end.
+
+        Raises:
+            Refused: there is no such job.
+        """
+        last = 0
+        while True:
+            entry = self.queue.get(id_)
+            with self._store(entry) as store:
+                for number, state, row in [] if store is None else store.ended(last):
+                    last = number
+                    yield "committed" if state == "committed" else "attempt_failed", row
+            if entry.state in ENDED:
+                yield entry.state, {"reason": entry.reason}
+            if entry.state in ENDED or not follow:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    @contextlib.contextmanager
+    def _store(self, entry: Entry) -> Iterator[Store | None]:
+        directory = self.runs / entry.id
+        store = Store.open(directory) if (directory / "job.json").exists() else None
+        try:
+            yield store
+        finally:
+            if store is not None:
+                store.close()

@@ -1,0 +1,59 @@
+"""One participant, as the server's end of the link knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from isthmus.contents import Assembly
+from isthmus.errors import ParticipantLost
+from isthmus.stream import Stream
+from isthmus.tls import Subject
+from isthmus.uplink import VERSION
+from isthmus.wire import link_pb2
+
+
+@dataclasses.dataclass
+class Fetch:
+    """A content on its way in from one participant."""
+
+    assembly: Assembly
+    done: asyncio.Future[None]
+
+
+class Peer:
+    """One participant, as long as its process lives, across its streams."""
+
+    def __init__(self, hello: link_pb2.Hello, subject: Subject | None = None) -> None:
+        self.subject = subject
+        """Who its certificate says it is; None without TLS."""
+        self.name = hello.name
+        self.role = hello.role
+        self.instance = hello.instance
+        self.version = min(hello.version_max, VERSION)
+        """Of the link, as both sides speak it."""
+        self.stream: Stream | None = None
+        self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
+        self.unsettled: set[str] = set()
+        """Requests whose reply is in use."""
+        self.fetches: dict[bytes, Fetch] = {}
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.lease: asyncio.TimerHandle | None = None
+        self.fresh = True
+        self.serving: asyncio.Task[None] | None = None
+        self.refused: str | None = None
+        """Why its stream is being cut."""
+        self.pumps: dict[bytes, asyncio.Task[None]] = {}
+        """Contents on their way to it, on its present stream."""
+
+    def lose(self, reason: str) -> None:
+        """Everything that was pending with this participant fails."""
+        error = ParticipantLost(reason)
+        waiting: list[asyncio.Future[link_pb2.Reply] | asyncio.Future[None]] = [
+            future for _, future in self.asked.values()
+        ]
+        waiting += [fetch.done for fetch in self.fetches.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)

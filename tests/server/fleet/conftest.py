@@ -1,0 +1,133 @@
+"""A server with an authority of its own, over real TLS on loopback, and those who joined it."""
+
+import asyncio
+import contextlib
+import io
+import os
+import time
+
+import grpc
+import grpc.aio
+import pytest
+from rich.console import Console
+from tests.server.conftest import Guest, until
+
+from isthmus import joining, tls
+from isthmus.membership import Membership
+from isthmus.uplink import CHANNEL_OPTIONS, METHOD, Uplink
+from isthmus.wire import link_pb2
+from isthmus_server.fleet.authority import initialise
+from isthmus_server.fleet.control import SERVICE, Control
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.fleet.runner import Runner
+from isthmus_server.fleet.server import FleetServer
+
+ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
+
+
+class Fleet:
+    """One server, listening, and the helpers to get at it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.state = folder / "server"
+        initialise(self.state, ["localhost", "127.0.0.1"])
+        self.guests = []
+        self.stack = contextlib.AsyncExitStack()
+
+    async def listen(self, lease_seconds=10.0, authority=None, queue=False):
+        self.server = FleetServer(self.state, lease_seconds=lease_seconds, authority=authority)
+        if queue:
+            self.runner = Runner(self.server, self.state, Console(file=io.StringIO()))
+            methods = Control(self.server.members, self.runner).methods()
+            self.server.link.beside[SERVICE] = methods
+            self.guests.append(asyncio.create_task(self.runner.run()))
+        await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0))
+        self.link = self.server.link
+        self.url = f"localhost:{self.server.join_port}"
+        self.address = f"localhost:{self.server.link_port}"
+        return self.server
+
+    def registry(self):
+        """As a command that the operator types in another terminal would open it."""
+        registry = Registry(self.state)
+        self.stack.callback(registry.close)
+        return registry
+
+    def token(self, name, kind="client", seconds=60.0):
+        fingerprint = tls.fingerprint(self.server.members.certifier.certificate)
+        token = joining.Token(os.urandom(joining.SECRET_BYTES), fingerprint)
+        self.registry().add_token(token.digest, name=name, kind=kind, expires=time.time() + seconds)
+        return token
+
+    async def member(self, name, kind="client"):
+        """Somebody who has joined."""
+        return await joining.join(self.url, self.token(name, kind), self.folder / name, kind)
+
+    def dial(self, member, worker=None, **more):
+        """Start to hold a link; returns the task."""
+        uplink = Uplink(
+            self.address,
+            member.name,
+            ROLES[member.kind],
+            worker,
+            longest_pause=0.05,
+            membership=member,
+            **more,
+        )
+        task = asyncio.create_task(uplink.run())
+        self.guests.append(task)
+        return task
+
+    async def join(self, name, work, kind="client"):
+        """Somebody who has joined, has dialled and is there."""
+        guest = Guest(work)
+        member = await self.member(name, kind)
+        guest.link = self.dial(member, guest)
+        await until(lambda: name in self.link.peers)
+        return guest
+
+    @contextlib.asynccontextmanager
+    async def raw(self, credentials, **hello):
+        """A stream with any certificate, on which only the test speaks."""
+        if isinstance(credentials, Membership):
+            member = credentials
+            credentials = member.channel_credentials()
+            hello = {
+                "name": member.name,
+                "role": ROLES[member.kind],
+                "identity": member.identity_public,
+                **hello,
+            }
+        async with grpc.aio.secure_channel(self.address, credentials, CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream(METHOD)()
+
+            async def send(**body):
+                await call.write(link_pb2.Envelope(**body).SerializeToString())
+
+            async def receive(kind):
+                while True:
+                    message = link_pb2.Envelope.FromString(await call.read())
+                    if message.WhichOneof("body") == kind:
+                        return getattr(message, kind)
+
+            fields = {"version_min": 1, "version_max": 1, "instance": "one"}
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await send(hello=link_pb2.Hello(**{**fields, **hello}))
+            yield call, send, receive
+            call.cancel()
+
+    async def close(self):
+        for guest in self.guests:
+            guest.cancel()
+        await asyncio.gather(*self.guests, return_exceptions=True)
+        await self.stack.aclose()
+
+
+@pytest.fixture
+async def fleet(tmp_path):
+    """A fleet without anybody in it; `await fleet.listen()` first."""
+    fleet = Fleet(tmp_path)
+    fleet.until = until
+    yield fleet
+    await fleet.close()

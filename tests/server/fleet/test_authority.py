@@ -1,0 +1,111 @@
+import datetime
+import stat
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from isthmus import tls
+from isthmus.errors import Refused, UserError
+from isthmus_server.fleet import authority as module
+from isthmus_server.fleet.authority import Authority, initialise
+
+
+@pytest.fixture
+def state(tmp_path):
+    initialise(tmp_path / "server", ["example.org", "10.1.2.3", "::1"])
+    return tmp_path / "server"
+
+
+def csr(key, digest=None):
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    return builder.sign(key, digest).public_bytes(serialization.Encoding.DER)
+
+
+def test_nobody_else_on_this_machine_can_read_the_state(state):
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in state.iterdir()} == {0o600}
+
+
+def test_an_authority_is_made_once(state):
+    before = {path.name: path.read_bytes() for path in state.iterdir()}
+    with pytest.raises(UserError, match=r"is not empty; nothing was changed"):
+        initialise(state, ["localhost"])
+    assert {path.name: path.read_bytes() for path in state.iterdir()} == before
+
+
+def test_the_server_has_a_certificate_for_what_it_is_dialled_by(state):
+    _, chain = Authority(state).server_pair()
+    certificate = tls.read_certificate(chain)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["example.org"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "::1"]
+    assert tls.issued_by(certificate, Authority(state).certificate)
+
+
+def test_the_server_renews_its_own_certificate_for_the_same_names(state, monkeypatch):
+    before = Authority(state).server_pair()
+    assert Authority(state).server_pair() == before
+    monkeypatch.setattr(module, "SERVER_LIFE", datetime.timedelta(days=365))  # little is left
+    after = Authority(state).server_pair()
+    old, new = (tls.read_certificate(chain) for _, chain in (before, after))
+    assert new.not_valid_after_utc > old.not_valid_after_utc
+    assert new.extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    ) == old.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+
+
+def test_a_certificate_says_who_somebody_is_whatever_was_asked_for(state):
+    authority, key = Authority(state), tls.new_key()
+    asked = (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")]))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+        .public_bytes(serialization.Encoding.DER)
+    )
+    pem, subject = authority.issue(asked, kind="client", name="phone-0", identity=b"i" * 32)
+    certificate = tls.read_certificate(pem)
+    assert subject == tls.subject_of(certificate)
+    assert (subject.kind, subject.name, subject.identity) == ("client", "phone-0", b"i" * 32)
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert certificate.public_key() == key.public_key()
+    assert tls.issued_by(certificate, authority.certificate)
+    usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"",
+        b"\x30\x82\xff\xff" + bytes(100),
+        csr(ed25519.Ed25519PrivateKey.generate()),
+        csr(ec.generate_private_key(ec.SECP384R1()), hashes.SHA256()),
+        csr(tls.new_key(), hashes.SHA256())[:-1] + b"\x00",
+    ],
+    ids=["nothing", "noise", "ed25519", "another curve", "not signed by its key"],
+)
+def test_a_signing_request_that_cannot_be_used_is_refused(state, request_):
+    with pytest.raises(Refused, match=r"^the signing request cannot be used: "):
+        Authority(state).issue(request_, kind="client", name="phone-0", identity=bytes(32))
+
+
+@pytest.mark.parametrize("name", ["authority.pem", "enroller.key", "server.pem"])
+def test_a_key_that_others_can_read_is_refused(state, name):
+    (state / name).chmod(0o640)
+    with pytest.raises(UserError, match=r"can be read by others on this machine; chmod 600"):
+        Authority(state).server_pair()
+
+
+@pytest.mark.parametrize("host", ["", "a b", "-", "x" * 64, "ex_ample.org", "a..b", "1.2.3.4/8"])
+def test_a_host_that_is_none_is_refused(tmp_path, host):
+    with pytest.raises(UserError, match="is neither a host name nor an IP address"):
+        initialise(tmp_path / "server", [host])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_a_server_says_how_to_make_one(tmp_path):
+    with pytest.raises(UserError, match=r"holds no server; make one: isthmus server init"):
+        Authority(tmp_path)

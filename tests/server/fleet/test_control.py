@@ -1,0 +1,210 @@
+"""A server with a queue of jobs, and operators who use it from elsewhere."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from tests.conftest import TABLE
+
+from isthmus.errors import Refused, UserError
+from isthmus.task import Participant
+from isthmus.wire import operator_pb2 as pb
+from isthmus_clients.agent import Agent
+from isthmus_server.fleet.console import Server
+
+
+class Device(Agent):
+    """A real device that stops in the middle of a round while the gate is shut."""
+
+    def __init__(self, name, tasks, gate):
+        super().__init__(Participant(name=name, regime="federated"), None, tasks=tasks)
+        self.gate = gate
+
+    async def work(self, request, model, progress):
+        if request.WhichOneof("work") == "train_local":
+            await self.gate.wait()
+        return await super().work(request, model, progress)
+
+
+@pytest.fixture
+async def place(fleet, make_job):
+    """A listening server with a queue, an operator, and devices for jobs of three."""
+    tasks = fleet.state / "tasks"
+    tasks.mkdir()
+    (tasks / "task.py").write_text(TABLE + "    pass\n")
+    fleet.gate = asyncio.Event()
+    await fleet.listen(queue=True)
+    fleet.me = await fleet.member("me", kind="operator")
+    usual = ("federated.cohort=3", "rounds=2", "strategy.policy=federated", "time.join_seconds=1")
+    fleet.job = lambda *more: make_job(*usual, *more)
+
+    async def devices():
+        for name in "abc":
+            member = await fleet.member(name)
+            fleet.dial(member, Device(name, tasks, fleet.gate))
+        await fleet.until(lambda: set("abc") <= fleet.link.peers.keys())
+
+    async def ask(method, reply, asked, member=None):
+        """As a command does it, in a process of its own."""
+        directory = (member or fleet.me).directory
+        return await asyncio.to_thread(lambda: Server(directory).call(method, asked, reply))
+
+    async def submit(job, key="one"):
+        asked = pb.SubmitRequest(job=job.model_dump_json(), key=key)
+        return (await ask("Submit", pb.SubmitReply, asked)).id
+
+    async def states():
+        reply = await ask("Jobs", pb.JobsReply, pb.JobsRequest())
+        return {job.id: job.state for job in reply.jobs}
+
+    async def ended(id_):
+        async for kind, _ in fleet.runner.events(id_, follow=True):
+            last = kind
+        return last
+
+    fleet.devices, fleet.ask, fleet.submit = devices, ask, submit
+    fleet.states, fleet.ended = states, ended
+    return fleet
+
+
+async def test_jobs_run_in_the_order_in_which_they_were_submitted(place):
+    place.gate.set()
+    first = await place.submit(place.job(), "one")
+    second = await place.submit(place.job("name=other"), "two")
+    assert (first, second) == ("table-1", "other-2")
+    await place.devices()
+    assert [await place.ended(first), await place.ended(second)] == ["finished", "finished"]
+    reply = await place.ask("Jobs", pb.JobsReply, pb.JobsRequest())
+    assert [(job.round, job.rounds, job.submitted_by) for job in reply.jobs] == [(2, 2, "me")] * 2
+
+    def read():
+        return list(Server(place.me.directory).events(pb.LogsRequest(id=first, follow=True)))
+
+    events = await asyncio.to_thread(read)
+    assert [event.kind for event in events] == ["committed", "committed", "finished"]
+    accepted = json.loads(events[0].data)["participants"]["accepted"]
+    assert accepted == 3
+
+
+async def test_a_job_that_fails_says_why_and_the_next_one_runs(place):
+    place.gate.set()
+    await place.devices()
+    failing = await place.submit(place.job("federated.cohort=9"), "one")
+    second = await place.submit(place.job(), "two")
+    assert await place.ended(failing) == "failed"
+    assert await place.ended(second) == "finished"
+    reply = await place.ask("Jobs", pb.JobsReply, pb.JobsRequest())
+    assert "3 edge clients are ready" in reply.jobs[0].reason
+
+
+async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place):
+    await place.devices()
+    running = await place.submit(place.job(), "one")
+    waiting = await place.submit(place.job(), "two")
+    last = await place.submit(place.job(), "three")
+    for id_ in (waiting, running):
+        reply = await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=id_))
+        assert reply.state == "cancelled"
+    place.gate.set()
+    assert await place.ended(last) == "finished"
+    states = await place.states()
+    assert states == {running: "cancelled", waiting: "cancelled", last: "finished"}
+    with pytest.raises(Refused, match=f"{running} has ended already: cancelled"):
+        await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
+
+
+async def test_the_queue_and_the_run_survive_the_server(place, tmp_path):
+    await place.devices()
+    first = await place.submit(place.job("rounds=1"), "one")
+    second = await place.submit(place.job("rounds=1"), "two")
+    await place.until(lambda: place.runner.queue.get(first).state == "running")
+    await place.close()  # all of it, as when the process is told to stop
+    place.guests.clear()
+
+    place.stack = contextlib.AsyncExitStack()
+    await place.listen(queue=True)
+    assert place.runner.queue.get(first).state == "running"
+    assert place.runner.queue.get(second).state == "queued"
+    place.gate.set()
+    await place.until(lambda: place.runner._running is not None)
+    for name in "xyz":
+        member = await place.member(name)
+        place.dial(member, Device(name, place.state / "tasks", place.gate))
+    assert [await place.ended(first), await place.ended(second)] == ["finished", "finished"]
+
+
+async def test_a_submission_that_is_sent_again_counts_once(place):
+    ids = {await place.submit(place.job(), "same") for _ in range(3)}
+    assert ids == {"table-1"}
+    assert len(await place.states()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("task.source=../task.py:Learn", "is not a file in"),
+        ("task.source=statistics:Learn", "is not a file in"),
+        ("task.data=../../secrets", "is not below"),
+        ("federated.clients=8", "add --set federated.clients=0"),
+    ],
+)
+async def test_an_operator_brings_no_code_and_reads_no_files(place, change, sentence):
+    with pytest.raises(Refused, match=sentence):
+        await place.submit(place.job(change))
+    assert await place.states() == {}
+
+
+async def test_a_job_that_cannot_be_read_is_refused(place):
+    for asked in (
+        pb.SubmitRequest(job="{", key="one"),
+        pb.SubmitRequest(job=place.job().model_dump_json()),
+        pb.SubmitRequest(job='{"name": "later", "from_the_future": 1}', key="one"),
+    ):
+        with pytest.raises(Refused, match=r"cannot be read here|needs a key"):
+            await place.ask("Submit", pb.SubmitReply, asked)
+
+
+@pytest.mark.parametrize("kind", ["client", "datacenter"])
+async def test_a_participant_does_not_act_as_an_operator(place, kind):
+    other = await place.member("other", kind=kind)
+    with pytest.raises(UserError, match=f"is the membership of a {kind}, not an operator's"):
+        Server(other.directory)
+    (other.directory / "member.json").write_text(
+        (other.directory / "member.json").read_text().replace(f'"{kind}"', '"operator"')
+    )
+    for method, asked in (
+        ("Submit", pb.SubmitRequest(job=place.job().model_dump_json(), key="one")),
+        ("Jobs", pb.JobsRequest()),
+        ("Cancel", pb.CancelRequest(id="table-1")),
+        ("Renew", pb.RenewRequest()),
+    ):
+        with pytest.raises(Refused, match=f"'other' is a {kind}, and not an operator"):
+            await place.ask(method, pb.SubmitReply, asked, other)
+    with pytest.raises(Refused, match=f"'other' is a {kind}, and not an operator"):
+        await asyncio.to_thread(
+            lambda: list(Server(other.directory).events(pb.LogsRequest(id="table-1")))
+        )
+
+
+async def test_an_operator_who_is_revoked_is_not_heard_any_more(place):
+    await place.submit(place.job())
+    following = asyncio.to_thread(
+        lambda: list(Server(place.me.directory).events(pb.LogsRequest(id="table-1", follow=True)))
+    )
+    following = asyncio.create_task(following)
+    await place.until(lambda: place.server.link.beside is not None)
+    place.registry().revoke("me")
+    with pytest.raises(Refused, match="'me' has been revoked"):
+        await place.states()
+    with pytest.raises(Refused, match="'me' has been revoked"):
+        await following
+
+
+async def test_an_operator_s_certificate_is_renewed_when_a_command_is_typed(place, monkeypatch):
+    before = place.me.certificate.serial_number
+    await place.states()
+    monkeypatch.setattr("isthmus.membership.RENEW_AT", 0.0)
+    server = await asyncio.to_thread(Server, place.me.directory)
+    assert server.member.certificate.serial_number != before
+    assert await place.states() == {}

@@ -1,0 +1,302 @@
+import asyncio
+import datetime
+import socket
+import stat
+
+import grpc
+import grpc.aio
+import pytest
+from tests.server.test_link import answering, train
+
+from isthmus import joining, tls
+from isthmus.errors import Refused, UserError
+from isthmus.joining import JOIN, Token
+from isthmus.membership import Membership
+from isthmus.wire import join_pb2
+from isthmus_server.fleet.authority import Authority, initialise
+from isthmus_server.fleet.joining import MOST_CALLERS, Purse
+from isthmus_server.fleet.server import FleetServer
+
+
+async def ask(fleet, request):
+    """The answer to a request to join, over TLS with the right authority."""
+    roots = tls.pem(fleet.server.members.certifier.certificate)
+    credentials = grpc.ssl_channel_credentials(roots)
+    async with grpc.aio.secure_channel(fleet.url, credentials) as channel:
+        data = request if isinstance(request, bytes) else request.SerializeToString()
+        return await channel.unary_unary(JOIN)(data, timeout=10)
+
+
+def request_of(member, token, **changes):
+    """What a device sends, with a new key, and changed afterwards."""
+    csr = tls.signing_request(tls.new_key())
+    said = joining.statement(token.fingerprint, "client", token.secret, csr)
+    fields = {
+        "version": 1,
+        "kind": "client",
+        "secret": token.secret,
+        "signing_request": csr,
+        "identity": member.identity_public,
+        "proof": member.identity.sign(said),
+    }
+    return join_pb2.JoinRequest(**{**fields, **changes})
+
+
+async def test_joining_makes_a_participant_whose_keys_never_left_it(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    assert (member.name, member.kind, member.server) == ("phone-0", "client", fleet.address)
+    assert stat.S_IMODE(member.directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in member.directory.iterdir()} == {0o600}
+    subject = tls.subject_of(member.certificate)
+    assert (subject.name, subject.identity) == ("phone-0", member.identity_public)
+    fleet.server.members.registry.check(subject)
+    kept = b"".join(path.read_bytes() for path in fleet.state.iterdir())
+    assert member.identity.private_bytes_raw() not in kept
+    assert member.identity.private_bytes_raw().hex().encode() not in kept
+    assert tls.key_pem(member.key) not in kept
+
+
+async def test_a_token_is_used_once(fleet):
+    await fleet.listen()
+    token = fleet.token("phone-0")
+    await joining.join(fleet.url, token, fleet.folder / "one", "client")
+    with pytest.raises(Refused, match="this token has been used; ask the operator for another"):
+        await joining.join(fleet.url, token, fleet.folder / "two", "client")
+    assert len(fleet.server.members.registry.participants()) == 1
+
+
+async def test_a_token_is_worth_nothing_for_another_kind(fleet):
+    await fleet.listen()
+    for kind in ("datacenter", "operator"):
+        with pytest.raises(Refused, match=f"this token is for a client, not for a {kind}"):
+            await joining.join(fleet.url, fleet.token("a"), fleet.folder / kind, kind)
+
+
+async def test_a_server_of_another_authority_is_told_nothing(fleet, tmp_path, monkeypatch):
+    """As when somebody answers in the server's place, with a certificate for its name."""
+    await fleet.listen()
+    initialise(tmp_path / "thief", ["localhost", "127.0.0.1"])
+    thief = FleetServer(tmp_path / "thief")
+    heard = []
+
+    async def note(data, context):
+        heard.append(data)
+        return b""
+
+    monkeypatch.setattr(thief.joining, "_join", note)
+    async with thief.listening("127.0.0.1", 0):
+        with pytest.raises(Refused, match=r"is not the one this token is for; nothing was sent"):
+            await joining.join(
+                f"localhost:{thief.join_port}", fleet.token("a"), fleet.folder / "a", "client"
+            )
+    assert heard == []
+
+
+async def test_a_thief_who_shows_the_true_authority_is_told_nothing_either(
+    fleet, tmp_path, monkeypatch
+):
+    await fleet.listen()
+    initialise(tmp_path / "thief", ["localhost", "127.0.0.1"])
+    thief = FleetServer(tmp_path / "thief")
+    monkeypatch.setattr(thief.joining, "_authority", fleet.server.joining._authority)
+    async with thief.listening("127.0.0.1", 0):
+        with pytest.raises(Refused, match=r"is not the one this token is for; nothing was sent"):
+            await joining.join(
+                f"localhost:{thief.join_port}", fleet.token("a"), fleet.folder / "a", "client"
+            )
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again(fleet, monkeypatch):
+    await fleet.listen()
+    token, folder = fleet.token("phone-0"), fleet.folder / "phone-0"
+
+    def lose(*args, **kept):
+        raise Refused("the power went off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Membership, "save", lose)
+        with pytest.raises(Refused, match="the power went off"):
+            await joining.join(fleet.url, token, folder, "client")
+    with pytest.raises(UserError, match="holds no membership"):
+        Membership(folder)
+    assert (await joining.join(fleet.url, token, folder, "client")).name == "phone-0"
+
+
+async def test_a_directory_with_a_membership_is_left_alone(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    token = fleet.token("phone-1")
+    with pytest.raises(UserError, match="holds a membership already; give another --state"):
+        await joining.join(fleet.url, token, member.directory, "client")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"version": 9}, "version 9 of joining is spoken there and 1 here"),
+        ({"kind": "king"}, "this request to join makes no sense"),
+        ({"secret": b"short"}, "this request to join makes no sense"),
+        ({"identity": b"k" * 32}, "this request to join is not signed by its identity key"),
+        ({"identity": b""}, "this request to join is not signed by its identity key"),
+        ({"proof": b"p" * 64}, "this request to join is not signed by its identity key"),
+        ({"signing_request": b"x"}, "this request to join is not signed by its identity key"),
+        ({"kind": "operator"}, "this request to join is not signed by its identity key"),
+    ],
+)
+async def test_a_request_that_was_made_up_or_changed_is_refused(fleet, changes, sentence):
+    await fleet.listen()
+    other = await fleet.member("other")
+    request = request_of(other, fleet.token("phone-0"), **changes)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(fleet, request)
+    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert caught.value.details().startswith(sentence)
+    assert len(fleet.server.members.registry.participants()) == 1
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 100, b"\x1a\xff\xff\xff\xff\x0f"])
+async def test_noise_is_refused(fleet, data):
+    await fleet.listen()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(fleet, data)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_request_that_is_too_large_is_never_read(fleet):
+    await fleet.listen()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(fleet, bytes(joining.MAX_JOIN_BYTES + 1))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_whoever_tries_often_has_to_wait(fleet):
+    await fleet.listen()
+    fleet.server.joining._purse = Purse(burst=1, per_second=0.0)
+    other = await fleet.member("other")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(fleet, request_of(other, fleet.token("phone-0")))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_purse_remembers_a_bounded_number_of_addresses():
+    purse = Purse(burst=1, per_second=0.0, addresses=10)
+    for number in range(100):
+        assert purse.take(str(number), 0.0)
+    assert len(purse._left) == 10
+    assert not purse.take("99", 0.0)
+    assert purse.take("0", 0.0)  # forgotten: an attacker of many addresses has many tries
+
+
+async def test_two_thousand_who_begin_to_join_and_stop_do_not_stop_the_server(fleet):
+    await fleet.listen()
+    await fleet.join("phone-0", answering(examples=3))
+    open_ = []
+    for number in range(2000):
+        caller = socket.socket()
+        caller.setblocking(False)
+        caller.connect_ex(("127.0.0.1", fleet.server.join_port))
+        open_.append(caller)
+        if number % 200 == 0:  # meanwhile
+            assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 3
+    held = 0
+    try:
+        assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 3
+        await fleet.until(lambda: sum(map(_turned_away, open_)) >= 2000 - MOST_CALLERS)
+        held = 2000 - sum(map(_turned_away, open_))
+    finally:
+        for caller in open_:
+            caller.close()
+    assert held <= MOST_CALLERS
+    await fleet.join("phone-1", answering(examples=4))  # and there is room again
+    assert (await fleet.link.ask("phone-1", train(fleet.link))).trained.examples == 4
+
+
+def _turned_away(caller):
+    try:
+        return caller.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "isthmus-", "hello", str(Token(bytes(16), bytes(32)))[:-1], "isthmus-" + "é" * 64],
+)
+def test_a_token_that_was_not_copied_whole_says_so(text):
+    with pytest.raises(UserError, match="this is not a whole join token"):
+        Token.parse(text)
+
+
+@pytest.mark.parametrize("url", ["localhost", "localhost:", ":9401", "localhost:99999", "host:²"])
+async def test_an_address_that_is_none_says_so(tmp_path, url):
+    with pytest.raises(UserError, match="is not of the form HOST:PORT"):
+        await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
+
+
+async def test_nobody_there_says_so(tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"^no server can be joined at {url}: Connection ref"):
+            await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
+
+
+async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet):
+    life = datetime.timedelta(seconds=100)  # with the five minutes before, two thirds are over
+    await fleet.listen(authority=Authority(fleet.state, participant_life=life))
+    member = await fleet.member("phone-0")
+    before = member.certificate, member.key
+    dialling = fleet.dial(member)
+    await fleet.until(lambda: member.certificate is not before[0])
+    assert member.key is not before[1]
+    kept = Membership(member.directory)
+    assert kept.certificate == member.certificate
+    assert kept.key.public_key() == member.certificate.public_key()
+    peer = fleet.link.peers["phone-0"]
+    await fleet.until(lambda: peer.subject.serial == tls.subject_of(member.certificate).serial)
+    # And it is the new one that it dials with from now on.
+    dialling.cancel()
+    await fleet.until(lambda: peer.stream is None)
+    fleet.dial(member)
+    await fleet.until(lambda: fleet.link.peers["phone-0"].stream is not None)
+    assert fleet.link.peers["phone-0"].subject == tls.subject_of(member.certificate)
+
+
+async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
+    await fleet.listen()
+    member, other = await fleet.member("phone-0"), await fleet.member("phone-1")
+    before = (member.directory / "credentials.pem").read_bytes()
+    certifier = fleet.server.members.certifier
+    request = member.next_request()
+    ours = {"kind": "client", "name": "phone-0", "identity": member.identity_public}
+    wrong = [
+        (b"noise", "this is not a certificate"),
+        (tls.pem(other.certificate), "is not for the key we asked with"),
+        (certifier.issue(request, **{**ours, "kind": "operator"})[0], "is not one of this client"),
+        (certifier.issue(request, **{**ours, "name": "x"})[0], "is somebody else's"),
+        (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not one of this client"),
+    ]
+    initialise(fleet.folder / "thief", ["localhost"])
+    forged = Authority(fleet.folder / "thief").issue(request, **ours)[0]
+    wrong.append((forged, "authority did not sign"))
+    for pem, sentence in wrong:
+        with pytest.raises(Refused, match=sentence):
+            member.renewed(pem)
+    assert (member.directory / "credentials.pem").read_bytes() == before
+    member.renewed(certifier.issue(request, **ours)[0])
+
+
+async def test_one_process_at_a_time_uses_a_membership(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    with (
+        member.locked(),
+        pytest.raises(UserError, match="another process runs as 'phone-0'"),
+        Membership(member.directory).locked(),
+    ):
+        raise AssertionError("unreachable")
+    with Membership(member.directory).locked():
+        await asyncio.sleep(0)

@@ -1,0 +1,377 @@
+"""Who is let in on the link, and who is not. Every test is over real TLS."""
+
+import asyncio
+import datetime
+
+import grpc
+import grpc.aio
+import pytest
+from tests.server.test_link import answering, payload_of, train, waiting
+
+from isthmus import tls
+from isthmus.contents import describe, into
+from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
+from isthmus.membership import Membership
+from isthmus.uplink import Uplink
+from isthmus.wire import link_pb2
+from isthmus_privacy.secagg import Directory, Enrolment
+from isthmus_server.callers import STREAMS_EACH
+from isthmus_server.fleet.authority import Authority, initialise
+from isthmus_server.link import Link
+
+
+def issue(fleet, key, member, authority=None, **changes):
+    """A certificate that the registry knows nothing of, and credentials with it."""
+    fields = {"kind": member.kind, "name": member.name, "identity": member.identity_public}
+    authority = authority or fleet.server.members.certifier
+    pem, _ = authority.issue(tls.signing_request(key), **{**fields, **changes})
+    return grpc.ssl_channel_credentials(tls.pem(member.authority), tls.key_pem(key), pem)
+
+
+async def to_the_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def refusal(call):
+    """How the server ended a call, whatever it said before."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await to_the_end(call)
+    return caught.value.code(), caught.value.details()
+
+
+async def test_members_work_over_mutual_tls(fleet):
+    link = await fleet.listen()
+    link = fleet.link
+    payload = payload_of(700_000)
+    content = describe(payload)
+    link.publish(content, payload)
+
+    async def reverse(guest, request, model):
+        result = bytearray(reversed(model))
+        return link_pb2.Reply(trained=link_pb2.Trained(result=describe(result))), result
+
+    await fleet.join("phone-0", reverse)
+    await fleet.join("hall", answering(examples=9), kind="datacenter")
+    reply = await link.ask("phone-0", train(link, content))
+    back = bytearray(reply.trained.result.size)
+    await link.fetch("phone-0", reply.trained.result, into(back))
+    assert back == bytes(reversed(payload))
+    assert link.peers["phone-0"].role == link_pb2.CLIENT
+    assert link.peers["hall"].role == link_pb2.DATACENTER
+
+
+async def test_the_identity_in_the_certificate_is_the_one_that_is_enrolled(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    welcomes = []
+    fleet.dial(member, on_welcome=welcomes.append)
+    await fleet.until(lambda: welcomes)
+    enrolment = Enrolment.from_bytes(welcomes[0].enrolment)
+    assert (enrolment.name, enrolment.identity_key) == ("phone-0", member.identity_public)
+    assert enrolment.not_after == int(tls.subject_of(member.certificate).not_after)
+    Directory(member.enroller).check(enrolment)
+
+
+@pytest.mark.parametrize("lie", ["identity", "name", "role"])
+async def test_a_hello_that_is_not_the_certificate_s_is_refused(fleet, lie):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    other = await fleet.member("phone-1")
+    wrong = {
+        "identity": other.identity_public,
+        "name": "phone-1",
+        "role": link_pb2.DATACENTER,
+    }[lie]
+    async with fleet.raw(member, **{lie: wrong}) as (call, _, _):
+        code, sentence = await refusal(call)
+    assert code == grpc.StatusCode.PERMISSION_DENIED
+    of = "the certificate is of the client 'phone-0', and the hello says"
+    expected = {
+        "identity": "the identity key of 'phone-0' is not the one it joined with",
+        "name": f"{of} client 'phone-1'",
+        "role": f"{of} datacenter 'phone-0'",
+    }
+    assert sentence == expected[lie]
+    assert fleet.link.peers == {}
+
+
+async def test_an_operator_takes_no_part_in_rounds(fleet):
+    await fleet.listen()
+    member = await fleet.member("me", kind="operator")
+    credentials = member.channel_credentials()
+    hello = {"name": "me", "identity": member.identity_public}
+    for role in (link_pb2.CLIENT, link_pb2.DATACENTER):
+        async with fleet.raw(credentials, role=role, **hello) as (call, _, _):
+            code, sentence = await refusal(call)
+        assert code == grpc.StatusCode.PERMISSION_DENIED
+        assert sentence.startswith("the certificate is of the operator 'me'")
+
+
+async def test_a_caller_without_a_certificate_is_not_heard(fleet):
+    await fleet.listen()
+    roots = tls.pem(fleet.server.members.certifier.certificate)
+    for credentials in (grpc.ssl_channel_credentials(roots), None):
+        if credentials is None:
+            channel = grpc.aio.insecure_channel(fleet.address)
+        else:
+            channel = grpc.aio.secure_channel(fleet.address, credentials)
+        async with channel:
+            call = channel.stream_stream("/isthmus.link.v1.Link/Connect")()
+            assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
+    assert fleet.link.peers == {}
+
+
+async def test_a_certificate_of_another_authority_is_not_heard(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    initialise(fleet.folder / "thief", ["localhost"])
+    forged = issue(fleet, tls.new_key(), member, Authority(fleet.folder / "thief"))
+    hello = {"name": "phone-0", "role": link_pb2.CLIENT, "identity": member.identity_public}
+    async with fleet.raw(forged, **hello) as (call, _, _):
+        assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
+    assert fleet.link.peers == {}
+
+
+async def test_a_certificate_that_the_authority_signed_and_nobody_was_given_is_refused(fleet):
+    """As after a leak of the authority's key, or from an old copy of the state directory."""
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    hello = {"role": link_pb2.CLIENT, "identity": member.identity_public}
+    for name, sentence in (
+        ("phone-0", "this certificate of 'phone-0' is not valid any more"),
+        ("phone-9", "'phone-9' is not a participant here"),
+    ):
+        credentials = issue(fleet, tls.new_key(), member, name=name)
+        async with fleet.raw(credentials, name=name, **hello) as (call, _, _):
+            assert await refusal(call) == (grpc.StatusCode.PERMISSION_DENIED, sentence)
+
+
+async def test_the_server_s_own_certificate_opens_nothing(fleet):
+    await fleet.listen()
+    key, chain = fleet.server.members.certifier.server_pair()
+    roots = tls.pem(fleet.server.members.certifier.certificate)
+    async with fleet.raw(grpc.ssl_channel_credentials(roots, key, chain), name="x") as (call, _, _):
+        assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_device_does_not_talk_to_a_server_of_another_authority(fleet, caplog):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    address, state = fleet.address, fleet.state
+    fleet.state = fleet.folder / "thief"
+    initialise(fleet.state, ["localhost", "127.0.0.1"])
+    thief = await fleet.listen()
+    assert fleet.address != address
+    with caplog.at_level("INFO"):
+        fleet.dial(member)
+        await fleet.until(lambda: "no link to" in caplog.text)
+    assert thief.link.peers == {}
+    fleet.state = state
+
+
+async def test_an_expired_certificate_is_refused(fleet, monkeypatch):
+    over = datetime.timedelta(seconds=-1)
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    expired = Authority(fleet.state, participant_life=over)
+    hello = {"name": "phone-0", "role": link_pb2.CLIENT, "identity": member.identity_public}
+    async with fleet.raw(issue(fleet, member.key, member, expired), **hello) as (call, _, _):
+        assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
+    assert fleet.link.peers == {}
+
+
+async def test_a_device_whose_certificate_is_over_says_so_and_ends(fleet):
+    life = datetime.timedelta(seconds=0)
+    await fleet.listen(authority=Authority(fleet.state, participant_life=life))
+    member = await fleet.member("phone-0")
+    with pytest.raises(Refused, match=r"the certificate of 'phone-0' ended on .* join again with"):
+        await fleet.dial(member)
+
+
+async def test_a_certificate_that_runs_out_while_connected_ends_the_stream(fleet):
+    life = datetime.timedelta(seconds=2)
+    await fleet.listen(authority=Authority(fleet.state, participant_life=life))
+    member = await fleet.member("phone-0")
+    async with fleet.raw(member) as (call, _, receive):
+        await receive("welcome")  # and it asks for no other certificate
+        code, sentence = await refusal(call)
+    assert code == grpc.StatusCode.PERMISSION_DENIED
+    assert sentence == "the certificate of 'phone-0' is over; join again"
+
+
+async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
+    await fleet.listen()
+    guest = await fleet.join("phone-0", waiting(answering(), asyncio.Event()))
+    await fleet.join("phone-1", answering(examples=5))
+    stream = fleet.link.peers["phone-1"].stream
+    left = []
+    fleet.link.on_leave = lambda peer, reason: left.append((peer.name, reason))
+    asking = asyncio.create_task(fleet.link.ask("phone-0", train(fleet.link)))
+    await fleet.until(lambda: guest.asked)
+    fleet.registry().revoke("phone-0")
+    with pytest.raises(ParticipantLost, match=r"^'phone-0' has been revoked$"):
+        await asking
+    with pytest.raises(Refused, match="the server refused 'phone-0': 'phone-0' has been revoked"):
+        await guest.link
+    assert left == [("phone-0", "'phone-0' has been revoked")]
+    assert fleet.link.peers.keys() == {"phone-1"}
+    # For the others nothing has changed.
+    assert fleet.link.peers["phone-1"].stream is stream
+    assert (await fleet.link.ask("phone-1", train(fleet.link))).trained.examples == 5
+
+
+async def test_whoever_is_revoked_is_refused_by_the_other_devices_rounds_too(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    directory = Directory(member.enroller, revoked=fleet.server.members.revoked)
+    welcomes = []
+    fleet.dial(member, on_welcome=welcomes.append)
+    await fleet.until(lambda: welcomes)
+    enrolment = Enrolment.from_bytes(welcomes[0].enrolment)
+    directory.check(enrolment)
+    fleet.registry().revoke("phone-0")
+    await fleet.until(lambda: fleet.server.members.revoked == {member.identity_public})
+    with pytest.raises(Exception, match="the key of 'phone-0' is revoked"):
+        directory.check(enrolment)
+
+
+async def test_one_certificate_gets_a_few_streams(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    credentials = member.channel_credentials()
+    async with grpc.aio.secure_channel(fleet.address, credentials) as one:
+        method = "/isthmus.link.v1.Link/Connect"
+        calls = [one.stream_stream(method)() for _ in range(STREAMS_EACH)]
+        for call in calls:
+            await call.wait_for_connection()
+        await fleet.until(lambda: sum(fleet.link._streams.values()) == STREAMS_EACH)
+        async with fleet.raw(member) as (call, _, _):
+            code, sentence = await refusal(call)
+            assert (code, sentence) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "too many open streams",
+            )
+        for call in calls:
+            call.cancel()
+    await fleet.until(lambda: not fleet.link._streams)
+
+
+async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
+    """The same bytes, sent a second time by the participant itself: nobody else can send them."""
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    payload = payload_of(300_000)
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        request = train(fleet.link)
+        asking = asyncio.create_task(fleet.link.ask("phone-0", request))
+        await receive("request")
+        trained = link_pb2.Trained(result=describe(payload), examples=1)
+        record = [{"reply": link_pb2.Reply(id=request.id, trained=trained)}]
+        await send(**record[0])
+        reply = await asking
+        back = bytearray(len(payload))
+        fetching = asyncio.create_task(
+            fleet.link.fetch("phone-0", reply.trained.result, into(back))
+        )
+        want = await receive("want")
+        for start in (0, 200_000):
+            data = bytes(payload[start : start + 200_000])
+            chunk = link_pb2.Chunk(sha256=want.sha256, offset=start, data=data)
+            record.append({"chunk": chunk})
+            await send(**record[-1])
+            await send(**record[-1])  # while the transfer is under way
+        await fetching
+        assert back == payload
+        fleet.link.settle("phone-0", request.id, True)
+        assert (await receive("receipt")).accepted
+        counted = fleet.link.peers["phone-0"].bytes_in
+        for body in record:
+            await send(**body)
+        late = await receive("receipt")
+        assert (late.accepted, late.reason) == (False, "too late: nobody waits for it")
+        assert fleet.link.peers["phone-0"].bytes_in == counted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ([(0, 100), (100, 101)], "a transfer of 200 bytes went on to byte 201"),
+        ([(0, 100), (150, 50)], "a transfer has a gap: at byte 100, got 150"),
+        ([(0, 100), (100, 0)], "a transfer has a gap: at byte 100, got 100"),
+        ([(2**63, 100)], f"a transfer has a gap: at byte 0, got {2**63}"),
+    ],
+    ids=["oversized", "truncated in the middle", "empty", "far off"],
+)
+async def test_a_transfer_that_is_not_as_announced_is_refused(fleet, sizes, sentence):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        room = bytearray(200)
+        fetching = asyncio.create_task(
+            fleet.link.fetch("phone-0", describe(bytes(200)), into(room))
+        )
+        want = await receive("want")
+        for offset, size in sizes:
+            chunk = link_pb2.Chunk(sha256=want.sha256, offset=offset, data=bytes(size))
+            await send(chunk=chunk)
+        if sizes[-1] == (100, 0):  # a chunk without bytes is as good as none
+            await send(chunk=link_pb2.Chunk(sha256=want.sha256, offset=101, data=b"x"))
+            sentence = "a transfer has a gap: at byte 100, got 101"
+        with pytest.raises(UpdateError, match=f"^{sentence}$"):
+            await fetching
+
+
+async def test_a_transfer_that_stops_is_a_loss_after_a_lease(fleet):
+    await fleet.listen(lease_seconds=0.3)
+    member = await fleet.member("phone-0")
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        fetching = asyncio.create_task(
+            fleet.link.fetch("phone-0", describe(bytes(200)), into(bytearray(200)))
+        )
+        want = await receive("want")
+        await send(chunk=link_pb2.Chunk(sha256=want.sha256, data=bytes(100)))
+        with pytest.raises(ParticipantLost, match="silent for longer than the lease"):
+            await fetching
+
+
+async def test_nothing_is_dialled_on_another_machine_without_a_certificate():
+    for address in ("10.1.2.3:9400", "example.org:9400", "[2001:db8::1]:9400"):
+        with pytest.raises(UserError, match=r"is another machine, and this one has not joined"):
+            Uplink(address, "phone-0", link_pb2.CLIENT, None)
+    Uplink("[::1]:9400", "phone-0", link_pb2.CLIENT, None)
+
+
+async def test_a_membership_is_for_one_name_and_role(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    for name, role in (("phone-1", link_pb2.CLIENT), ("phone-0", link_pb2.DATACENTER)):
+        with pytest.raises(UserError, match="is the membership of the client 'phone-0', not of"):
+            Uplink(fleet.address, name, role, None, membership=member)
+
+
+async def test_a_server_that_names_another_enroller_is_refused(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    member.enroller = bytes(32)
+    with pytest.raises(Refused, match="the server names another authority than the one that was"):
+        await fleet.dial(member)
+
+
+async def test_a_membership_whose_secrets_others_can_read_is_refused(fleet):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    for name in ("credentials.pem", "identity.key"):
+        (member.directory / name).chmod(0o644)
+        with pytest.raises(UserError, match="can be read by others on this machine; chmod 600"):
+            Membership(member.directory)
+        (member.directory / name).chmod(0o600)
+    Membership(member.directory)
+
+
+async def test_without_tls_only_this_machine_is_listened_to():
+    with pytest.raises(UserError, match="is not loopback, and this link is not encrypted"):
+        await Link(10.0).start("0.0.0.0")

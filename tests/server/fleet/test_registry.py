@@ -1,0 +1,237 @@
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from isthmus import tls
+from isthmus.errors import Refused, UserError
+from isthmus_server.fleet import registry as module
+from isthmus_server.fleet.registry import Registry
+
+SOON = 3600.0
+
+
+@pytest.fixture
+def registry(tmp_path):
+    registry = Registry(tmp_path)
+    yield registry
+    registry.close()
+
+
+def subject(name, serial="1", kind="client", identity=b"i" * 32, seconds=SOON):
+    return tls.Subject(kind, name, identity, serial, time.time() + seconds)
+
+
+def issuing(kind="client", identity=b"i" * 32, serial="1"):
+    return lambda name: (b"certificate", subject(name, serial, kind, identity))
+
+
+def allow(registry, name, digest=b"t", kind="client", seconds=SOON):
+    registry.add_token(digest, name=name, kind=kind, expires=time.time() + seconds)
+
+
+def redeem(registry, digest=b"t", kind="client", identity=b"i" * 32, serial="1"):
+    return registry.redeem(digest, kind, identity, issuing(kind, identity, serial))
+
+
+def test_a_token_makes_a_participant(registry):
+    allow(registry, "a")
+    assert redeem(registry) == ("a", b"certificate")
+    registry.check(subject("a"))
+    (entry,) = registry.participants()
+    assert (entry.name, entry.kind, entry.revoked) == ("a", "client", None)
+
+
+@pytest.mark.parametrize("together", [8])
+def test_of_many_who_use_a_token_at_the_same_time_one_gets_the_name(tmp_path, registry, together):
+    allow(registry, "a")
+    ready, got = threading.Barrier(together), []
+
+    def use(number):
+        mine = Registry(tmp_path)
+        ready.wait()
+        try:
+            got.append(redeem(mine, identity=bytes([number]) * 32, serial=str(number))[0])
+        except Refused as error:
+            got.append(str(error))
+        mine.close()
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(together)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    used = "this token has been used; ask the operator for another"
+    assert sorted(got) == ["a", *[used] * (together - 1)]
+    assert len(registry.participants()) == 1
+
+
+def test_whoever_joined_can_ask_again_for_a_while(registry, monkeypatch):
+    allow(registry, "a")
+    redeem(registry)
+    assert redeem(registry, serial="2") == ("a", b"certificate")
+    with pytest.raises(Refused, match="this token has been used"):
+        redeem(registry, identity=b"j" * 32)
+    monkeypatch.setattr(module, "REPEAT_SECONDS", 0.0)
+    with pytest.raises(Refused, match="this token has been used"):
+        redeem(registry)
+
+
+def test_a_join_that_was_revoked_meanwhile_is_not_repeated(registry):
+    allow(registry, "a")
+    redeem(registry)
+    registry.revoke("a")
+    with pytest.raises(Refused, match="this token has been used"):
+        redeem(registry)
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ({"digest": b"other"}, "this token is not known here, or was made too long ago"),
+        ({"kind": "datacenter"}, "this token is for a client, not for a datacenter"),
+    ],
+)
+def test_a_token_that_does_not_fit_is_refused_and_stays(registry, how, sentence):
+    allow(registry, "a")
+    with pytest.raises(Refused, match=f"^{sentence}$"):
+        redeem(registry, **how)
+    assert redeem(registry)[0] == "a"
+
+
+def test_a_token_that_is_over_is_refused(registry):
+    allow(registry, "a", seconds=-1)
+    with pytest.raises(Refused, match="this token is over"):
+        redeem(registry)
+
+
+def test_a_join_that_fails_half_way_leaves_the_token(registry):
+    allow(registry, "a")
+
+    def fail(name):
+        raise Refused("no certificate for you")
+
+    with pytest.raises(Refused, match="no certificate for you"):
+        registry.redeem(b"t", "client", b"i" * 32, fail)
+    assert registry.participants() == []
+    assert redeem(registry)[0] == "a"
+
+
+def test_a_name_is_one_participant_until_it_is_revoked(registry):
+    allow(registry, "a")
+    allow(registry, "a", digest=b"second")  # nobody has joined yet
+    redeem(registry)
+    with pytest.raises(UserError, match="'a' is a participant already; revoke it first"):
+        allow(registry, "a", digest=b"third")
+    with pytest.raises(Refused, match="'a' is a participant already"):
+        redeem(registry, digest=b"second", identity=b"j" * 32, serial="2")
+    registry.revoke("a")  # the second token is worthless with it
+    allow(registry, "a", digest=b"fourth")
+    assert redeem(registry, digest=b"fourth", identity=b"j" * 32, serial="4")[0] == "a"
+    registry.check(subject("a", serial="4", identity=b"j" * 32))
+    with pytest.raises(Refused, match="not valid any more"):
+        registry.check(subject("a"))
+
+
+def test_a_revoked_identity_never_comes_back(registry):
+    allow(registry, "a")
+    redeem(registry)
+    registry.revoke("a")
+    assert registry.revoked_identities() == {b"i" * 32}
+    for name in ("a", "b"):
+        allow(registry, name, digest=name.encode())
+        with pytest.raises(Refused, match="this identity belongs to a participant already, or was"):
+            redeem(registry, digest=name.encode(), serial="9")
+
+
+def test_one_identity_cannot_have_two_names(registry):
+    allow(registry, "a")
+    allow(registry, "b", digest=b"b")
+    redeem(registry)
+    with pytest.raises(Refused, match="this identity belongs to a participant already"):
+        redeem(registry, digest=b"b", serial="2")
+
+
+@pytest.mark.parametrize(
+    ("shown", "sentence"),
+    [
+        ({"name": "z"}, "'z' is not a participant here"),
+        ({"serial": "2"}, "this certificate of 'a' is not valid any more"),
+        ({"kind": "datacenter"}, "this certificate of 'a' is not valid any more"),
+        ({"identity": b"j" * 32}, "this certificate of 'a' is not valid any more"),
+        ({"seconds": -1}, "the certificate of 'a' is over; join again"),
+    ],
+)
+def test_a_certificate_that_is_not_in_the_registry_is_not_valid(registry, shown, sentence):
+    allow(registry, "a")
+    redeem(registry)
+    with pytest.raises(Refused, match=f"^{sentence}$"):
+        registry.check(subject(**{"name": "a", **shown}))
+
+
+def test_renewal_keeps_the_old_certificate_until_its_end(registry):
+    allow(registry, "a")
+    redeem(registry)
+    registry.renew(subject("a"), issuing(serial="2"))
+    registry.check(subject("a"))
+    registry.check(subject("a", serial="2"))
+    registry.revoke("a")
+    for serial in ("1", "2"):
+        with pytest.raises(Refused, match="'a' has been revoked"):
+            registry.check(subject("a", serial=serial))
+        with pytest.raises(Refused, match="'a' has been revoked"):
+            registry.renew(subject("a", serial=serial), issuing(serial="3"))
+
+
+def test_revoking_before_anybody_joined_makes_the_token_worthless(registry):
+    allow(registry, "a")
+    registry.revoke("a")
+    with pytest.raises(Refused, match="this token is not known here"):
+        redeem(registry)
+
+
+def test_revoking_nobody_says_so(registry):
+    with pytest.raises(UserError, match="there is no participant or token named 'a'"):
+        registry.revoke("a")
+    allow(registry, "a")
+    redeem(registry)
+    registry.revoke("a")
+    with pytest.raises(UserError, match="'a' has been revoked before"):
+        registry.revoke("a")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "-a", "x" * 64, "é", "a:b"])
+def test_a_name_that_would_not_fit_into_a_certificate_is_refused(registry, name):
+    with pytest.raises(UserError, match="is not 1 to 63 letters"):
+        allow(registry, name)
+
+
+def elsewhere(folder, line):
+    """What an operator's command prints that does one thing with the registry of a live server."""
+    code = f"""
+from pathlib import Path
+from isthmus_server.fleet.registry import Registry
+registry = Registry(Path({str(folder)!r}))
+{line}
+registry.close()
+"""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+
+
+def test_processes_see_each_other_s_changes_and_lose_none(tmp_path, registry):
+    """As when SQLite's locks on the file are lost, and each process has a log of its own."""
+    second = Registry(tmp_path)  # as the server has two, one of them for writing
+    for name in ("a", "b"):
+        registry.revoked_identities()
+        before = registry.version
+        allowed = f"name={name!r}, kind='client', expires={time.time() + SOON}"
+        elsewhere(tmp_path, f"registry.add_token({name.encode()!r}, {allowed})")
+        assert registry.version != before
+    assert redeem(registry, digest=b"a")[0] == "a"
+    assert redeem(second, digest=b"b", identity=b"j" * 32, serial="2")[0] == "b"
+    assert {entry.name for entry in registry.participants()} == {"a", "b"}
+    seen = elsewhere(tmp_path, "print(*(entry.name for entry in registry.participants()))")
+    assert seen.split() == [b"a", b"b"]
+    second.close()
