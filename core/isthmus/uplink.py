@@ -54,6 +54,9 @@ _FINAL = {
 _LONGEST_SLEEP = 600.0
 """Seconds between two looks at the certificate: a machine that was asleep is late, not wrong."""
 
+_WELCOME_SECONDS = 30.0
+"""For a server that was reached to say something."""
+
 _MOST_REQUESTS = 64
 """Requests of one server that are not settled: it asks for one thing at a time, or a few."""
 
@@ -201,35 +204,31 @@ class Uplink:
         async with self._channel() as channel:
             call = channel.stream_stream(METHOD)()
             stream = Stream(call)
-            await stream.send(
-                link_pb2.Envelope(
-                    hello=link_pb2.Hello(
-                        version_min=OLDEST_VERSION,
-                        version_max=VERSION,
-                        name=self.name,
-                        role=self.role,
-                        instance=self._instance,
-                        identity=self.identity,
-                    )
-                )
-            )
-            first = await stream.receive(timeout=30.0)
-            if first is None or first.WhichOneof("body") != "welcome":
-                raise UpdateError("the server's first message was not a welcome")
-            lease = first.welcome.lease_seconds
-            self._welcomed(first.welcome)
-            log.info("linked to %s as %s", self.address, self.name)
-            self._stream = stream
-            stream.beat(lease / 3)
-            if self.membership is not None:
-                stream.spawn(self._renew(stream, self.membership))
             try:
+                # Not waited for: where nothing is read, what ends it is that no welcome comes.
+                stream.spawn(stream.send(self._hello()))
+                first = await stream.receive(timeout=_WELCOME_SECONDS)
+                if first is None or first.WhichOneof("body") != "welcome":
+                    raise UpdateError("the server's first message was not a welcome")
+                lease = first.welcome.lease_seconds
+                self._welcomed(first.welcome)
+                log.info("linked to %s as %s", self.address, self.name)
+                self._stream = stream
+                stream.beat(lease / 3)
+                if self.membership is not None:
+                    stream.spawn(self._renew(stream, self.membership))
                 while (message := await stream.receive(timeout=lease)) is not None:
                     await self._take(stream, message)
             finally:
                 self._stream = None
                 call.cancel()
                 stream.close()
+
+    def _hello(self) -> link_pb2.Envelope:
+        hello = link_pb2.Hello(name=self.name, role=self.role, identity=self.identity)
+        hello.version_min, hello.version_max = OLDEST_VERSION, VERSION
+        hello.instance = self._instance
+        return link_pb2.Envelope(hello=hello)
 
     def _welcomed(self, welcome: link_pb2.Welcome) -> None:
         if not welcome.lease_seconds > 0:

@@ -4,7 +4,6 @@ import stat
 import pytest
 
 from isthmus.errors import PeerMisbehaved, UpdateError, UserError
-from isthmus.wire import link_pb2
 from isthmus_clients.secure import Credentials, SecureAttempt
 from isthmus_privacy.secagg import Authority, History, RoundConfig, SigningKey
 
@@ -20,31 +19,26 @@ def device(memory):
     return credentials
 
 
-def proposal(round_=1, attempt=1):
+def agree(credentials, round_=1, attempt=1):
+    """Have a device look at what a server proposes."""
     config = RoundConfig(
         run_id="run", round=round_, attempt=attempt, model_hash=bytes(32), size=8, clients_max=5
     )
-    return link_pb2.TrainLocal(
-        run_id="run",
-        round=round_,
-        attempt=attempt,
-        model=link_pb2.Content(sha256=bytes(32)),
-        secure=config.to_bytes(),
-    )
+    return SecureAttempt(("run", round_, attempt), config.to_bytes(), bytes(32), credentials)
 
 
 def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):
     memory = tmp_path / "rounds.json"
-    SecureAttempt(proposal(), device(memory))
+    agree(device(memory))
     with pytest.raises(PeerMisbehaved, match="round 1 attempt 1 of run 'run' is not after round 1"):
-        SecureAttempt(proposal(), device(memory))
-    SecureAttempt(proposal(attempt=2), device(memory))
+        agree(device(memory))
+    agree(device(memory), attempt=2)
     with pytest.raises(PeerMisbehaved, match="is not after round 1 attempt 2"):
-        SecureAttempt(proposal(), device(memory))
+        agree(device(memory))
 
 
 def test_the_history_is_the_owner_s_alone(tmp_path):
-    SecureAttempt(proposal(), device(tmp_path / "rounds.json"))
+    agree(device(tmp_path / "rounds.json"))
     assert stat.S_IMODE((tmp_path / "rounds.json").stat().st_mode) == 0o600
 
 
@@ -58,11 +52,11 @@ def test_a_history_that_cannot_be_read_stops_the_device(tmp_path, damage):
 def test_a_device_that_cannot_write_down_its_history_does_not_go_on(tmp_path):
     credentials = device(tmp_path / "gone" / "rounds.json")
     with pytest.raises(UpdateError, match="cannot write down which rounds it was in"):
-        SecureAttempt(proposal(), credentials)
+        agree(credentials)
 
 
 def test_what_was_written_is_what_is_known(tmp_path):
     credentials = device(tmp_path / "rounds.json")
-    SecureAttempt(proposal(), credentials)
+    agree(credentials)
     written = json.loads((tmp_path / "rounds.json").read_text())
     assert History(written).state() == credentials.history.state() != {}

@@ -377,8 +377,19 @@ async def test_a_server_that_is_silent_is_dialled_again(net):
     link = await net.listen(LEASE)
     wire, port = await net.wire()
     await net.join("a", answering(), port)
+    await link.ask("a", train(link))  # it has had its welcome
     wire.limits["down"] = 0
     await net.until(lambda: len(wire.carried) >= 2)
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+async def test_a_server_that_is_silent_from_the_start_is_dialled_again(net, monkeypatch):
+    monkeypatch.setattr(uplink, "_WELCOME_SECONDS", LEASE)
+    link = await net.listen(LEASE)
+    wire, port = await net.wire()
+    wire.next["down"] = 20  # less than what gRPC wants to hear first
+    await net.join("a", answering(), port)
+    assert len(wire.carried) >= 2
     assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
 
 
