@@ -9,7 +9,7 @@ from isthmus.contents import CHUNK_BYTES, describe, into
 from isthmus.errors import ParticipantLost, Refused, TaskError, UpdateError, UserError
 from isthmus.uplink import METHOD
 from isthmus.wire import link_pb2
-from isthmus_server.callers import MAX_FROM_PARTICIPANT, PUMPS_EACH
+from isthmus_server.callers import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
 from isthmus_server.link import Link
 
 LEASE = 0.3
@@ -599,6 +599,13 @@ async def test_an_answer_to_another_question_is_a_failure(net, outcome):
         await send(reply=link_pb2.Reply(id=request.id, **outcome))
         reply = await asking
     assert reply.failure.reason.startswith("it answered something else than was asked")
+
+
+def test_every_question_has_its_answers():
+    asked, answered = link_pb2.Request.DESCRIPTOR, link_pb2.Reply.DESCRIPTOR
+    assert {field.name for field in asked.oneofs_by_name["work"].fields} == ANSWERS.keys()
+    known = {field.name for field in answered.oneofs_by_name["outcome"].fields}
+    assert set().union(*ANSWERS.values()) == known - {"failure"}
 
 
 async def test_a_caller_gets_a_few_transfers_at_a_time(net):
