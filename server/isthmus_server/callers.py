@@ -34,6 +34,7 @@ ANSWERS = {
     "score": {"scored", "trained"},
     "mean_gradient": {"trained"},
     "flower": {"flower_replied"},
+    "agree": {"trained"},
     "export": {"exported"},
     "close": {"closed"},
 }
