@@ -16,6 +16,14 @@ from isthmus_privacy.secagg import ServerStage, decode, keys
 STAGES = [stage for stage in ServerStage if stage is not ServerStage.FINISHED]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def remembered_signatures():
+    """All clients of a round verify the same signatures; here each is verified once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys, "verify", functools.cache(keys.verify))
+        yield
+
+
 def patterns(count, drops):
     """Every way in which `drops` of `count` clients are lost, each at any stage."""
     for gone in itertools.combinations(names(count), drops):
@@ -58,9 +66,9 @@ def test_three_of_six_lost_at_one_stage_abort(stage):
 def test_sampled_patterns_beyond_the_bound_abort_or_are_exact_but_never_wrong():
     beyond = list(patterns(6, 3))
     outcomes = {True: 0, False: 0}
-    for lost in random.Random(5).sample(beyond, 120):
+    for lost in random.Random(5).sample(beyond, 60):
         outcomes[exact_or_aborted(Parties(6, lost))] += 1
-    assert outcomes[False] > 60  # most of them abort; the sum is checked in the others
+    assert outcomes[False] > 30  # most of them abort; the sum is checked in the others
 
 
 def exact_or_aborted(parties):
@@ -71,7 +79,7 @@ def exact_or_aborted(parties):
     return True
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_random_rounds_of_up_to_64_clients(data):
     count = data.draw(st.integers(3, 64), label="clients")
@@ -96,22 +104,15 @@ def test_random_rounds_on_the_graph_that_clients_draw(count, seed, drops):
     parties.run()
 
 
-@pytest.fixture
-def remembered_signatures(monkeypatch):
-    """300 clients verify the same 300 signatures; here each is verified once."""
-    monkeypatch.setattr(keys, "verify", functools.cache(keys.verify))
-
-
-@pytest.mark.parametrize(("drops", "stages"), [(45, STAGES[1:]), (40, STAGES[2:3])])
-def test_300_clients_on_the_graph_that_they_draw(remembered_signatures, drops, stages):
-    draw = random.Random(drops)
-    lost = {name: draw.choice(stages) for name in draw.sample(names(300), drops)}
+def test_300_clients_on_the_graph_that_they_draw():
+    draw = random.Random(45)
+    lost = {name: draw.choice(STAGES[1:]) for name in draw.sample(names(300), 45)}
     parties = Parties(300, lost, corrupt_permille=100, dropout_permille=150, size=50)
     assert not parties.config.neighbourhood(300).complete
     parties.run()
 
 
-def test_300_clients_below_the_bound_abort(remembered_signatures):
+def test_300_clients_below_the_bound_abort():
     lost = dict.fromkeys(names(300)[:60], ServerStage.SHARES)
     with pytest.raises(AggregationAborted, match="240 of 300 clients dealt"):
         Parties(300, lost, dropout_permille=100).run()
