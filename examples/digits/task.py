@@ -4,9 +4,12 @@ Every training image lies in exactly one place. The setting `fleet_share` says, 
 what fraction of the images lies on the devices; the datacenter's public archive has the others.
 """
 
+import gzip
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -18,7 +21,7 @@ HELD_OUT_PER_DIGIT = 36
 class Digits(isthmus.Task):
     def __init__(self, settings, data=None):
         super().__init__(settings, data)
-        self.images, self.labels = load_digits(return_X_y=True)
+        self.images, self.labels = read_digits()
         self.held_out, self.archive, self.fleet = self.split()
 
     def model(self):
@@ -77,3 +80,18 @@ class Digits(isthmus.Task):
             for index, dealt in enumerate(np.split(rows, ends[:-1].round().astype(int))):
                 devices[index] = np.append(devices[index], dealt)
         return devices
+
+
+def read_digits():
+    """What `sklearn.datasets.load_digits` returns: images (1797, 64) of 0 to 16, labels (1797).
+
+    Read from scikit-learn's file, because each of a job's processes would spend seconds on
+    importing scikit-learn itself.
+    """
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise isthmus.TaskError("this example's images come with scikit-learn, which is missing")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(file, "rt") as lines:
+        rows = np.loadtxt(lines, delimiter=",")
+    return rows[:, :-1], rows[:, -1].astype(int)

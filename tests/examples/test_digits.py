@@ -1,5 +1,6 @@
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from isthmus import TaskError
 from isthmus.exchange import Layout
@@ -11,6 +12,13 @@ from .conftest import DATACENTER, device, train
 
 def digit_counts(dataset):
     return torch.bincount(dataset.tensors[1], minlength=10).tolist()
+
+
+def test_the_images_are_scikit_learns(load_example):
+    _, task = load_example("digits")
+    images, labels = load_digits(return_X_y=True)
+    assert (task.images == images).all()
+    assert (task.labels == labels).all()
 
 
 def test_every_image_lies_in_exactly_one_place(load_example):
