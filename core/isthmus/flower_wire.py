@@ -16,6 +16,7 @@ hashed objects that its runtime fetches one by one; the link has chunks, digests
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import math
@@ -74,8 +75,11 @@ def decode(payload: Buffer | bytes) -> RecordDict:
         if length > min(len(view) - _LENGTH.size, MAX_HEADER_BYTES):
             raise ValueError("its header is cut short")
         table = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
-        body = view[_LENGTH.size + length :]
-        return RecordDict({name: _record(kind, content, body) for name, kind, content in table})
+        body = _Body(view[_LENGTH.size + length :])
+        records = RecordDict({name: _record(kind, content, body) for name, kind, content in table})
+        if body.read != len(body.view):
+            raise ValueError(f"{len(body.view) - body.read} bytes of it belong to no array")
+        return records
     except UpdateError:
         raise
     except (
@@ -92,7 +96,24 @@ def decode(payload: Buffer | bytes) -> RecordDict:
         ) from error
 
 
-def _record(kind: str, content: Any, body: memoryview) -> ArrayRecord | MetricRecord | ConfigRecord:
+@dataclasses.dataclass
+class _Body:
+    """The data of all arrays, each of which is read once, in order.
+
+    So what is made of a message takes no more room than the message.
+    """
+
+    view: memoryview
+    read: int = 0
+
+    def take(self, key: str, start: int, end: int) -> bytes:
+        if start != self.read or not start <= end <= len(self.view):
+            raise ValueError(f"the array {key!r} is not where the one before it ends")
+        self.read = end
+        return bytes(self.view[start:end])
+
+
+def _record(kind: str, content: Any, body: _Body) -> ArrayRecord | MetricRecord | ConfigRecord:
     if kind == "metrics":
         return MetricRecord(content)
     if kind == "config":
@@ -101,9 +122,8 @@ def _record(kind: str, content: Any, body: memoryview) -> ArrayRecord | MetricRe
         raise ValueError(f"there is no record of kind {kind!r}")
     record = ArrayRecord()
     for key, dtype, shape, stype, start, end in content:
-        if not 0 <= start <= end <= len(body):
-            raise ValueError(f"the array {key!r} lies outside of it")
-        array = Array(dtype=dtype, shape=tuple(shape), stype=stype, data=bytes(body[start:end]))
+        data = body.take(key, start, end)
+        array = Array(dtype=dtype, shape=tuple(shape), stype=stype, data=data)
         check(key, array)
         record[key] = array
     return record

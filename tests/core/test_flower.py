@@ -1,6 +1,7 @@
 """What Isthmus takes for granted of the parts of flwr that flwr does not promise."""
 
 import importlib
+import json
 import logging
 import os
 import sys
@@ -151,6 +152,42 @@ def test_bytes_from_anywhere_are_records_or_one_sentence(noise, place, value):
         except UpdateError as error:
             found = str(error)
         assert isinstance(found, flower.RecordDict) or "\n" not in found
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)
+
+
+@given(RANGES)
+def test_no_byte_that_came_is_taken_for_two_arrays_or_for_none(ranges):
+    """Else a header alone could ask for any number of copies of one array."""
+    entries = [[str(i), "float32", [], "mine", start, end] for i, (start, end) in enumerate(ranges)]
+    header = json.dumps([["a", "arrays", entries]]).encode()
+    payload = len(header).to_bytes(8, "little") + header + bytes(30)
+    in_order = [0, *(place for both in ranges for place in both), 30]
+    whole = in_order[::2] == in_order[1::2] and in_order == sorted(in_order)
+    try:
+        taken = [len(array.data) for array in decode(payload)["a"].values()]
+    except UpdateError:
+        assert not whole
+    else:
+        assert whole
+        assert sum(taken) == 30
+
+
+@pytest.mark.parametrize(
+    ("ranges", "says"),
+    [
+        ([(0, 30), (0, 30)], "the array '1' is not where the one before it ends"),
+        ([(0, 20), (10, 30)], "the array '1' is not where the one before it ends"),
+        ([(0, 31)], "the array '0' is not where the one before it ends"),
+        ([(0, 29)], "1 bytes of it belong to no array"),
+    ],
+)
+def test_arrays_that_overlap_or_leave_gaps_are_refused(ranges, says):
+    entries = [[str(i), "float32", [], "mine", start, end] for i, (start, end) in enumerate(ranges)]
+    header = json.dumps([["a", "arrays", entries]]).encode()
+    with pytest.raises(UpdateError, match=says):
+        decode(len(header).to_bytes(8, "little") + header + bytes(30))
 
 
 FINE = flower.array_of(torch.ones(2)).data
