@@ -27,10 +27,11 @@ from isthmus.stream import Stream
 from isthmus.wire import link_pb2
 
 VERSION = 2
-"""Newest version of the link spoken here. Since 2: devices score models, take a gradient along and
-keep updates; datacenters give their gradient."""
+"""Newest version of the link spoken here. Since 2 devices also keep updates for later."""
 OLDEST_VERSION = 1
 """Oldest version of the link still spoken here."""
+SCORES_AND_GRADIENTS = 2
+"""Version since which devices score models and take a gradient along, and datacenters give one."""
 
 METHOD = "/isthmus.link.v1.Link/Connect"
 CHANNEL_OPTIONS = (

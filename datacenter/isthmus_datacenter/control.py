@@ -39,7 +39,7 @@ class Attempt:
 class Command:
     """What all ranks are to do together."""
 
-    op: Literal["open", "train", "export", "close"]
+    op: Literal["open", "train", "gradient", "export", "close"]
     run_id: str
     job: str = ""
     """open: the validated job as JSON."""
@@ -50,16 +50,18 @@ class Command:
     layout: str = ""
     """open: the exchange set's safetensors header, as latin-1."""
     from_step: int = 0
-    """train, export: the step to be at before anything else."""
+    """train, export: the step to be at before anything else; gradient: the first step whose batch
+    is used."""
     until_step: int = 0
-    """train: the absolute step to stop at, so that a repetition is exact."""
+    """train: the absolute step to stop at, so that a repetition is exact; gradient: the first one
+    whose batch is not used."""
     model: str | None = None
-    """train: file of a model to load before training."""
+    """train, gradient: file of a model to load first."""
     model_digest: str = ""
     """train: what that model is, in hexadecimal digits."""
     evaluate: bool = False
     result: str | None = None
-    """train, export: file to write the model into."""
+    """train, export, gradient: file to write the model, or the gradient, into."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

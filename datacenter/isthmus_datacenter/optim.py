@@ -79,9 +79,12 @@ class Updater:
             if self.clip_norm is not None and parts:
                 torch._foreach_mul_(parts, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if good:
-            self.optimizer.step()
+            self._use(gradients)
         self._rescale(good)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _use(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.optimizer.step()
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of the groups as the task made them."""

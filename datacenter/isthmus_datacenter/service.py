@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import logging
-import mmap
 import re
 import shutil
 import time
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.contents import Buffer, describe
-from isthmus.errors import UpdateError, UserError
+from isthmus.errors import UserError
 from isthmus.exchange import Layout
 from isthmus.job import Job, read_job
 from isthmus.membership import Membership
@@ -30,11 +28,11 @@ from isthmus.task import check_installed
 from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
 from isthmus_datacenter.control import Command, Report
+from isthmus_datacenter.files import check_model, locked, mapped
 from isthmus_datacenter.group import Group, Nodes
 from isthmus_datacenter.template import Template
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_LOCK_SECONDS = 5.0
 _LEAVE_LOOK_SECONDS = 1.0
 """Between two looks at whether a node is about to be taken away."""
 _NODE_GRACE_SECONDS = 20.0
@@ -91,7 +89,7 @@ class Service:
         self.state = state.resolve()
         self.data = None if data is None else data.resolve()
         self.tasks = None if tasks is None else tasks.resolve()
-        self._lock_file = _locked(self.state)
+        self._lock_file = locked(self.state)
         self._exchange = self.state / "exchange"
         shutil.rmtree(self._exchange, ignore_errors=True)
         self._exchange.mkdir()
@@ -176,7 +174,7 @@ class Service:
         """A mapped file, where the ranks can read what the link writes."""
         path = self._exchange / f"in-{uuid.uuid4().hex}"
         self._incoming[request.id] = path
-        return _mapped(path, size)
+        return mapped(path, size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
@@ -219,6 +217,9 @@ class Service:
             return await self._open(request.open, progress), None
         if kind == "train_steps":
             return await self._train(request.id, request.train_steps, model, progress)
+        if kind == "mean_gradient":
+            assert model is not None
+            return await self._mean_gradient(request.id, request.mean_gradient, model)
         if kind == "export":
             return await self._export(request.id, request.export)
         if kind == "close":
@@ -264,7 +265,7 @@ class Service:
         if train.until_step < train.from_step:
             raise UserError(f"until_step={train.until_step} is before from_step={train.from_step}")
         if model is not None:
-            _check_model(model, run.layout)
+            check_model(model, run.layout)
         command = Command(
             op="train",
             run_id=run.run_id,
@@ -294,6 +295,36 @@ class Service:
         if train.hand_back:
             content, payload = await self._result(request_id, run.layout)
             trained.result.CopyFrom(content)
+        return link_pb2.Reply(trained=trained), payload
+
+    async def _mean_gradient(
+        self, request_id: str, asked: link_pb2.MeanGradient, model: Buffer
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        run = self._opened(asked.run_id)
+        if asked.until_step <= asked.from_step:
+            raise UserError(
+                f"until_step={asked.until_step} is not after from_step={asked.from_step}"
+            )
+        check_model(model, run.layout)
+        started = time.monotonic()
+        command = Command(
+            op="gradient",
+            run_id=run.run_id,
+            from_step=asked.from_step,
+            until_step=asked.until_step,
+            model=str(self._incoming[request_id]),
+            result=str(self._room_for_result(request_id, run.layout)),
+        )
+        values, losses = await self._group.do(command)
+        content, payload = await self._result(request_id, run.layout)
+        trained = link_pb2.Trained(
+            result=content,
+            examples=values["examples"],
+            steps=values["steps"],
+            seconds=time.monotonic() - started,
+            training=values["training"],
+            events=[f"{loss}; the group restarted and began the gradient anew" for loss in losses],
+        )
         return link_pb2.Reply(trained=trained), payload
 
     async def _export(
@@ -329,7 +360,7 @@ class Service:
         return path
 
     async def _result(self, request_id: str, layout: Layout) -> tuple[link_pb2.Content, Buffer]:
-        payload = _mapped(self._outgoing[request_id], layout.nbytes)
+        payload = mapped(self._outgoing[request_id], layout.nbytes)
         return await asyncio.to_thread(describe, payload), payload
 
     def _drop(self, files: dict[str, Path], request_id: str) -> None:
@@ -352,49 +383,3 @@ def _events(
     if resumed is not None and not losses:
         events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
     return [*events, *values["noted"]]
-
-
-def _mapped(path: Path, size: int) -> memoryview:
-    """A file of that size as memory, shared with whoever else maps it."""
-    with path.open("a+b") as file:
-        file.truncate(size)
-        return memoryview(mmap.mmap(file.fileno(), size))
-
-
-def _check_model(model: Buffer, layout: Layout) -> None:
-    """Refuse a model of another layout before the ranks read it.
-
-    Raises:
-        UpdateError: with the first difference.
-    """
-    if len(model) != layout.nbytes:
-        raise UpdateError(
-            f"a model of {len(model)} bytes came where this run's takes {layout.nbytes}"
-        )
-    header = bytes(memoryview(model)[: len(layout.header)])
-    if header != layout.header:
-        difference = Layout.from_header(header).explain_difference(layout)
-        raise UpdateError(f"a model of another exchange set came: {difference}")
-
-
-def _locked(state: Path) -> Any:
-    """An open, locked file; the kernel unlocks it when this process ends, however it ends."""
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        file = (state / "lock").open("w")
-    except OSError as error:
-        raise UserError(f"the state directory {state} cannot be used: {error}") from error
-    # A service that was killed a moment ago may still be going.
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            file.close()
-            raise UserError(
-                f"another datacenter service uses the state directory {state}; give each its own"
-            ) from None
-        return file

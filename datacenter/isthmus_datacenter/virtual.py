@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class VirtualDatacenter:
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Open or close a run, train, or hand back the model."""
+        """Open or close a run, train, give a gradient, or hand back the model."""
         kind = request.WhichOneof("work")
         if kind == "open":
             self._run = _Run(request.open, self.name, self.data)
@@ -60,6 +61,11 @@ class VirtualDatacenter:
         if kind == "train_steps":
             run = self._opened(request.train_steps.run_id)
             trained, payload = run.train(request.train_steps, model, self.step_seconds)
+            return link_pb2.Reply(trained=trained), payload
+        if kind == "mean_gradient":
+            assert model is not None
+            run = self._opened(request.mean_gradient.run_id)
+            trained, payload = run.mean_gradient(request.mean_gradient, model, self.step_seconds)
             return link_pb2.Reply(trained=trained), payload
         if kind == "export":
             run = self._opened(request.export.run_id)
@@ -136,7 +142,7 @@ class _Run:
         count = work.until_step - work.from_step
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(self.job.seed, work.from_step, 0))
-            loss = self._steps(work.from_step, work.until_step)
+            loss = self._steps(work.from_step, work.until_step, self._update)
         self.step = work.until_step
         if not math.isfinite(loss):
             raise TaskError(
@@ -155,6 +161,38 @@ class _Run:
         payload = self.encoded()
         trained.result.CopyFrom(describe(payload))
         return trained, payload
+
+    def mean_gradient(
+        self, work: link_pb2.MeanGradient, model: Buffer, step_seconds: float
+    ) -> tuple[link_pb2.Trained, Buffer]:
+        """The mean gradient at a model over the batches of some steps; training stays where it is.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        kept = self.layout.gather(self.model)
+        self.layout.scatter(self.layout.decode(model), self.model)
+        count = work.until_step - work.from_step
+        self.model.zero_grad(set_to_none=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derived_seed(self.job.seed, work.from_step, 0))
+            loss = self._steps(work.from_step, work.until_step, lambda: None)
+        vector = torch.zeros(self.layout.size)
+        parameters = dict(self.model.named_parameters())
+        for name, part in self.layout.parts(vector):
+            gradient = parameters[name].grad
+            if gradient is not None:
+                part.copy_(gradient).div_(max(count, 1))
+        self.model.zero_grad(set_to_none=True)
+        self.layout.scatter(kept, self.model)
+        payload = self.layout.encode(vector)
+        return link_pb2.Trained(
+            result=describe(payload),
+            examples=count * self.order.batch_size,
+            steps=count,
+            seconds=step_seconds * count,
+            training={"loss": loss} if count else {},
+        ), payload
 
     def go_to(self, step: int) -> None:
         """Have the state of a step.
@@ -176,26 +214,27 @@ class _Run:
         """The model as it is."""
         return self.layout.encode(self.layout.gather(self.model))
 
-    def _steps(self, first: int, until: int) -> float:
-        """Train; the mean loss over all units."""
+    def _steps(self, first: int, until: int, update: Callable[[], None]) -> float:
+        """A gradient of each step's batch, added to what is there, then `update`; the mean loss."""
         size = self.order.batch_size
         indices = [self.order.example(place) for place in range(first * size, until * size)]
         total = torch.zeros((), dtype=torch.float64)
         units = 0
         for inputs, target in batches(self.dataset, indices, size, CPU):
-            self.optimizer.zero_grad(set_to_none=True)
             _, values = losses(self.task, self.model, inputs, target)
             with user_code("the backward pass"):
                 torch.autograd.backward(values.mean())
-            if self.job.datacenter.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(
-                    self.model.parameters(), self.job.datacenter.clip_norm
-                )
-            with user_code("the optimizer's step"):
-                self.optimizer.step()
+            update()
             total += values.detach().sum(dtype=torch.float64)
             units += values.numel()
         return float(total) / max(units, 1)
+
+    def _update(self) -> None:
+        if self.job.datacenter.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.datacenter.clip_norm)
+        with user_code("the optimizer's step"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _evaluate(self) -> dict[str, float]:
         count = count_examples(self.held_out, "eval_data()")

@@ -28,6 +28,7 @@ from isthmus.lifetime import die_with_parent
 from isthmus_datacenter.agreement import AgreedError, Wish
 from isthmus_datacenter.control import BEAT_SECONDS, Attempt, Command, Control, Outcome, Report
 from isthmus_datacenter.engine import Engine, Place
+from isthmus_datacenter.gradient import mean_gradient
 
 _SLICE_SECONDS = 1.0
 _COLLECTIVE = timedelta(minutes=30)
@@ -156,6 +157,8 @@ class _Rank:
         if command.op == "train":
             done = self.engine.train(command, self._report, self._wish)
             return {**done, "profile": self.engine.figures}
+        if command.op == "gradient":
+            return mean_gradient(self.engine, command, self._wish)
         self.engine.export(command)
         return {}
 

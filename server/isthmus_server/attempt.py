@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
-from isthmus.errors import RoundFailed, UserError
+from isthmus.errors import JobError, RoundFailed
 from isthmus.job import Job
+from isthmus.uplink import SCORES_AND_GRADIENTS
+from isthmus.wire import link_pb2
 from isthmus_server import merge
+from isthmus_server.bundle import published
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
@@ -34,6 +38,8 @@ class Trained:
     """2-norm of each regime's pseudo-gradient that came here."""
     cosine: float | None = None
     """Between the two."""
+    gradient: torch.Tensor | None = None
+    """What devices added to their gradients, float32 (N)."""
 
     @property
     def receipts(self) -> list[Receipt]:
@@ -75,42 +81,119 @@ class Trainer:
 
         Raises:
             AttemptFailed: somebody without whom there is no round failed; with all receipts.
-            UserError: the plan asks for a merge that this version cannot do.
         """
-        if work.plan.regime == "hybrid":
-            self._how(work.plan)
         guest = self.fleet.guest
         if guest is not None and work.plan.reset_optimizer:
             guest.forget()
+        if work.transfers:
+            return await self._transfer(work)
+        async with self._published() as content:
+            alone = work.plan.regime == "datacenter"
+            devices = None if alone else self._ask_devices(work, content)
+            return await self._together(work, self._ask_ranks, devices)
+
+    async def _transfer(self, work: Work) -> Trained:
+        """One-way gradient transfer of Mixed FL (Augenstein et al. 2022).
+
+        The datacenters' mean gradient at the round's model comes first, times the transfer weight;
+        then devices train, and add it to the gradient of each of their steps.
+        """
+        self._check_able(work)
+        async with self._published():
+            first = await self._together(work, self._ask_gradient, None)
+        weight = work.plan.transfer_weight
+        parts = [(one.vector, one.examples) for one in first.datacenters if one.vector is not None]
+        gradient = merge.mean(parts)
+        gradient.mul_(self.job.strategy.transfer_weight if weight is None else weight)
+        fleet, vectors = self.fleet, (self.model.vector, gradient)
+        async with published(self.link, fleet.layout, fleet.spool, vectors, 2) as content:
+            try:
+                found = await self._ask_devices(work, content)
+            except AttemptFailed as failed:
+                receipts = [*first.receipts, *failed.receipts]
+                raise AttemptFailed(str(failed), receipts) from failed
+        ranks = [dataclasses.replace(one, vector=None) for one in first.datacenters]
+        return Trained(federated=found, datacenters=ranks, gradient=gradient)
+
+    def _check_able(self, work: Work) -> None:
+        """Refuse before anybody works.
+
+        Raises:
+            AttemptFailed: somebody who is needed cannot transfer gradients.
+            JobError: the devices' work is not Isthmus's to change.
+        """
+        if self.job.federated.flower is not None and self.job.federated.flower.app is not None:
+            raise JobError(
+                'merge="transfer" has devices add a gradient to their own, which a Flower app '
+                "(federated.flower.app) knows nothing of; use another merge, or leave the app out"
+            )
+        peers, needed = self.link.peers, work.federated.needed
+        for name in work.datacenters:
+            if name in peers and peers[name].version < SCORES_AND_GRADIENTS:
+                raise AttemptFailed(
+                    f"the datacenter {name!r} speaks version {peers[name].version} of the link and "
+                    "cannot give its gradient; update it",
+                    [],
+                )
+        if len(work.cohort) < needed and self.fleet.buffered is None:
+            raise AttemptFailed(
+                f"{len(work.cohort)} devices are ready that speak version {SCORES_AND_GRADIENTS} "
+                f"of the link and can take a gradient along, and the quorum is {needed}; update "
+                "the others",
+                [],
+            )
+
+    @asynccontextmanager
+    async def _published(self) -> AsyncIterator[link_pb2.Content]:
         content = self.model.content
         self.link.publish(content, self.model.payload)
+        try:
+            yield content
+        finally:
+            self.link.retract(content)
+
+    async def _together(
+        self,
+        work: Work,
+        ask: Callable[[str, Work], Coroutine[Any, Any, DatacenterResult]],
+        fleet: Coroutine[Any, Any, FederatedResult] | None,
+    ) -> Trained:
+        """Everyone at once; if one fails the others are stopped."""
         ranks: list[asyncio.Task[DatacenterResult]] = []
         devices: asyncio.Task[FederatedResult] | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 ranks += [
-                    group.create_task(self._ask_ranks(name, work), name=name)
-                    for name in work.datacenters
+                    group.create_task(ask(name, work), name=name) for name in work.datacenters
                 ]
-                if work.plan.regime != "datacenter":
-                    devices = group.create_task(self._ask_devices(work))
+                if fleet is not None:
+                    devices = group.create_task(fleet)
         except* RoundFailed as failures:
             raise self._as_one(failures, ranks, devices) from None
-        finally:
-            self.link.retract(content)
         return Trained(
             federated=devices.result() if devices is not None else None,
             datacenters=[task.result() for task in ranks],
         )
 
-    async def _ask_devices(self, work: Work) -> FederatedResult:
+    async def _ask_devices(self, work: Work, content: link_pb2.Content) -> FederatedResult:
         return await self.fleet.train(
             work.round,
             work.attempt,
-            self.model.content,
+            content,
             work.cohort,
             work.federated,
             self.model.vector,
+            work.transfers,
+        )
+
+    async def _ask_gradient(self, name: str, work: Work) -> DatacenterResult:
+        return await self.datacenter.mean_gradient(
+            name,
+            work.round,
+            work.attempt,
+            from_step=work.gradient_step,
+            until_step=work.gradient_step + work.steps,
+            model=self.model.content,
         )
 
     async def _ask_ranks(self, name: str, work: Work) -> DatacenterResult:
@@ -175,6 +258,8 @@ class Trainer:
         theirs = self._of_datacenters(trained, keep=alone) if ends else None
         fleet = trained.federated.pseudo_gradient if trained.federated is not None else None
         vectors = {"federated": fleet, "datacenter": theirs}
+        if trained.gradient is not None:
+            vectors["datacenter"] = trained.gradient
         present = {name: vector for name, vector in vectors.items() if vector is not None}
         trained.norms, trained.cosine = merge.geometry(present)
         if plan.reset_optimizer:
@@ -188,28 +273,13 @@ class Trainer:
             model.replace(ends[0])
         model.average()
 
-    def _how(self, plan: Plan) -> str:
-        """How the two sides of a hybrid round are joined.
-
-        Raises:
-            UserError: in a way that this version cannot.
-        """
-        how = plan.merge or self.job.strategy.merge
-        if how == "transfer":
-            raise UserError(
-                'merge="transfer" needs devices that add the datacenter\'s gradient to their '
-                'steps, and these do not yet; use merge="weighted" or "projected"'
-            )
-        return how
-
     def _of_datacenters(self, trained: Trained, *, keep: bool) -> torch.Tensor:
         """Their mean pseudo-gradient by examples, float32 (N); in their memory unless `keep`."""
         parts = []
         for one in trained.datacenters:
             assert one.vector is not None  # where one hands its model back, all do
             out = None if keep else one.vector
-            examples = sum(receipt.examples for receipt in one.receipts)
-            parts.append((torch.sub(self.model.vector, one.vector, out=out), examples))
+            parts.append((torch.sub(self.model.vector, one.vector, out=out), one.examples))
         return merge.mean(parts)
 
     def _merged(
@@ -219,6 +289,6 @@ class Trainer:
             merged = fleet if fleet is not None else theirs
             assert merged is not None
             return merged
-        if self._how(plan) == "projected":
+        if (plan.merge or self.job.strategy.merge) == "projected":
             theirs = merge.project(theirs, fleet)
         return merge.weigh(fleet, theirs, share=self.job.strategy.datacenter_weight)

@@ -68,13 +68,14 @@ class Buffered:
         model: link_pb2.Content,
         cohort: Mapping[str, int],
         settings: FederatedSection,
+        with_gradient: bool = False,
     ) -> FederatedResult:
         """Fill one buffer; `cohort` are those who may be asked for it besides those at work.
 
         Raises:
             AttemptFailed: fewer updates than the quorum within the round's time.
         """
-        filling = Filling(self, round_, attempt, model, cohort, settings)
+        filling = Filling(self, round_, attempt, model, cohort, settings, with_gradient)
         self.filling = filling
         return await filling.run()
 
@@ -130,6 +131,7 @@ class Filling:
         model: link_pb2.Content,
         cohort: Mapping[str, int],
         settings: FederatedSection,
+        with_gradient: bool,
     ) -> None:
         self.devices = devices
         self.fleet = devices.fleet
@@ -137,6 +139,7 @@ class Filling:
         self.attempt = attempt
         self.model = model
         self.settings = settings
+        self.with_gradient = with_gradient
         busy = (*devices.working.values(), *devices.held.values())
         at_work = {one.name: one.examples for one in busy}
         self.idle = {name: count for name, count in cohort.items() if name not in at_work}
@@ -234,6 +237,7 @@ class Filling:
                 attempt=self.attempt,
                 model=self.model,
                 keep=self.settings.secure_aggregation,
+                with_gradient=self.with_gradient,
             )
             self.devices.ask(name, self.idle[name], self.round, work)
 

@@ -41,10 +41,15 @@ class DatacenterResult:
     """What the ranks came to."""
 
     vector: torch.Tensor | None
-    """The model at the new step, float32 (N), if it was asked for."""
+    """The model at the new step, float32 (N), if it was asked for; or the mean gradient."""
     training: Mapping[str, float]
     evaluation: Mapping[str, float]
     profile: Mapping[str, float]
     """Rates and memory of the ranks; no two runs have the same."""
     events: Sequence[str]
     receipts: Sequence[Receipt]
+
+    @property
+    def examples(self) -> int:
+        """What its vector weighs."""
+        return sum(receipt.examples for receipt in self.receipts)

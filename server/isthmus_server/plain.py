@@ -37,6 +37,7 @@ class PlainAttempt:
         cohort: Mapping[str, int],
         settings: FederatedSection,
         gathering: Gathering | None = None,
+        with_gradient: bool = False,
     ) -> None:
         """With `gathering`, a Flower strategy takes the place of the weighted mean."""
         self.fleet = fleet
@@ -45,6 +46,7 @@ class PlainAttempt:
         self.model = model
         self.cohort = cohort
         self.settings = settings
+        self.with_gradient = with_gradient
         self.total = gathering or WeightedSum(fleet.layout.size, sum(cohort.values()))
         self.receipts: dict[str, Receipt] = {}
         self.losses: dict[str, tuple[float, int]] = {}
@@ -117,7 +119,11 @@ class PlainAttempt:
         request = link_pb2.Request(
             id=link.new_id(),
             train_local=link_pb2.TrainLocal(
-                run_id=self.fleet.run_id, round=self.round, attempt=self.attempt, model=self.model
+                run_id=self.fleet.run_id,
+                round=self.round,
+                attempt=self.attempt,
+                model=self.model,
+                with_gradient=self.with_gradient,
             ),
         )
         try:

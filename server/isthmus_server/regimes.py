@@ -60,12 +60,14 @@ class Fleet:
         cohort: Mapping[str, int],
         settings: FederatedSection | None = None,
         start: torch.Tensor | None = None,
+        with_gradient: bool = False,
     ) -> FederatedResult:
         """Have a cohort (names with their declared examples) train from a published model.
 
         Ends when enough updates are in, when too few can still come, or at the deadline.
         `settings` are the job's, or those of a round with another cohort. `start` is the same
-        model as a vector (N): a Flower strategy is shown it.
+        model as a vector (N): a Flower strategy is shown it. `with_gradient`: behind the model, in
+        the same content, a gradient follows that devices add to their own.
 
         Raises:
             AttemptFailed: fewer updates than the quorum.
@@ -73,7 +75,9 @@ class Fleet:
         settings = settings or self.job.federated
         if self.buffered is not None:
             self._running = self.buffered
-            return await self.buffered.train(round_, attempt, model, cohort, settings)
+            return await self.buffered.train(
+                round_, attempt, model, cohort, settings, with_gradient
+            )
         if len(cohort) < settings.needed:
             raise AttemptFailed(
                 f"{len(cohort)} devices are ready and the quorum is {settings.needed}", []
@@ -82,7 +86,12 @@ class Fleet:
 
             def begin(agreed: bytes) -> link_pb2.Request:
                 work = link_pb2.TrainLocal(
-                    run_id=self.run_id, round=round_, attempt=attempt, model=model, secure=agreed
+                    run_id=self.run_id,
+                    round=round_,
+                    attempt=attempt,
+                    model=model,
+                    secure=agreed,
+                    with_gradient=with_gradient,
                 )
                 return link_pb2.Request(train_local=work)
 
@@ -98,7 +107,9 @@ class Fleet:
 
                 begun = self.guest.begin(round_, start, settings)
                 gathering = Gathering(begun, self.layout, cohort)
-            self._running = PlainAttempt(self, round_, attempt, model, cohort, settings, gathering)
+            self._running = PlainAttempt(
+                self, round_, attempt, model, cohort, settings, gathering, with_gradient
+            )
         return await self._running.run()
 
     async def _train_app(
@@ -168,8 +179,45 @@ class Datacenter:
             hand_back=hand_back,
         )
         request = link_pb2.Request(id=self.link.new_id(), train_steps=work)
-        reply, vector = await self._ask(name, request, hand_back)
-        trained = reply.trained
+        reply, vector = await self._ask(name, request, "model" if hand_back else "")
+        return self._result(name, reply.trained, vector, model)
+
+    async def mean_gradient(
+        self,
+        name: str,
+        round_: int,
+        attempt: int,
+        *,
+        from_step: int,
+        until_step: int,
+        model: link_pb2.Content,
+    ) -> DatacenterResult:
+        """The mean gradient at a published model over the batches of some steps, as the `vector`.
+
+        The ranks' own training stays where it is.
+
+        Raises:
+            AttemptFailed: they could not, or not in time.
+        """
+        work = link_pb2.MeanGradient(
+            run_id=self.run_id,
+            round=round_,
+            attempt=attempt,
+            from_step=from_step,
+            until_step=until_step,
+            model=model,
+        )
+        request = link_pb2.Request(id=self.link.new_id(), mean_gradient=work)
+        reply, vector = await self._ask(name, request, "gradient")
+        return self._result(name, reply.trained, vector, model)
+
+    def _result(
+        self,
+        name: str,
+        trained: link_pb2.Trained,
+        vector: torch.Tensor | None,
+        model: link_pb2.Content | None,
+    ) -> DatacenterResult:
         receipt = Receipt(
             participant=name,
             regime="datacenter",
@@ -200,13 +248,14 @@ class Datacenter:
         request = link_pb2.Request(
             id=self.link.new_id(), export=link_pb2.Export(run_id=self.run_id, step=step)
         )
-        _, vector = await self._ask(name, request, True)
+        _, vector = await self._ask(name, request, "model")
         assert vector is not None
         return vector
 
     async def _ask(
-        self, name: str, request: link_pb2.Request, with_model: bool
+        self, name: str, request: link_pb2.Request, what: str
     ) -> tuple[link_pb2.Reply, torch.Tensor | None]:
+        """Its reply, and the model or gradient that comes with it; nothing comes for ""."""
         reply: link_pb2.Reply | None = None
         accepted, reason = False, "the round is over"
         try:
@@ -216,9 +265,9 @@ class Datacenter:
                 if outcome not in ("trained", "exported"):
                     raise UpdateError(reply.failure.reason or "it answered something else")
                 vector = None
-                if with_model:
+                if what:
                     content = reply.trained.result if outcome == "trained" else reply.exported.model
-                    vector = await self._fetch(name, content)
+                    vector = await self._fetch(name, content, what)
             accepted, reason = True, ""
         except TimeoutError:
             reason = f"it did not answer within the round's {self.job.time.round_seconds:g} s"
@@ -233,17 +282,17 @@ class Datacenter:
                 self.link.settle(name, request.id, accepted, reason)
         return reply, vector
 
-    async def _fetch(self, name: str, content: link_pb2.Content) -> torch.Tensor:
+    async def _fetch(self, name: str, content: link_pb2.Content, what: str) -> torch.Tensor:
         if content.size != self.layout.nbytes:
             raise UpdateError(
-                f"its model has {content.size} bytes where this exchange set takes "
+                f"its {what} has {content.size} bytes where this exchange set takes "
                 f"{self.layout.nbytes}"
             )
         payload = bytearray(content.size)
         await self.link.fetch(name, content, into(payload))
         vector = self.layout.decode(payload)
         if not bool(torch.isfinite(vector).all()):
-            raise UpdateError("its model is not finite")
+            raise UpdateError(f"its {what} is not finite")
         return vector
 
     def _failed(self, name: str, status: str, reason: str) -> AttemptFailed:

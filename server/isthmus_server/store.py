@@ -68,6 +68,8 @@ class Resume:
     optimizer_numbers: Mapping[str, Any]
     datacenter_step: int
     """Optimizer steps the datacenter has made in committed rounds."""
+    gradient_step: int
+    """Steps whose batches have gone into gradients that devices took along."""
     holder: str | None
     """The datacenter that holds the committed model at that step, if one does."""
     model_in_datacenter: bool
@@ -98,6 +100,7 @@ class Resume:
             "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
             "optimizer_numbers": dict(self.optimizer_numbers),
             "datacenter_step": self.datacenter_step,
+            "gradient_step": self.gradient_step,
             "holder": self.holder,
             "model_in_datacenter": self.model_in_datacenter,
             "policy_state": dict(self.policy_state),
@@ -310,6 +313,7 @@ class Store:
             optimizer=None if optimizer is None else Saved(**optimizer),
             optimizer_numbers=last.get("optimizer_numbers", {}),
             datacenter_step=last.get("datacenter_step", 0),
+            gradient_step=last.get("gradient_step", 0),
             holder=last.get("holder"),
             model_in_datacenter=last.get("model_in_datacenter", False),
             policy_state=(visits[-1] if visits else last).get("policy_state", {}),

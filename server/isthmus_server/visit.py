@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import mmap
-import tempfile
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from isthmus import paired
-from isthmus.contents import describe
 from isthmus.errors import JobError, ParticipantLost
 from isthmus.federated import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import RoundConfig
+from isthmus_server.bundle import published
 from isthmus_server.checkpoints import Saved
 from isthmus_server.outcome import AttemptFailed
 from isthmus_server.receipts import Receipt
@@ -92,16 +90,8 @@ async def visit(
         link_pb2.Candidate(of=[names.index(part) for part in model.split("+")])
         for model in asked.models
     ]
-    size = fleet.layout.nbytes
-    with tempfile.TemporaryFile(dir=fleet.spool) as file:
-        file.truncate(len(names) * size)
-        # The models lie in the page cache, not in this process.
-        payload = memoryview(mmap.mmap(file.fileno(), len(names) * size))
-        for at, name in enumerate(names):
-            piece = payload[at * size : (at + 1) * size]
-            piece[: len(fleet.layout.header)] = fleet.layout.header
-            fleet.layout.decode(piece).copy_(snapshots.read(name, saved))
-        content = await asyncio.to_thread(describe, payload)
+    vectors = (snapshots.read(name, saved) for name in names)
+    async with published(fleet.link, fleet.layout, fleet.spool, vectors, len(names)) as content:
         work = link_pb2.Score(
             run_id=fleet.run_id,
             visit=number,
@@ -109,13 +99,9 @@ async def visit(
             models=content,
             candidates=candidates,
         )
-        fleet.link.publish(content, payload)
-        try:
-            if settings.secure_aggregation:
-                return await _secure(fleet, work, cohort, settings)
-            return await _PlainVisit(fleet, work, cohort, settings).run()
-        finally:
-            fleet.link.retract(content)
+        if settings.secure_aggregation:
+            return await _secure(fleet, work, cohort, settings)
+        return await _PlainVisit(fleet, work, cohort, settings).run()
 
 
 def comparison(asked: Compare, scores: Scores, price: float) -> Comparison:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
+from isthmus.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.clock import Clock
 from isthmus_server.outcome import AttemptFailed
 from isthmus_server.receipts import Receipt
@@ -22,9 +23,6 @@ from isthmus_server.store import Resume, Store
 from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.policy import Compare, Comparison
 from isthmus_server.visit import comparison, visit
-
-SCORING = 2
-"""Version of the link since which devices score models."""
 
 
 class Visitor:
@@ -95,13 +93,13 @@ class Visitor:
         Raises:
             AttemptFailed: too few of those that are here can score models.
         """
-        able = self.roster.speaking(SCORING)
+        able = self.roster.speaking(SCORES_AND_GRADIENTS)
         ready = len(self.roster.able())
         old = ready - len(able)
         if old and len(able) < asked.devices:
             raise AttemptFailed(
                 f"{old} of the {ready} devices that are ready speak a version "
-                f"of the link before {SCORING} and cannot score models; update them",
+                f"of the link before {SCORES_AND_GRADIENTS} and cannot score models; update them",
                 [],
             )
         # Numbers below 0 draw apart from the rounds' cohorts.

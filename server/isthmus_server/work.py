@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from isthmus.federated import FederatedSection
 from isthmus.job import Job
+from isthmus.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.cohorts import Cohorts
 from isthmus_server.roster import Roster
 from isthmus_server.store import Resume
@@ -36,6 +37,10 @@ class Work:
     """It evaluates where it is trained."""
     hand_back: bool
     """Datacenters send what they made."""
+    transfers: bool = False
+    """Datacenters give their gradient, which devices add to theirs, and train nothing."""
+    gradient_step: int = 0
+    """Steps whose batches have gone into such gradients before it."""
 
     @property
     def alone(self) -> bool:
@@ -75,6 +80,9 @@ def work_of(
     if plan.cohort is not None and not alone:
         federated = federated.for_cohort(plan.cohort)
     one = alone and len(ranks) == 1
+    transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
+    if transfers:  # others would not know what comes behind the model
+        busy = {*busy, *roster.able()} - set(roster.speaking(SCORES_AND_GRADIENTS))
     averages = job.strategy.served_average > 0
     return Work(
         plan=plan,
@@ -88,6 +96,8 @@ def work_of(
         model_is_there=plan.start == CURRENT and ranks == [at.holder],
         evaluate=one and not averages and evaluates(job, round_),
         hand_back=not one or averages or any(plan.keep.values()),
+        transfers=transfers,
+        gradient_step=at.gradient_step,
     )
 
 

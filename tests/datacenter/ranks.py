@@ -23,6 +23,7 @@ from isthmus_datacenter.control import Command
 from isthmus_datacenter.data import Order
 from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
+from isthmus_datacenter.gradient import mean_gradient
 from isthmus_datacenter.parallelize import parallelize
 
 
@@ -55,6 +56,17 @@ def train(
         engine(rank, opened, state).train(
             Command(**command), lambda report: None, lambda: Wish.GO_ON
         )
+        for opened, command, state in works
+    ]
+
+
+def gradients(
+    rank: int, works: list[tuple[dict[str, Any], dict[str, Any], str]]
+) -> list[dict[str, object]]:
+    """Mean gradients: `(how to open the run, what to do, state)`."""
+    shard_everything()
+    return [
+        mean_gradient(engine(rank, opened, state), Command(**command), lambda: Wish.GO_ON)
         for opened, command, state in works
     ]
 

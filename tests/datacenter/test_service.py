@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.datacenter.conftest import Driver
 
-import isthmus_datacenter.service
+import isthmus_datacenter.files
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.exchange import Layout
 from isthmus.scoring import build_model, evaluate
@@ -229,7 +229,7 @@ def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
 
 
 def test_a_state_directory_has_one_service(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isthmus_datacenter.service, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(isthmus_datacenter.files, "_LOCK_SECONDS", 0.0)
     with pytest.raises(UserError, match="another datacenter service uses the state directory"):
         Service("second", 2, warm.service.state)
 

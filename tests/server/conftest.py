@@ -268,6 +268,7 @@ class Ranks:
         self.vector = None
         self.step = 0
         self.rate = 0.001
+        self.gradient = torch.zeros(layout.size)
         self.asked = []
         self.fail_exports = 0
 
@@ -284,6 +285,8 @@ class Ranks:
                 raise TaskError("the disk is full")
             assert request.export.step == self.step
             return self.answer(self.vector, exported=True)
+        if kind == "mean_gradient":
+            return self.answer(self.gradient)
         work = request.train_steps
         if model is not None:
             self.vector = self.layout.decode(model).clone()

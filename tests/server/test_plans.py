@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 
+from isthmus import uplink
 from isthmus.errors import UserError
 from isthmus.exchange import Layout
 from isthmus.scoring import build_model
@@ -233,8 +234,95 @@ async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, pl
     assert (one["cosine"] < 0) == bool((projected - weighted).abs().max() > 1e-5)
 
 
-async def test_a_merge_that_cannot_be_done_is_refused_before_anybody_trains(with_ranks):
-    _, coordinator, ranks = await with_ranks("strategy.policy=hybrid", "strategy.merge=transfer")
-    with pytest.raises(UserError, match=r'^merge="transfer" needs devices that add'):
+# -- one-way gradient transfer --------------------------------------------------------------------
+
+TRANSFER = {"regime": "hybrid", "merge": "transfer"}
+
+
+def gradients_of(ranks):
+    """The gradients that a datacenter was asked for."""
+    return [request.mean_gradient for request in ranks.asked if request.HasField("mean_gradient")]
+
+
+PLAIN = "federated.secure_aggregation=false"
+BUFFERED = (PLAIN, "federated.mode=buffered", "federated.buffer={concurrency=3}")
+
+
+@pytest.mark.parametrize("how", [(), (PLAIN,), BUFFERED], ids=["secure", "plain", "buffered"])
+async def test_devices_take_the_datacenters_gradient_along(with_ranks, planned, how):
+    """By hand: with plain descent at rate 0.1, a device goes 0.1 x weight x gradient further."""
+    plans = planned(
+        [
+            {},
+            {**TRANSFER, "start": "initial", "transfer_weight": 0.5, "datacenter_steps": 7},
+            {**TRANSFER, "start": "initial"},
+            {"regime": "datacenter"},
+        ]
+    )
+    store, coordinator, ranks = await with_ranks(*plans, *how, "strategy.transfer_weight=0.25")
+    ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
+    seen = {}
+
+    def watch(kind, data):
+        if kind == "committed" and data["round"] < 4:
+            path = store.directory / f"checkpoints/model-{data['round']:06}.safetensors"
+            seen[data["round"]] = LAYOUT.decode(bytearray(path.read_bytes()))
+
+    coordinator.watch = watch
+    await coordinator.run()
+    for round_, weight in ((2, 0.5), (3, 0.25)):
+        further = seen[1] - seen[round_]
+        torch.testing.assert_close(further, 0.1 * weight * ranks.gradient, atol=2e-6, rtol=1e-5)
+    asked = gradients_of(ranks)
+    assert [(one.from_step, one.until_step) for one in asked] == [(0, 7), (7, 57)]
+    (trained,) = [one.train_steps for one in ranks.asked if one.HasField("train_steps")]
+    assert (trained.from_step, trained.HasField("model")) == (0, True)
+    rows = document(store)["rounds"]
+    assert [row["cost"]["price"] for row in rows] == pytest.approx([3, 3.07, 3.5, 0.5])
+    assert [row["participants"]["accepted"] for row in rows] == [3, 4, 4, 1]
+    assert rows[1]["norms"]["datacenter"] == pytest.approx(float(0.5 * ranks.gradient.norm()))
+    assert rows[1]["training"]["datacenter"] == {"loss": 1.0}
+    devices = [row for row in rows[1]["receipts"] if row["regime"] == "federated"]
+    assert {device["bytes_out"] for device in devices} == {2 * LAYOUT.nbytes}
+
+
+async def test_a_run_with_transfers_goes_on_after_a_crash(with_ranks, planned, place):
+    plans = planned([TRANSFER, TRANSFER])
+    _, coordinator, ranks = await with_ranks(*plans)
+    ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
+    final = await coordinator.run()
+
+    def kill(kind, data):
+        if (kind, data.get("round")) == ("round", 2):
+            raise place.Killed
+
+    store = place.create("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
+    with pytest.raises(place.Killed):
+        await Coordinator(store, place.link, kill).run()
+    resumed = await Coordinator(place.reopen(store), place.link).run()
+    assert resumed["model_sha256"] == final["model_sha256"]
+    assert [one.from_step for one in gradients_of(ranks)] == [0, 50, 0, 50]
+
+
+async def test_no_device_is_asked_where_there_is_no_gradient(with_ranks, planned):
+    store, coordinator, ranks = await with_ranks(*planned([TRANSFER]), "attempts=1")
+    ranks.gradient = torch.full((LAYOUT.size,), float("nan"))
+    with pytest.raises(UserError, match="its gradient is not finite"):
         await coordinator.run()
-    assert not [request for request in ranks.asked if request.HasField("train_steps")]
+    (row,) = document(store)["failed_attempts"]
+    assert [receipt["participant"] for receipt in row["receipts"]] == ["dc"]
+
+
+async def test_participants_of_an_older_version_cannot_transfer(
+    with_ranks, planned, place, monkeypatch
+):
+    monkeypatch.setattr(uplink, "VERSION", 1)
+    plans = planned([TRANSFER])
+    _, coordinator, ranks = await with_ranks(*plans, "attempts=1")
+    with pytest.raises(UserError, match="the datacenter 'dc' speaks version 1 of the link and can"):
+        await coordinator.run()
+    place.link.peers["dc"].version = 2
+    store = place.create("devices", *plans, "attempts=1", "federated.clients=3")
+    with pytest.raises(UserError, match="0 devices are ready that speak version 2 of the link"):
+        await Coordinator(store, place.link).run()
+    assert not gradients_of(ranks)

@@ -105,7 +105,8 @@ class PastRound:
     training: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """The training's own figures (loss), by regime."""
     norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """2-norm of each regime's pseudo-gradient, where the server saw it."""
+    """2-norm of each regime's pseudo-gradient, where the server saw it; of what devices took along,
+    where they took the datacenter's gradient."""
     cosine: float | None = None
     """Between the two pseudo-gradients of a hybrid round."""
     comparisons: Sequence[Comparison] = ()

@@ -1,0 +1,40 @@
+"""Several vectors in one content, one encoded behind the other."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from isthmus.contents import describe
+from isthmus.exchange import Layout
+from isthmus.wire import link_pb2
+from isthmus_server.link import Link
+
+
+@asynccontextmanager
+async def published(
+    link: Link, layout: Layout, spool: Path, vectors: Iterable[torch.Tensor], count: int
+) -> AsyncIterator[link_pb2.Content]:
+    """Have so many vectors (N) for participants to fetch, for as long as the block lasts.
+
+    They lie in a file under `spool`, in the page cache and not in this process's own memory.
+    """
+    with tempfile.TemporaryFile(dir=spool) as file:
+        file.truncate(count * layout.nbytes)
+        payload = memoryview(mmap.mmap(file.fileno(), count * layout.nbytes))
+        for at, vector in zip(range(count), vectors, strict=True):
+            piece = payload[at * layout.nbytes : (at + 1) * layout.nbytes]
+            piece[: len(layout.header)] = layout.header
+            layout.decode(piece).copy_(vector)
+        content = await asyncio.to_thread(describe, payload)
+        link.publish(content, payload)
+        try:
+            yield content
+        finally:
+            link.retract(content)

@@ -1,0 +1,140 @@
+"""The mean gradient that devices take along is that of one process, in every layout."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.exchange import Layout
+from isthmus.scoring import losses
+from isthmus.wire import link_pb2
+from isthmus_datacenter.data import Order
+from isthmus_datacenter.virtual import VirtualDatacenter
+
+FIRST, UNTIL = 2, 5
+BATCH = 8
+"""Examples in a step of all replicas."""
+
+
+def seeded(layout: Layout) -> bytes:
+    generator = torch.Generator().manual_seed(3)
+    return bytes(layout.encode(0.3 * torch.randn(layout.size, generator=generator)))
+
+
+def by_hand(made: Any, model: bytes) -> tuple[torch.Tensor, float]:
+    """Mean over the batches of the gradient of each one's mean loss, and the mean loss."""
+    task, module = made.task, made.task.model()
+    made.layout.scatter(made.layout.decode(bytearray(model)), module)
+    data = task.local_data(None)
+    order = Order(examples=len(data), ranks=1, batch_size=BATCH, seed=made.job.seed)
+    total, units = 0.0, 0
+    for step in range(FIRST, UNTIL):
+        rows = [data[i] for i in order.steps(step, step + 1, 0)]
+        inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
+        _, values = losses(task, module, inputs, target)
+        values.mean().backward()  # type: ignore[no-untyped-call]
+        total += float(values.detach().sum())
+        units += values.numel()
+    vector = torch.zeros(made.layout.size)
+    parameters = dict(module.named_parameters())
+    for name, part in made.layout.parts(vector):
+        part.copy_(parameters[name].grad)
+    return vector / (UNTIL - FIRST), total / units
+
+
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        ("Language", {"batch_size": 4, "zero_stage": 3}),
+        ("Gpt", {"batch_size": 4, "zero_stage": 1, "accumulate": 2}),
+        ("Language", {"batch_size": 8, "tensor_parallel": 2}),
+        ("Gpt", {"batch_size": 8, "pipeline_parallel": 2}),
+        ("Gpt", {"batch_size": 4, "precision": "fp16"}),
+    ],
+    4: [("Gpt", {"batch_size": 4, "tensor_parallel": 2, "zero_stage": 3})],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_the_gradient_is_that_of_one_process(
+    ranks: int, setup: Any, on_ranks: Any, vector: Any, tmp_path: Path
+) -> None:
+    works, setups = [], []
+    for number, (task, section) in enumerate(CASES[ranks]):
+        made = setup(task, **{**section, "ranks": ranks})
+        source, result = tmp_path / f"{number}.model", tmp_path / f"{number}.gradient"
+        source.write_bytes(seeded(made.layout))
+        result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
+        command = {
+            "op": "gradient",
+            "run_id": "run",
+            "from_step": FIRST,
+            "until_step": UNTIL,
+            "model": str(source),
+            "result": str(result),
+        }
+        works.append((made.command(), command, str(tmp_path / f"{number}.state")))
+        setups.append((made, result))
+    values = on_ranks(ranks, "gradients", works)
+    for number, (made, result) in enumerate(setups):
+        expected, loss = by_hand(made, seeded(made.layout))
+        rounded = made.job.datacenter.precision != "fp32"
+        found = vector(result.read_bytes(), made.layout)
+        assert (found - expected).abs().max() <= (5e-3 if rounded else 2e-6), CASES[ranks][number]
+        for value in values:
+            near = pytest.approx(loss, abs=1e-2 if rounded else 1e-5)
+            assert value[number]["training"]["loss"] == near
+        assert values[0][number]["examples"] == (UNTIL - FIRST) * BATCH
+
+
+def gradient_of(run_id: str) -> link_pb2.MeanGradient:
+    return link_pb2.MeanGradient(run_id=run_id, from_step=FIRST, until_step=UNTIL)
+
+
+def test_a_gradient_leaves_training_where_it_is(warm: Any, setup: Any, vector: Any) -> None:
+    made = setup("Table", {"dropout": 0.0})
+    sent = seeded(made.layout)
+    ends = []
+    for run_id in ("with-gradient", "without"):
+        warm.open(run_id, made)
+        warm.train(run_id, 0, 4)
+        if run_id == "with-gradient":
+            reply, content = warm.ask(sent, mean_gradient=gradient_of(run_id))
+            expected, loss = by_hand(made, sent)
+            torch.testing.assert_close(vector(content, made.layout), expected, atol=1e-6, rtol=1e-5)
+            assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
+            assert (reply.trained.steps, reply.trained.examples) == (UNTIL - FIRST, 24)
+        ends.append(warm.train(run_id, 4, 8, hand_back=True)[1])
+    assert ends[0] == ends[1]
+    assert not list((warm.service.state / "exchange").iterdir())
+
+
+def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
+    made = setup("Table", ranks=0, batch_size=BATCH)
+    sent = seeded(made.layout)
+    ends = []
+
+    async def ask(datacenter: VirtualDatacenter, model: Any = None, **work: Any) -> Any:
+        return await datacenter.work(link_pb2.Request(id="r", **work), model, lambda progress: None)
+
+    async def both() -> None:
+        for asked in (True, False):
+            datacenter = VirtualDatacenter()
+            await ask(datacenter, open=made.opening("run"))
+            train = link_pb2.TrainSteps(run_id="run", from_step=0, until_step=4)
+            await ask(datacenter, train_steps=train)
+            if asked:
+                work = gradient_of("run")
+                reply, content = await ask(datacenter, bytearray(sent), mean_gradient=work)
+                expected, loss = by_hand(made, sent)
+                found = vector(content, made.layout)
+                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+                assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
+            train = link_pb2.TrainSteps(run_id="run", from_step=4, until_step=8, hand_back=True)
+            ends.append(bytes((await ask(datacenter, train_steps=train))[1]))
+
+    asyncio.run(both())
+    assert ends[0] == ends[1]
