@@ -89,10 +89,16 @@ class Progress:
         self._now(f"{data['participant']} is ready with {data['examples']} examples of its own")
 
     def _on_declined(self, data: Mapping[str, Any]) -> None:
-        self._say(f"[red]{data['participant']} declined:[/red] {data['reason']}")
+        self._say(f"[red]{escape(data['participant'])} declined:[/red] {escape(data['reason'])}")
 
     def _on_left(self, data: Mapping[str, Any]) -> None:
-        self._say(f"[yellow]{data['participant']} left:[/yellow] {data['reason']}")
+        self._say(f"[yellow]{escape(data['participant'])} left:[/yellow] {escape(data['reason'])}")
+
+    def _on_paused(self, data: Mapping[str, Any]) -> None:
+        self._say(
+            f"           [dim]round {data['round']} waits {data['seconds']:.0f} s: "
+            f"{escape(data['reason'])}[/dim]"
+        )
 
     def _on_round(self, data: Mapping[str, Any]) -> None:
         again = f", try {data['attempt']}" if data["attempt"] > 1 else ""
@@ -103,37 +109,39 @@ class Progress:
 
     def _on_committed(self, data: Mapping[str, Any]) -> None:
         people, regime = data["participants"], data["regime"]
+        metrics = escape(figures(dict(data["metrics"])))
         self._say(
             f"round {data['round']:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
             f"{people['accepted']}/{people['invited']}  "
-            f"{figures(dict(data['metrics'])):<32} cost {data['cost']['price']:<6g} "
-            f"{data['seconds']:6.2f} s  [dim]{data['reason']}[/dim]"
+            f"{metrics:<32} cost {data['cost']['price']:<6g} "
+            f"{data['seconds']:6.2f} s  [dim]{escape(data['reason'])}[/dim]"
         )
         for receipt in data["receipts"]:
             if receipt["reason"]:
                 self._say(
-                    f"           [yellow]{receipt['participant']} {receipt['status']}:[/yellow] "
-                    f"{receipt['reason']}"
+                    f"           [yellow]{escape(receipt['participant'])} {receipt['status']}:[/yellow] "
+                    f"{escape(receipt['reason'])}"
                 )
 
     def _on_visited(self, data: Mapping[str, Any]) -> None:
         found = data["comparison"]
         if found is None:
-            said = f"[red]try {data['attempt']} failed:[/red] {data['error']}"
+            said = f"[red]try {data['attempt']} failed:[/red] {escape(data['error'])}"
         else:
-            scores = (f"{name} {found['score'][name]:.4f}" for name in found["models"])
+            scores = (f"{escape(name)} {found['score'][name]:.4f}" for name in found["models"])
             said = f"{found['devices']} devices scored {', '.join(scores)} (0 is best)"
         self._say(f"           comparison for round {data['round']}: {said}")
 
     def _on_attempt_failed(self, data: Mapping[str, Any]) -> None:
         self._say(
-            f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {data['error']}"
+            f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {escape(data['error'])}"
         )
 
     def _on_finished(self, data: Mapping[str, Any]) -> None:
         self._say(
-            f"[bold]done[/bold] ({data['reason']}): {figures(dict(data['metrics']))}, "
-            f"cost {data['spent']:g}\nmodel   {data['model_path']}\nsha256  {data['model_sha256']}"
+            f"[bold]done[/bold] ({escape(data['reason'])}): "
+            f"{escape(figures(dict(data['metrics'])))}, "
+            f"cost {data['spent']:g}\nmodel   {escape(data['model_path'])}\nsha256  {data['model_sha256']}"
         )
 
     def _say(self, text: str) -> None:

@@ -40,7 +40,7 @@ def page(report: dict[str, Any]) -> RenderableType:
             row["regime"],
             Text(row.get("error") or row["reason"], style="red" if "error" in row else ""),
             f"{people['accepted']} of {people['invited']}",
-            figures(row["metrics"]),
+            Text(figures(row["metrics"])),
             f"{row['cost']['price']:g}",
             f"{row['seconds']:.2f}",
         )

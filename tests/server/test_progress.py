@@ -24,6 +24,7 @@ def shown(monkeypatch):
                 return Shown.now
 
             heard = progress.heard
+            event = progress
 
             def __call__(self):
                 return [line.strip() for line in output.getvalue().splitlines()]
@@ -62,3 +63,33 @@ def test_devices_are_many_and_not_shown(shown):
     shown.now = type(shown).now = shown.now + 60
     shown.heard("edge-1", link_pb2.Progress(steps=3))
     assert shown() == []
+
+
+def test_what_participants_say_is_text_and_nothing_else(shown):
+    """Brackets are rich's markup: no sentence from elsewhere may end a run, or look like ours."""
+    said = "[/a] is no [/INST] of [red]mine[/red]\\"
+    row = {
+        "round": 1,
+        "attempt": 2,
+        "regime": "federated",
+        "reason": said,
+        "error": said,
+        "participant": said,
+        "participants": {"accepted": 1, "invited": 2},
+        "invited": 2,
+        "metrics": {said: 1.0},
+        "cost": {"price": 1.0},
+        "seconds": 1.0,
+        "receipts": [{"participant": said, "status": "rejected", "reason": said}],
+        "comparison": None,
+        "spent": 1.0,
+        "model_path": said,
+        "model_sha256": "00",
+        "examples": 3,
+    }
+    for kind in (
+        *("declined", "left", "ready", "paused", "round", "committed"),
+        *("visited", "attempt_failed", "finished"),
+    ):
+        shown.event(kind, row)
+    assert sum(line.count(said) for line in shown()) == 14

@@ -13,6 +13,7 @@ import click
 import grpc
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import Refused, UserError
@@ -128,7 +129,7 @@ def jobs(as_json: bool, state: Path) -> None:
     for job in found:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
-        table.add_row(job.id, job.state, rounds, job.submitted_by, since, job.reason)
+        table.add_row(job.id, job.state, rounds, job.submitted_by, since, escape(job.reason))
     Console().print(table if found else "nothing has been submitted yet")
 
 
