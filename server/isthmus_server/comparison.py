@@ -50,7 +50,6 @@ async def compare_policies(
                 changes: dict[str, Any] = {"strategy.policy": policy, "seed": seed}
                 if policy != job.strategy.policy:
                     changes["rounds"] = _UNLIMITED
-                    changes["evaluation.every"] = _UNLIMITED
                 variant = with_changes(job, changes)
                 store = Store.create(directory / f"{policy}-{seed}", variant, base)
                 try:

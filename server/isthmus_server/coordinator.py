@@ -29,6 +29,7 @@ from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.roster import Roster
 from isthmus_server.snapshots import Snapshots
 from isthmus_server.store import Store
+from isthmus_server.strategy.constraints import hold
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
@@ -39,6 +40,7 @@ from isthmus_server.strategy.policy import (
     Observation,
     Plan,
     Stop,
+    Wait,
     load_policy,
 )
 from isthmus_server.visitor import Visitor, after_visit
@@ -129,12 +131,12 @@ class Coordinator:
             while self.at.round < self.job.rounds:
                 await self.clock.sleep(0.0)  # whoever came meanwhile is heard first
                 decision = await self._decide()
-                if isinstance(decision.answer, Stop):
-                    reason = decision.answer.reason
+                stop = await self._round(decision)
+                if stop is not None:
+                    reason = stop.reason
                     seen = {"round": self.at.round + 1, "observation": decision.seen}
                     self._note("stopped", {**seen, "reason": reason})
                     break
-                await self._round(decision, decision.answer)
             final = await self._finish(reason)
         except IsthmusError as error:
             self.store.finish("failed", str(error), None)
@@ -152,23 +154,48 @@ class Coordinator:
             await asyncio.sleep(NOTED_EVERY)
             self.store.lasted(self.clock.now() - self._began)
 
-    async def _round(self, decision: Decision, plan: Plan) -> None:
-        """Try a round until it is committed, or the job's attempts are used up."""
-        round_ = self.at.round + 1
-        for tries in itertools.count(1):
+    async def _round(self, decision: Decision) -> Stop | None:
+        """Try a round until it is committed, or the job's attempts are used up.
+
+        Returns what ends the run instead, if the policy or a limit does.
+        """
+        plan, round_ = decision.answer, self.at.round + 1
+        if isinstance(plan, Stop):
+            return plan
+        tries = 0
+        while True:
+            tries += 1
+            stop = await self._still(plan)
+            if stop is not None:
+                return stop
             attempt = self.at.attempts + 1
             await self.roster.require(plan.regime)
             started = self.clock.now()
             try:
                 await self._one_attempt(decision, plan, round_, attempt, started)
-                return
+                return None
             except RoundFailed as error:
                 receipts = error.receipts if isinstance(error, AttemptFailed) else []
-                self._record_failure(plan, round_, attempt, started, str(error), receipts)
-                if tries >= self.job.attempts:
+                last = tries >= self.job.attempts
+                self._record_failure(plan, round_, attempt, started, str(error), receipts, last)
+                if last:
                     raise UserError(
                         f"round {round_} failed {tries} times; the last time because: {error}"
                     ) from None
+
+    async def _still(self, plan: Plan) -> Stop | None:
+        """Hold a plan of before to the limits of now: time has passed, and money is spent.
+
+        The plan stays what it is; it waits, or a limit ends the run.
+        """
+        while True:
+            answer = hold(plan, self._observe()).answer
+            if isinstance(answer, Stop):
+                return answer
+            if not isinstance(answer, Wait):
+                return None
+            self._note("paused", {"round": self.at.round + 1, **dataclasses.asdict(answer)})
+            await self.clock.sleep(answer.seconds)
 
     async def _one_attempt(
         self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
@@ -360,6 +387,7 @@ class Coordinator:
         started: float,
         reason: str,
         receipts: Sequence[Receipt],
+        last: bool,
     ) -> None:
         row = attempt_row(plan, round_, attempt, receipts, started, self.clock.now())
         # Devices that were reached have been paid for; what the ranks did is not known.
@@ -367,7 +395,7 @@ class Coordinator:
         row["cost"]["price"] = self._price(reached, 0)
         row["error"] = reason
         row["elapsed"] = self.clock.now() - self._began
-        self.store.fail(round_, attempt, {"round": row})
+        self.store.fail(round_, attempt, {"round": row, "last": last})
         self.cohorts.failed(row)
         self.at = dataclasses.replace(
             self.at,

@@ -118,10 +118,8 @@ class Progress:
         )
         for receipt in data["receipts"]:
             if receipt["reason"]:
-                self._say(
-                    f"           [yellow]{escape(receipt['participant'])} {receipt['status']}:[/yellow] "
-                    f"{escape(receipt['reason'])}"
-                )
+                who = f"{escape(receipt['participant'])} {receipt['status']}"
+                self._say(f"           [yellow]{who}:[/yellow] {escape(receipt['reason'])}")
 
     def _on_visited(self, data: Mapping[str, Any]) -> None:
         found = data["comparison"]
@@ -133,15 +131,15 @@ class Progress:
         self._say(f"           comparison for round {data['round']}: {said}")
 
     def _on_attempt_failed(self, data: Mapping[str, Any]) -> None:
-        self._say(
-            f"[red]round {data['round']}, try {data['attempt']} failed:[/red] {escape(data['error'])}"
-        )
+        which = f"round {data['round']}, try {data['attempt']}"
+        self._say(f"[red]{which} failed:[/red] {escape(data['error'])}")
 
     def _on_finished(self, data: Mapping[str, Any]) -> None:
         self._say(
             f"[bold]done[/bold] ({escape(data['reason'])}): "
             f"{escape(figures(dict(data['metrics'])))}, "
-            f"cost {data['spent']:g}\nmodel   {escape(data['model_path'])}\nsha256  {data['model_sha256']}"
+            f"cost {data['spent']:g}\nmodel   {escape(data['model_path'])}\n"
+            f"sha256  {data['model_sha256']}"
         )
 
     def _say(self, text: str) -> None:

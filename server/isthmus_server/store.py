@@ -189,7 +189,7 @@ class Store:
         )
 
     def fail(self, round_: int, attempt: int, outcome: Mapping[str, Any]) -> None:
-        """An attempt ended without a result."""
+        """An attempt ended without a result; `outcome["last"]`: its plan is not tried again."""
         self._db.execute(
             "UPDATE attempts SET state='failed', outcome=? WHERE round=? AND attempt=?",
             (json.dumps(outcome), round_, attempt),
@@ -296,10 +296,14 @@ class Store:
         last = committed[-1]["outcome"]["resume"] if committed else {}
         number = committed[-1]["round"] if committed else 0
         tried = self._db.execute(
-            "SELECT attempt, plan, observation FROM attempts WHERE round=? ORDER BY attempt DESC",
+            "SELECT attempt, plan, observation, outcome FROM attempts WHERE round=? "
+            "ORDER BY attempt DESC",
             (number + 1,),
         ).fetchone()
-        cut_short = tried is not None and self.status()[0] == "running"
+        given_up = (
+            tried is not None and tried[3] is not None and json.loads(tried[3]).get("last", False)
+        )
+        cut_short = tried is not None and not given_up and self.status()[0] == "running"
         rows = [row["outcome"]["round"] for row in committed + failed]
         tries = self.visits()
         visits = [one for one in tries if one["round"] == number + 1]

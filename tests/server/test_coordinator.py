@@ -163,6 +163,16 @@ async def test_a_budget_ends_the_run_before_it_is_overdrawn(place):
     assert len(report["rounds"]) == 2
 
 
+async def test_attempts_that_fail_do_not_overdraw_it(place):
+    await place.listen()
+    place.faults["b"][2, 1] = "no power"
+    report, _ = await place.run("run", "budget=8")
+    assert report["reason"] == (
+        "the budget of 8 is used up: 6 is spent and a federated round costs 3"
+    )
+    assert (len(report["rounds"]), len(report["failed_attempts"])) == (1, 1)
+
+
 async def test_a_budget_for_nothing_still_gives_a_model(place):
     await place.listen()
     report, final = await place.run("run", "budget=0.5")

@@ -175,6 +175,18 @@ def test_failed_attempts_count_and_cost(create, crash):
     assert (at.round, at.attempts, at.spent) == (2, 0, 11.0)
 
 
+def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, crash):
+    store = create()
+    plan(store, 1, 1)
+    store.fail(1, 1, {"round": row(1), "last": False})
+    assert crash(store).resume_point().decided is not None
+    plan(store, 1, 2)
+    store.fail(1, 2, {"round": row(1), "last": True})
+    store.finish("failed", "round 1 failed 2 times", None)
+    store.reopen()  # somebody resumes it, and it is killed before it has decided anew
+    assert crash(store).resume_point().decided is None
+
+
 def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, crash):
     store = create()
     plan(store, 1, 1)

@@ -44,7 +44,7 @@ class Decision:
 
     @classmethod
     def from_log(cls, plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Decision:
-        """One that was written down before a crash: it stands, whatever time it is now."""
+        """One that was written down before a crash: it stands, within the limits of now."""
         names = {field.name for field in dataclasses.fields(Plan) if field.init}
         return cls(
             answer=Plan(**{name: value for name, value in plan.items() if name in names}),
