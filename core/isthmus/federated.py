@@ -97,6 +97,9 @@ class FlowerSection(Section):
     """The app's `context.run_config`."""
     most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """A round's updates are together in the server's memory, cohort x model; at most so much."""
+    most_examples: Annotated[int, Field(ge=1)] = 1_000_000
+    """With an app, a device that says that it trained on more is refused. It counts by its own
+    word: a number near what honest devices have bounds what a lying one weighs."""
 
 
 class FederatedSection(Section):

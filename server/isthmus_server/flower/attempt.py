@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 
 from isthmus.errors import RoundFailed, UpdateError
 from isthmus.federated import FederatedSection
-from isthmus.flower import NUMPY, node_of
+from isthmus.flower import node_of
 from isthmus_server.flower.grid import Answer, LinkGrid
 from isthmus_server.flower.guest import Guest
+from isthmus_server.flower.replies import check, odd_ones
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt
 
@@ -72,9 +72,7 @@ class FlowerAttempt:
             return good >= settings.cohort or good + left < settings.needed
 
         answers = await self.grid.exchange(messages, self.fleet.job.time.round_seconds, over)
-        replies = [
-            answer.reply for answer in answers if await asyncio.to_thread(self._receive, answer)
-        ]
+        replies = await asyncio.to_thread(self._receive, answers)
         receipts = self.stopped("the strategy did not ask it")
         if len(replies) < settings.needed:
             reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
@@ -109,15 +107,33 @@ class FlowerAttempt:
             raise RoundFailed(f"{self.strategy.name} asks nodes that are not in the cohort")
         return sorted(messages, key=lambda one: places[one.metadata.dst_node_id])
 
-    def _receive(self, answer: Answer) -> bool:
-        """Leave a receipt; whether the reply can be used."""
-        failure = answer.failure
-        examples = 0
-        if not failure:
-            try:
-                examples = _check(answer.reply.content, self.strategy.weighted_by)
-            except UpdateError as error:
-                failure = str(error)
+    def _receive(self, answers: Sequence[Answer]) -> list[Message]:
+        """Leave a receipt of each; the replies that can be used."""
+        guest = self.strategy.guest
+        scratch = torch.empty_like(self.strategy.start)
+        failures = {answer.node: answer.failure for answer in answers}
+        weights: dict[int, int] = {}
+        for answer in answers:
+            if not answer.failure:
+                try:
+                    weights[answer.node] = check(
+                        answer.reply.content,
+                        guest.layout,
+                        scratch,
+                        weighted_by=self.strategy.weighted_by,
+                        most_examples=guest.settings.most_examples,
+                    )
+                except UpdateError as error:
+                    failures[answer.node] = str(error)
+        fine = {a.node: a.reply.content for a in answers if a.node in weights}
+        for node in odd_ones(fine):
+            failures[node] = "its records or figures have other names than most devices'"
+            del weights[node]
+        for answer in answers:
+            self._note(answer, failures[answer.node], weights.get(answer.node, 0))
+        return [answer.reply for answer in answers if not failures[answer.node]]
+
+    def _note(self, answer: Answer, failure: str, examples: int) -> None:
         status = "accepted" if not failure else "rejected" if answer.sent else "dropped"
         name = self.names[answer.node]
         self.receipts[name] = _receipt(
@@ -130,27 +146,7 @@ class FlowerAttempt:
             bytes_in=answer.bytes_in,
             bytes_out=answer.bytes_out,
         )
-        return not failure
 
 
 def _receipt(name: str, status: str, reason: str, **more: object) -> Receipt:
     return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)  # type: ignore[arg-type]
-
-
-def _check(records: RecordDict, weighted_by: str) -> int:
-    """Refuse one device's reply that would spoil everybody's; returns its weight.
-
-    Raises:
-        UpdateError: a value that is not finite, or a weight that is not positive.
-    """
-    for record in records.array_records.values():
-        for key, array in record.items():
-            if array.stype == NUMPY:
-                values = array.numpy()
-                if values.dtype.kind == "f" and not np.isfinite(values).all():
-                    raise UpdateError(f"the array {key!r} is not finite")
-    figures = next(iter(records.metric_records.values()), None)
-    weight = 0 if figures is None else figures.get(weighted_by, 0)
-    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise UpdateError(f"its {weighted_by}={weight!r} is not a number from 0 on")
-    return int(weight)

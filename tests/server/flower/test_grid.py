@@ -330,6 +330,10 @@ def train(message, context):
     if name in str(context.run_config.get("spoils", "")):
         model.bias.data[0] = float("nan")
     metrics = MetricRecord({"num-examples": 20, "loss": float(loss.detach())})
+    if name in str(context.run_config.get("renames", "")):
+        metrics["mine"] = metrics.pop("loss")
+    if name in str(context.run_config.get("boasts", "")):
+        metrics["num-examples"] = 1e30
     arrays = ArrayRecord(model.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 """
@@ -377,6 +381,12 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
     [
         ('fails="b"', "RuntimeError: out of memory"),
         ('spoils="b"', "the array 'bias' is not finite"),
+        ('renames="b"', "its records or figures have other names than most devices'"),
+        (
+            'boasts="b"',
+            "its num-examples=1e+30 is not a number from 0 to "
+            "federated.flower.most_examples=1000000",
+        ),
     ],
 )
 async def test_one_devices_app_that_goes_wrong_costs_one_update(config, reason, place, tmp_path):

@@ -1,0 +1,86 @@
+"""One device's odd reply is refused before it can fail the round for all."""
+
+import numpy as np
+import pytest
+import torch
+
+from isthmus import flower  # before flwr
+from isthmus.errors import UpdateError
+from isthmus.exchange import Layout
+from isthmus_server.flower.replies import check, odd_ones
+
+LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 2)})
+ARRAYS = {"bias": np.ones(3, "f4"), "weight": np.ones((3, 2), "f4")}
+FIGURES = {"num-examples": 20, "train_loss": 0.5, "norms": [1.0, 2.0]}
+
+
+def reply(arrays=ARRAYS, figures=FIGURES, **more):
+    record = flower.ArrayRecord({name: flower.Array(values) for name, values in arrays.items()})
+    return flower.RecordDict({"arrays": record, "metrics": flower.MetricRecord(figures), **more})
+
+
+def weight_of(records, most_examples=1000):
+    scratch = torch.empty(LAYOUT.size)
+    return check(records, LAYOUT, scratch, weighted_by="num-examples", most_examples=most_examples)
+
+
+def foreign():
+    records = reply()
+    array = records["arrays"]["bias"]
+    records["arrays"]["bias"] = flower.Array(array.dtype, array.shape, "zip", array.data)
+    return records
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8"])
+def test_floats_of_the_models_shapes_are_taken_with_their_weight(kind):
+    arrays = {name: values.astype(kind) for name, values in ARRAYS.items()}
+    assert weight_of(reply(arrays, config=flower.ConfigRecord({"more": "is the app's"}))) == 20
+    assert weight_of(reply(figures={"num-examples": 0.0})) == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        (reply({"bias": ARRAYS["bias"]}), "the array 'weight' is missing"),
+        (reply({**ARRAYS, "more": np.ones(1)}), "the array 'more' is unknown"),
+        (reply({**ARRAYS, "bias": np.ones(4)}), r"the array 'bias' is float64 of shape \(4,\)"),
+        (reply({**ARRAYS, "bias": np.ones(3, "i4")}), "the array 'bias' is int32, and no float"),
+        (reply({**ARRAYS, "bias": np.full(3, np.inf)}), "the array 'bias' is not finite"),
+        (foreign(), "the array 'bias' cannot be read"),
+        (reply(more=flower.ArrayRecord()), "2 records of arrays and 1 of figures"),
+        (reply(more=flower.MetricRecord()), "1 records of arrays and 2 of figures"),
+        (flower.RecordDict(), "0 records of arrays and 0 of figures"),
+        (reply(figures={"loss": 1.0}), "its num-examples=None is not a number from 0 to "),
+        (reply(figures={"num-examples": [1, 2]}), r"its num-examples=\[1, 2\] is not a number"),
+        (reply(figures={"num-examples": -1}), "its num-examples=-1 is not a number"),
+        (reply(figures={"num-examples": 1, "loss": float("nan")}), "the figure 'loss' is not fin"),
+        (reply(figures={"num-examples": 1, "l": [float("inf")]}), "the figure 'l' is not finite"),
+    ],
+)
+def test_a_reply_that_a_strategy_would_fail_on_is_refused(records, says):
+    with pytest.raises(UpdateError, match=says):
+        weight_of(records)
+
+
+@pytest.mark.parametrize("weight", [1000.5, 1001, 1e30])
+def test_no_device_weighs_more_than_the_job_lets_it(weight):
+    with pytest.raises(UpdateError, match="from 0 to federated.flower.most_examples=1000"):
+        weight_of(reply(figures={"num-examples": weight}))
+    assert weight_of(reply(figures={"num-examples": 1000})) == 1000
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        reply(figures={"num-examples": 20, "norms": [1.0, 2.0]}),
+        reply(figures={**FIGURES, "mine": 1}),
+        reply(figures={**FIGURES, "norms": [1.0]}),
+        reply(figures={**FIGURES, "norms": 1.0}),
+        flower.RecordDict({"mine": reply()["arrays"], "metrics": reply()["metrics"]}),
+        flower.RecordDict({"arrays": reply()["arrays"], "mine": reply()["metrics"]}),
+    ],
+)
+def test_who_names_things_otherwise_than_most_is_odd(odd):
+    assert odd_ones({1: odd, 2: reply(), 3: reply()}) == {1}
+    assert odd_ones({1: reply(), 2: odd}) == {2}
+    assert odd_ones({1: odd}) == odd_ones({}) == set()
