@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from isthmus.errors import JobError, RoundFailed
+from isthmus.errors import IsthmusError, JobError, RoundFailed
 from isthmus.job import Job
 from isthmus.uplink import SCORES_AND_GRADIENTS
 from isthmus.wire import link_pb2
@@ -61,6 +61,18 @@ class Trained:
                 name: sum(one.training[name] for one in self.datacenters) / len(self.datacenters)
                 for name in sorted(names)
             }
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """What the log and the report say of the training; a profile for each datacenter."""
+        found: dict[str, Any] = {
+            "training": self.training,
+            "norms": self.norms,
+            "cosine": self.cosine,
+        }
+        if self.datacenters:
+            profiles = {one.receipts[0].participant: dict(one.profile) for one in self.datacenters}
+            found["profile"] = profiles
         return found
 
 
@@ -170,6 +182,8 @@ class Trainer:
                     devices = group.create_task(fleet)
         except* RoundFailed as failures:
             raise self._as_one(failures, ranks, devices) from None
+        except* (IsthmusError, OSError) as others:
+            raise others.exceptions[0] from None
         return Trained(
             federated=devices.result() if devices is not None else None,
             datacenters=[task.result() for task in ranks],

@@ -8,9 +8,11 @@ everything else on this page is one of its steps. How a round is trained and mer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,6 @@ from isthmus.errors import IsthmusError, RoundFailed, UserError
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.attempt import Trained, Trainer
-from isthmus_server.checkpoints import Saved
 from isthmus_server.clock import Clock
 from isthmus_server.cohorts import Cohorts
 from isthmus_server.link import Link
@@ -138,10 +139,12 @@ class Coordinator:
                     self._note("stopped", {**seen, "reason": reason})
                     break
             final = await self._finish(reason)
-        except IsthmusError as error:
-            self.store.finish("failed", str(error), None)
-            self._note("failed", {"reason": str(error)})
-            raise
+        except (IsthmusError, OSError, sqlite3.Error) as error:
+            failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
+            with contextlib.suppress(OSError, sqlite3.Error):  # a full disk takes no note of it
+                self.store.finish("failed", str(failure), None)
+            self._note("failed", {"reason": str(failure)})
+            raise failure from error
         finally:
             await self.fleet.stop()
             lasting.cancel()
@@ -227,10 +230,10 @@ class Coordinator:
             await self._stand_at(plan.start)
         trained = await self.trainer.train(work)
         self.trainer.merge(work, trained)
-        evaluation, models = await asyncio.gather(
-            self._evaluate(work, trained), asyncio.to_thread(self._write_models, work)
+        evaluation, saved = await asyncio.gather(
+            self._evaluate(work, trained), asyncio.to_thread(self._save, work)
         )
-        self._commit(work, trained, evaluation, models, started)
+        self._commit(work, trained, evaluation, saved, started)
 
     # -- plan --------------------------------------------------------------------------------------
 
@@ -319,43 +322,45 @@ class Coordinator:
 
     # -- commit ------------------------------------------------------------------------------------
 
-    def _write_models(self, work: Work) -> dict[str, Saved]:
-        return self.snapshots.write(work.round, work.plan, self.at.models, away=work.away)
+    def _save(self, work: Work) -> dict[str, Any]:
+        """Write what the round changed, durably; returns what `Resume` says of it."""
+        models = self.snapshots.write(work.round, work.plan, self.at.models, away=work.away)
+        if work.alone and not work.plan.reset_optimizer:
+            return {"models": models}
+        optimizer, numbers = self.snapshots.write_optimizer(work.round)
+        return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
 
     def _commit(
         self,
         work: Work,
         trained: Trained,
         evaluation: Mapping[str, float],
-        models: dict[str, Saved],
+        saved: dict[str, Any],
         started: float,
     ) -> None:
-        plan = work.plan
+        plan, visits = work.plan, self.at.visits
         row = attempt_row(
             plan, work.round, work.attempt, trained.receipts, started, self.clock.now()
         )
         devices = sum(receipt.regime == "federated" for receipt in trained.receipts)
         cost = self._price(devices, work.steps * len(work.datacenters))
         moved = row["cost"]["device_bytes"]
-        row["visits"] = list(self.at.visits)
-        row["comparisons"] = [one["comparison"] for one in self.at.visits if one["comparison"]]
         # Visits belong to the round they were made for, and are in `at` already.
-        row["cost"]["price"] = cost + sum(one["price"] for one in self.at.visits)
-        row["cost"]["device_bytes"] += sum(one["device_bytes"] for one in self.at.visits)
-        row["metrics"] = dict(evaluation)
-        row["training"] = trained.training
-        row["norms"] = trained.norms
-        row["cosine"] = trained.cosine
-        for one in trained.datacenters:
-            row["profile"] = dict(one.profile)
-        row["model_sha256"] = None if work.away else models[SERVED].sha256
+        row["cost"]["price"] = cost + sum(one["price"] for one in visits)
+        row["cost"]["device_bytes"] += sum(one["device_bytes"] for one in visits)
+        row |= {
+            "visits": list(visits),
+            "comparisons": [one["comparison"] for one in visits if one["comparison"]],
+            "metrics": dict(evaluation),
+            **trained.to_json(),
+            "model_sha256": None if work.away else saved["models"][SERVED].sha256,
+        }
         self.at = dataclasses.replace(
             self.at,
             round=work.round,
             attempts=0,
-            models=models,
             averaged=self.model.averaged,
-            **self._write_optimizer(work.round, plan, alone=work.alone),
+            **saved,
             datacenter_step=self.at.datacenter_step + (0 if work.transfers else work.steps),
             gradient_step=self.at.gradient_step + (work.steps if work.transfers else 0),
             holder=work.datacenters[0] if work.alone else None,
@@ -371,13 +376,6 @@ class Coordinator:
         self.store.commit(work.round, work.attempt, {"round": row, "resume": self.at.to_json()})
         self.cohorts.committed(row)
         self._note("committed", row)
-
-    def _write_optimizer(self, round_: int, plan: Plan, *, alone: bool) -> dict[str, Any]:
-        """The server optimizer's state, where this round changed it."""
-        if alone and not plan.reset_optimizer:
-            return {}
-        saved, numbers = self.snapshots.write_optimizer(round_)
-        return {"optimizer": saved, "optimizer_numbers": numbers}
 
     def _record_failure(
         self,

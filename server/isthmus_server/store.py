@@ -351,6 +351,13 @@ class Store:
             file.write(payload)
         return path
 
+    def unusable(self, error: Exception) -> UserError:
+        """What to tell a person when reading or writing here failed with `error`."""
+        return UserError(
+            f"the run directory {self.directory} could not be used: {error}; see to it, then "
+            "`isthmus run --resume` goes on from the last committed round"
+        )
+
     def _drop_old_checkpoints(self) -> None:
         """Keep what the newest commits name; a file no commit names is of an attempt that ended."""
         newest = self._db.execute(

@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -152,6 +153,22 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
     await Coordinator(again, place.link).run()
     assert document(again)["status"] == "finished"
     assert document(again)["rounds"][0]["attempt"] == 3
+
+
+async def test_a_run_directory_that_cannot_be_written_is_one_sentence(place):
+    await place.listen()
+    store = place.create("run")
+    coordinator = Coordinator(store, place.link)
+
+    def lose(kind, data):
+        if kind == "committed":
+            shutil.rmtree(store.checkpoints.directory)
+
+    coordinator.watch = lose
+    with pytest.raises(UserError, match=r"could not be used: .*model-000002.* see to it, then"):
+        await coordinator.run()
+    assert store.status()[0] == "failed"
+    assert len(document(store)["rounds"]) == 1
 
 
 async def test_a_budget_ends_the_run_before_it_is_overdrawn(place):
