@@ -37,6 +37,7 @@ class Agent:
 
     Guarantees:
       * its data never leaves this process: only an update, its weight and average figures do;
+      * of a run with secure aggregation nothing leaves it in clear, whatever the server asks for;
       * one piece of work at a time, off the event loop, so the link stays alive meanwhile.
     """
 
@@ -171,6 +172,8 @@ class Agent:
 
         work = request.train_local
         run = self._run(work.run_id)
+        if not (work.secure or work.keep):
+            _may_speak_plainly(run)
         model, *gradient = pieces(run.layout, payload)
         stopped = lambda: request.id in self._stopped  # noqa: E731
         if work.keep:
@@ -222,6 +225,7 @@ class Agent:
         run = self._run(work.run_id)
         candidates = [list(one.of) for one in work.candidates]
         if not work.secure:
+            _may_speak_plainly(run)
             scores = run.score(payload, candidates)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         about = (paired.visits_of(work.run_id), work.visit, work.attempt)
@@ -283,6 +287,15 @@ class Agent:
         secure = run.job.federated.secure_aggregation
         opened = link_pb2.Opened(examples=0 if secure else run.examples, hours=self.hours)
         return link_pb2.Reply(opened=opened)
+
+
+def _may_speak_plainly(run: LocalRun) -> None:
+    """Refuse a request in clear where the job that was opened here promised a secure sum."""
+    if run.job.federated.secure_aggregation:
+        raise UpdateError(
+            f"{run.job.name!r} was opened with federated.secure_aggregation, and this request "
+            "wants this device's own figures in clear"
+        )
 
 
 async def serve(

@@ -94,6 +94,16 @@ async def test_models_are_scored_on_the_devices_own_data(agent, opening):
     assert reply.scored.scores[2] == shares[0]  # the first of the largest two
 
 
+@pytest.mark.parametrize("ask", [train(), score([[0]])])
+async def test_a_secure_run_gives_nothing_in_clear_whatever_the_server_asks(ask, agent, opening):
+    await agent.work(opening("run", "pass", "federated.secure_aggregation=true"), None, ignore)
+    sent = bytearray(LAYOUT.encode(torch.ones(LAYOUT.size)))
+    model = bytearray(sent)
+    with pytest.raises(UpdateError, match="wants this device's own figures in clear"):
+        await agent.work(ask, model, ignore)
+    assert model == sent  # nothing was computed for it either
+
+
 async def test_only_models_that_come_are_scored(agent, opening):
     await agent.work(opening(), None, ignore)
     with pytest.raises(UpdateError, match="9 models are to be scored; at most 8 are"):

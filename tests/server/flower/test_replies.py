@@ -64,7 +64,7 @@ def test_a_reply_that_a_strategy_would_fail_on_is_refused(records, says):
 
 @pytest.mark.parametrize("weight", [1000.5, 1001, 1e30])
 def test_no_device_weighs_more_than_the_job_lets_it(weight):
-    with pytest.raises(UpdateError, match="from 0 to federated.flower.most_examples=1000"):
+    with pytest.raises(UpdateError, match=r"from 0 to .*most_examples=1000$"):
         weight_of(reply(figures={"num-examples": weight}))
     assert weight_of(reply(figures={"num-examples": 1000})) == 1000
 
