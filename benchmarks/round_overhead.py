@@ -24,7 +24,6 @@ Figures: `speedup/<params>/<clients>` (Flower's wall time over ours) and
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -33,15 +32,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import figures
-from processes import Program, Tree, free_port, started, wait_for_port
+from flower_runtime import NAME, SCRIPTS, deployment
+from processes import Program, Tree, started
 
 HERE = Path(__file__).parent
-SCRIPTS = Path(sys.executable).parent
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
     home = scratch / f"flower-{clients}"
     home.mkdir()
     costs = {}
-    with _flower(home, clients) as (superlink, tree, environment):
+    with deployment(home, clients) as (superlink, tree, environment):
         for size in sizes:
             _say(f"Flower: {size.label} parameters, {clients} clients")
             marks = home / f"marks-{size.label}"
@@ -112,7 +110,7 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
                 f"parameters={size.parameters} clients={clients} "
                 f'rounds={size.flower_rounds} marks="{marks}"'
             )
-            command = [str(SCRIPTS / "flwr"), "run", str(HERE / "flower_stock"), "benchmark"]
+            command = [str(SCRIPTS / "flwr"), "run", str(HERE / "flower_stock"), NAME]
             submit = subprocess.run(
                 [*command, "--run-config", config],
                 env={**os.environ, **environment},
@@ -128,48 +126,6 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
             if answers[1:] != [clients] * size.flower_rounds:
                 raise superlink.failure(f"aggregated {answers[1:]} answers, not {clients} a round")
     return costs
-
-
-@contextlib.contextmanager
-def _flower(home: Path, clients: int) -> Iterator[tuple[Program, Tree, dict[str, str]]]:
-    """A SuperLink and its SuperNodes: the first, all processes, the environment to call it with."""
-    port = free_port()
-    environment = {
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # It starts its own parts by name.
-        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "benchmark"\n\n[superlink.benchmark]\n'
-        f'address = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    with contextlib.ExitStack() as stack:
-        command = [str(SCRIPTS / "flower-superlink"), "--insecure", "--port", str(port)]
-        superlink = stack.enter_context(
-            started(
-                [*command, "--disable-runtime-dependency-installation"],
-                home / "superlink.log",
-                environment=environment,
-                directory=home,
-            )
-        )
-        tree = Tree(superlink.popen.pid)
-        wait_for_port(port, superlink, 60.0)
-        for index in range(clients):
-            command = [str(SCRIPTS / "flower-supernode"), "--insecure"]
-            command += ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
-            supernode = stack.enter_context(
-                started(
-                    command,
-                    home / f"supernode-{index}.log",
-                    environment=environment,
-                    directory=home,
-                )
-            )
-            tree.add(supernode.popen.pid)
-        yield superlink, tree, environment
 
 
 def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:

@@ -64,6 +64,7 @@ __all__ = [
     "ClientApp",
     "ConfigRecord",
     "Context",
+    "Error",
     "ErrorCode",
     "Message",
     "MetricRecord",

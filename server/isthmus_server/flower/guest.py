@@ -32,7 +32,7 @@ from isthmus.flower import (
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool
 from isthmus_server.flower.state import State, check
-from isthmus_server.flower.strategies import describe, make
+from isthmus_server.flower.strategies import EVERYBODY, describe, make, so_many
 
 PREFIX = "flower."
 """Of a strategy's tensors and numbers beside those of the server optimizer."""
@@ -46,14 +46,20 @@ class Guest:
       * a round's updates take at most `most_bytes` together.
     """
 
-    def __init__(self, federated: FederatedSection, layout: Layout) -> None:
+    def __init__(
+        self, federated: FederatedSection, layout: Layout, *, asks: int | None = None
+    ) -> None:
         """Make the strategy once, to see whether it can be used.
+
+        `asks`: under Flower's own runtime, so many nodes are asked by the strategy itself.
 
         Raises:
             UserError: it cannot, or a cohort's updates would take too much memory.
         """
         assert federated.flower is not None
-        identify()
+        if asks is None:
+            identify()
+        self.sampling = EVERYBODY if asks is None else so_many(asks)
         self.settings = federated.flower
         self.layout = layout
         self.state = State()
@@ -82,7 +88,12 @@ class Guest:
     def make(self, quorum: int) -> Strategy:
         """A new one, that remembers nothing."""
         with hushed():
-            return make(self.settings.strategy, quorum, clips=self.settings.app is not None)
+            return make(
+                self.settings.strategy,
+                quorum,
+                clips=self.settings.app is not None,
+                sampling=self.sampling,
+            )
 
     def check_size(self, cohort: int) -> None:
         """Refuse a cohort whose updates could not be held.

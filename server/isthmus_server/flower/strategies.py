@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.serverapp import strategy as shipped
@@ -16,14 +17,25 @@ from flwr.serverapp.strategy import Strategy
 from isthmus.errors import JobError
 from isthmus.federated import FlowerStrategy
 
-SAMPLING = {
+EVERYBODY: Mapping[str, float] = {
     "fraction_train": 1.0,
     "fraction_evaluate": 1.0,
     "min_train_nodes": 1,
     "min_evaluate_nodes": 1,
     "min_available_nodes": 1,
 }
-"""What these options are here: everybody who was asked, however few they are."""
+"""The options of sampling where the cohort is known: everybody, however few they are."""
+
+
+def so_many(nodes: int) -> Mapping[str, float]:
+    """The options of sampling where the strategy draws so many nodes of those connected."""
+    return {
+        **EVERYBODY,
+        "fraction_train": 1e-9,  # of any number of nodes less than one: `min_train_nodes` decides
+        "min_train_nodes": nodes,
+        "min_available_nodes": nodes,
+    }
+
 
 RELEASES = "num_sampled_clients"
 """The number of updates that a wrapper for differential privacy reckons its noise for."""
@@ -37,7 +49,12 @@ _WHERE = "federated.flower.strategy"
 
 
 def make(
-    config: FlowerStrategy, quorum: int, *, clips: bool = False, where: str = _WHERE
+    config: FlowerStrategy,
+    quorum: int,
+    *,
+    clips: bool = False,
+    sampling: Mapping[str, float] = EVERYBODY,
+    where: str = _WHERE,
 ) -> Strategy:
     """A new strategy, for rounds of at least `quorum` updates.
 
@@ -50,7 +67,7 @@ def make(
     _check_use(kind, where, clips)
     takes = inspect.signature(kind).parameters
     options = dict(config.options)
-    for name, value in SAMPLING.items():
+    for name, value in sampling.items():
         if name in options:
             raise JobError(
                 f"{where}.options.{name} is not used here: federated.cohort and federated.quorum "
@@ -66,7 +83,9 @@ def make(
                 "a round of fewer updates would get too little noise; lower it, or leave it out"
             )
     if config.inner is not None:
-        options["strategy"] = make(config.inner, quorum, clips=clips, where=f"{where}.inner")
+        options["strategy"] = make(
+            config.inner, quorum, clips=clips, sampling=sampling, where=f"{where}.inner"
+        )
     elif "strategy" in takes and takes["strategy"].default is inspect.Parameter.empty:
         raise JobError(
             f"{where}.inner is missing: {config.name} wraps another strategy; "

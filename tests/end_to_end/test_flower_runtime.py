@@ -1,0 +1,52 @@
+"""Our ServerApp and ClientApp on Flower's own SuperLink and SuperNodes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isthmus.exchange import Layout
+from isthmus.job import load_job
+from isthmus.task import load_task
+from isthmus_server.model import GlobalModel
+
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "examples" / "flower"
+
+
+@pytest.mark.timeout(300)  # Flower starts a process for each message, and polls
+def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    from flower_runtime import NAME, SCRIPTS, deployment
+
+    app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"
+    shutil.copytree(APP, app)
+    home.mkdir()
+    with deployment(home, clients=2) as (_, _, environment):
+        finished = subprocess.run(
+            [
+                *(str(SCRIPTS / "flwr"), "run", str(app), NAME, "--stream"),
+                *("--run-config", f'directory="{results}" rounds=2'),
+            ],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    report = json.loads((results / "report.json").read_text())
+    assert [row["accepted"] for row in report["rounds"]] == [2, 2]
+    assert all(row["training"].keys() == {"loss", "train_loss"} for row in report["rounds"])
+    payload = bytearray((results / "model.safetensors").read_bytes())
+    job = load_job(APP / "hosted.toml")
+    task = load_task(job.task.source, {}, base=APP)
+    model = GlobalModel(task, job.seed, job.strategy.server_optimizer)
+    start = model.evaluate(512)
+    model.replace(Layout.from_header(model.layout.header).decode(payload))
+    assert model.evaluate(512) == report["final"]["metrics"]
+    assert report["final"]["metrics"]["loss"] < start["loss"]
