@@ -126,7 +126,7 @@ class Hosted:
         if len(good) < self.federated.needed:
             raise RoundFailed(
                 f"{len(good)} of {len(messages)} answers were accepted and the quorum is "
-                f"{self.federated.needed} ({'; '.join(refused[:3])})"
+                f"{self.federated.needed} ({'; '.join(sorted(refused)[:3])})"
             )
         good.sort(key=lambda reply: reply.metadata.src_node_id)
         self.model.step(begun.aggregate(good))
