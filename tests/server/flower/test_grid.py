@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -428,3 +429,17 @@ async def test_an_app_that_cannot_be_loaded_is_why_a_device_declines(code, says,
     store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
     with pytest.raises(UserError, match=f"a declined: {says}"):
         await Coordinator(store, place.link).run()
+
+
+async def test_a_device_without_flower_declines_and_says_what_to_install(
+    place, tmp_path, monkeypatch
+):
+    (tmp_path / "app.py").write_text(TORCH_APP)
+    await place.listen(names=("a",))
+    store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
+    coordinator = Coordinator(store, place.link)
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    for module in ("isthmus.flower", "isthmus.flower_wire", "isthmus_clients.flower"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(UserError, match=r"a declined: this job uses Flower, .*'isthmus\[flower\]'"):
+        await coordinator.run()
