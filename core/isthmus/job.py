@@ -257,6 +257,17 @@ class Job(Section):
     time: TimeSection = TimeSection()
     prices: PricesSection = PricesSection()
 
+    @model_validator(mode="after")
+    def _an_app_takes_no_gradient(self) -> Job:
+        flower = self.federated.flower
+        if self.strategy.merge == "transfer" and flower is not None and flower.app is not None:
+            raise ValueError(
+                'strategy.merge="transfer" has devices add the datacenter\'s gradient to their '
+                f"steps, and federated.flower.app={flower.app!r} makes steps of its own; use "
+                '"weighted" or "projected"'
+            )
+        return self
+
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Read and validate a job file; `overrides` are `key.sub=value` with TOML values.

@@ -267,3 +267,14 @@ def test_settings_that_say_nothing_to_an_app_are_refused(make_job):
     assert make_job(app).federated.flower.strategy.name == "FedAvg"
     with pytest.raises(JobError, match=r"local_steps says nothing to flower.app='app.py:app'"):
         make_job(app, "federated.local_steps=3")
+
+
+def test_an_app_takes_no_gradient_along(make_job):
+    app = 'federated.flower.app="app.py:app"'
+    with pytest.raises(JobError) as refused:
+        make_job(app, "strategy.merge=transfer")
+    assert str(refused.value) == (
+        'job: strategy.merge="transfer" has devices add the datacenter\'s gradient to their steps, '
+        "and federated.flower.app='app.py:app' makes steps of its own; use \"weighted\" or "
+        '"projected"'
+    )
