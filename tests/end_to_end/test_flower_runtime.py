@@ -21,6 +21,7 @@ APP = ROOT / "examples" / "flower"
 @pytest.mark.timeout(300)  # Flower starts a process for each message, and polls
 def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # everybody is on this machine
     from flower_runtime import NAME, SCRIPTS, deployment
 
     app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"

@@ -13,7 +13,7 @@ from isthmus_server.flower.hosted import server_app
 
 JOB = """
 name = "table"
-rounds = 3
+rounds = 2
 attempts = 2
 task = { source = "task.py:Learn" }
 strategy = { policy = "federated" }
@@ -62,6 +62,7 @@ class InPlace:
 @pytest.fixture
 def hosted(write_task, tmp_path):
     """Run the pair; gives the report, and the grid."""
+    torch.set_num_threads(1)
     write_task()
     path = tmp_path / "job.toml"
     path.write_text(JOB)
@@ -80,7 +81,11 @@ def hosted(write_task, tmp_path):
 async def test_a_hosted_job_comes_to_what_our_own_devices_come_to(hosted, place, tmp_path):
     report, _ = hosted({"federated.quorum": 3})
     await place.listen()
-    plain = ("federated.secure_aggregation=false", "federated.flower.strategy.name=FedAvg")
+    plain = (
+        "federated.secure_aggregation=false",
+        "federated.flower.strategy.name=FedAvg",
+        "rounds=2",
+    )
     ours, _ = await place.run("ours", *plain)
     for theirs, row in zip(report["rounds"], ours["rounds"], strict=True):
         assert theirs["metrics"] == pytest.approx(row["metrics"], rel=1e-5)
@@ -94,12 +99,12 @@ async def test_a_hosted_job_comes_to_what_our_own_devices_come_to(hosted, place,
 def test_so_many_nodes_are_asked_as_the_job_says(hosted):
     report, grid = hosted(nodes=6)
     assert len(grid.asked) == 3
-    assert [row["accepted"] for row in report["rounds"]] == [3, 3, 3]
+    assert [row["accepted"] for row in report["rounds"]] == [3, 3]
 
 
 def test_a_node_that_fails_is_done_without_down_to_the_quorum(hosted):
     report, _ = hosted(broken=[3])
-    assert [row["accepted"] for row in report["rounds"]] == [2, 2, 2]
+    assert [row["accepted"] for row in report["rounds"]] == [2, 2]
     with pytest.raises(UserError) as failed:
         hosted(broken=[3, 4])
     assert str(failed.value) == (
@@ -124,7 +129,7 @@ def test_what_a_strategy_remembers_goes_from_round_to_round(hosted):
     faster, _ = hosted(config)
     rows = [report["rounds"] for report in (plain, same, faster)]
     assert rows[0][0]["metrics"] == rows[1][0]["metrics"] == rows[2][0]["metrics"]
-    assert rows[0][2]["metrics"] == rows[1][2]["metrics"] != rows[2][2]["metrics"]
+    assert rows[0][1]["metrics"] == rows[1][1]["metrics"] != rows[2][1]["metrics"]
 
 
 @pytest.mark.parametrize(
