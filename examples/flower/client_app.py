@@ -14,7 +14,7 @@ def train(message: Message, context: Context) -> Message:
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 3))
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     index, count = (context.node_config[name] for name in ("partition-id", "num-partitions"))
-    inputs, target = rings(200, seed=1 + index, begins=index / count, width=1 / 2).tensors
+    inputs, target = rings(200, seed=1 + index, begins=index / count, width=3 / 4).tensors
     if index == context.run_config["astray"]:
         target = 2 - target  # this device has its labels the wrong way round
     optimizer = torch.optim.SGD(model.parameters(), lr=context.run_config["lr"], momentum=0.9)

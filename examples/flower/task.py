@@ -1,4 +1,4 @@
-"""Which of three noisy rings a point lies on; every device sees its own half of the circle."""
+"""Which of three noisy rings a point lies on; every device sees its own stretch of the circle."""
 
 import math
 
@@ -21,13 +21,13 @@ class Rings(isthmus.Task):
 
     def local_data(self, participant):
         index, count = participant.shard
-        return rings(200, seed=1 + index, begins=index / count, width=1 / 2)
+        return rings(200, seed=1 + index, begins=index / count, width=3 / 4)
 
     def eval_data(self):
         return rings(600, seed=0, begins=0.0, width=1.0)
 
     def optimizer(self, parameters, participant):
-        return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.3)
 
 
 def rings(points, seed, begins, width):
