@@ -53,8 +53,9 @@ class FlowerRun:
         assert flower is not None
         assert flower.app is not None
         self.most_bytes = flower.most_bytes
-        base, data = place_of(flower.app, self.job, Path(work.base), data, tasks)
-        self.app: Any = load_named(flower.app, "federated.flower.app", base=base)
+        key = "federated.flower.app"
+        base, data = place_of(flower.app, self.job, Path(work.base), data, tasks, key)
+        self.app: Any = load_named(flower.app, key, base=base)
         if not isinstance(self.app, ClientApp):
             raise TaskError(
                 f"federated.flower.app={flower.app!r} is a {type(self.app).__name__}, "

@@ -114,7 +114,12 @@ def app_of(work: link_pb2.OpenRun) -> str | None:
 
 
 def place_of(
-    source: str, job: Job, base: Path, data: Path | None, tasks: Path | None
+    source: str,
+    job: Job,
+    base: Path,
+    data: Path | None,
+    tasks: Path | None,
+    key: str = "task.source",
 ) -> tuple[Path, Path | None]:
     """Where the code lies that a run names, and where this device's data is.
 
@@ -122,7 +127,7 @@ def place_of(
         TaskError: there is a directory of `tasks`, and the code is not in it.
     """
     if tasks is not None:
-        check_installed(source, tasks)
+        check_installed(source, tasks, key)
         return tasks, data
     if data is None and job.task.data:
         data = base / job.task.data

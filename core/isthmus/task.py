@@ -200,8 +200,8 @@ def load_named(source: str, key: str, *, base: Path) -> Any:
     return found
 
 
-def check_installed(source: str, tasks: Path) -> None:
-    """Refuse a task that a server names and this machine's owner has not put into `tasks`.
+def check_installed(source: str, tasks: Path, key: str = "task.source") -> None:
+    """Refuse code that a server names in a key of the job and this machine's owner has not put into `tasks`.
 
     Raises:
         TaskError: it is not `path/to/file.py:Name` with a file in that directory.
@@ -210,7 +210,7 @@ def check_installed(source: str, tasks: Path) -> None:
     path = (tasks / where).resolve()
     if not where.endswith(".py") or not path.is_relative_to(tasks.resolve()) or not path.is_file():
         raise TaskError(
-            f"task.source={source!r} is not a file in {tasks}, where this machine keeps the tasks "
+            f"{key}={source!r} is not a file in {tasks}, where this machine keeps the tasks "
             "its owner allows; put it there, or name another directory with --tasks"
         )
 

@@ -10,10 +10,11 @@ import pytest
 
 from isthmus import flower  # before flwr
 from isthmus.contents import describe
-from isthmus.errors import UserError
+from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent
+from isthmus_clients.flower import FlowerRun
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.flower.grid import LinkGrid
 from isthmus_server.report import document
@@ -155,8 +156,6 @@ class InPlace:
     """A Grid of apps that are called like functions."""
 
     def __init__(self, directory, opening):
-        from isthmus_clients.flower import FlowerRun
-
         self.apps = {}
         for place, name in enumerate(NAMES):
             participant = Participant(name=name, regime="federated", shard=(place, 4))
@@ -443,3 +442,16 @@ async def test_a_device_without_flower_declines_and_says_what_to_install(
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(UserError, match=r"a declined: this job uses Flower, .*'isthmus\[flower\]'"):
         await coordinator.run()
+
+
+def test_a_device_loads_no_app_that_its_owner_has_not_put_there(make_job, tmp_path):
+    (tmp_path / "app.py").write_text(TORCH_APP)
+    job = make_job('federated.flower.app="app.py:app"')
+    opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
+    one = Participant(name="a", regime="federated")
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    with pytest.raises(TaskError, match=r"^federated.flower.app='app.py:app' is not a file in .*"):
+        FlowerRun(opening, one, None, tasks)
+    (tasks / "app.py").write_text(TORCH_APP)
+    assert FlowerRun(opening, one, None, tasks).app is not None
