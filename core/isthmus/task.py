@@ -201,7 +201,7 @@ def load_named(source: str, key: str, *, base: Path) -> Any:
 
 
 def check_installed(source: str, tasks: Path, key: str = "task.source") -> None:
-    """Refuse code that a server names in a key of the job and this machine's owner has not put into `tasks`.
+    """Refuse code that a job names and this machine's owner has not put into `tasks`.
 
     Raises:
         TaskError: it is not `path/to/file.py:Name` with a file in that directory.
