@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 from processes import Program, Tree, free_port, started, wait_for_port
 
-SCRIPTS = Path(sys.executable).parent
+SCRIPTS = next(
+    Path(str(distribution("flwr").locate_file(file))).resolve().parent
+    for file in distribution("flwr").files or ()
+    if file.name == "flower-superlink"
+)
+"""Where Flower's own programs are."""
 NAME = "stock"
 """By which `flwr run APP` knows the SuperLink."""
 

@@ -36,10 +36,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import figures
-from flower_runtime import NAME, SCRIPTS, deployment
+import flower_runtime
 from processes import Program, Tree, started
 
 HERE = Path(__file__).parent
+SCRIPTS = Path(sys.executable).parent
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
     home = scratch / f"flower-{clients}"
     home.mkdir()
     costs = {}
-    with deployment(home, clients) as (superlink, tree, environment):
+    with flower_runtime.deployment(home, clients) as (superlink, tree, environment):
         for size in sizes:
             _say(f"Flower: {size.label} parameters, {clients} clients")
             marks = home / f"marks-{size.label}"
@@ -110,7 +111,7 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
                 f"parameters={size.parameters} clients={clients} "
                 f'rounds={size.flower_rounds} marks="{marks}"'
             )
-            command = [str(SCRIPTS / "flwr"), "run", str(HERE / "flower_stock"), NAME]
+            command = [str(flower_runtime.SCRIPTS / "flwr"), "run", str(HERE / "flower_stock")]
             submit = subprocess.run(
                 [*command, "--run-config", config],
                 env={**os.environ, **environment},

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from isthmus.task import load_task
 from isthmus_server.model import GlobalModel
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 APP = ROOT / "examples" / "flower"
 
 
@@ -22,6 +24,8 @@ APP = ROOT / "examples" / "flower"
 def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # everybody is on this machine
+    roots = PROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]  # what is here, wherever flwr is
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / name) for name in roots))
     from flower_runtime import NAME, SCRIPTS, deployment
 
     app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"
