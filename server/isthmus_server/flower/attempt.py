@@ -107,7 +107,6 @@ class FlowerAttempt:
             raise RoundFailed(f"{self.strategy.name} asks nodes that are not in the cohort")
         return sorted(messages, key=lambda one: places[one.metadata.dst_node_id])
 
-<<<<<<< HEAD
     def _receive(self, answers: Sequence[Answer]) -> list[Message]:
         """Leave a receipt of each; the replies that can be used."""
         guest = self.strategy.guest
@@ -135,17 +134,6 @@ class FlowerAttempt:
         return [answer.reply for answer in answers if not failures[answer.node]]
 
     def _note(self, answer: Answer, failure: str, examples: int) -> None:
-=======
-    def _receive(self, answer: Answer) -> bool:
-        """Leave a receipt; whether the reply can be used."""
-        failure = answer.failure
-        examples = 0
-        if not failure:
-            try:
-                examples = check_reply(answer.reply.content, self.strategy.weighted_by)
-            except UpdateError as error:
-                failure = str(error)
->>>>>>> 421aac0 (Train an Isthmus task under Flower's own runtime)
         status = "accepted" if not failure else "rejected" if answer.sent else "dropped"
         name = self.names[answer.node]
         self.receipts[name] = _receipt(
@@ -162,25 +150,3 @@ class FlowerAttempt:
 
 def _receipt(name: str, status: str, reason: str, **more: object) -> Receipt:
     return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)  # type: ignore[arg-type]
-<<<<<<< HEAD
-=======
-
-
-def check_reply(records: RecordDict, weighted_by: str) -> int:
-    """Refuse one device's reply that would spoil everybody's; returns its weight.
-
-    Raises:
-        UpdateError: a value that is not finite, or a weight that is not positive.
-    """
-    for record in records.array_records.values():
-        for key, array in record.items():
-            if array.stype == NUMPY:
-                values = array.numpy()
-                if values.dtype.kind == "f" and not np.isfinite(values).all():
-                    raise UpdateError(f"the array {key!r} is not finite")
-    figures = next(iter(records.metric_records.values()), None)
-    weight = 0 if figures is None else figures.get(weighted_by, 0)
-    if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise UpdateError(f"its {weighted_by}={weight!r} is not a number from 0 on")
-    return int(weight)
->>>>>>> 421aac0 (Train an Isthmus task under Flower's own runtime)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
@@ -25,8 +26,8 @@ from isthmus.federated import FlowerSection
 from isthmus.flower_job import DIRECTORY, hosted_job
 from isthmus.job import Job
 from isthmus.task import load_task
-from isthmus_server.flower.attempt import check_reply
 from isthmus_server.flower.guest import Guest, Round
+from isthmus_server.flower.replies import check, odd_ones
 from isthmus_server.model import GlobalModel
 
 log = logging.getLogger("flwr")  # what is said there is what `flwr log` shows
@@ -113,23 +114,33 @@ class Hosted:
         """Ask, and step on what comes; returns how many answers were used."""
         messages = begun.configure(grid)
         waits = self.job.time.round_seconds
+        scratch = torch.empty_like(self.model.vector)
         refused: list[str] = []
-        good: list[Message] = []
+        good: dict[int, Message] = {}
         for reply in grid.send_and_receive(messages, timeout=waits):
+            node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
                     raise UpdateError(reply.error.reason or "no reason")
-                check_reply(reply.content, begun.weighted_by)
-                good.append(reply)
+                check(
+                    reply.content,
+                    self.model.layout,
+                    scratch,
+                    weighted_by=begun.weighted_by,
+                    most_examples=self.guest.settings.most_examples,
+                )
+                good[node] = reply
             except UpdateError as error:
-                refused.append(f"node {reply.metadata.src_node_id}: {error}")
+                refused.append(f"node {node}: {error}")
+        for node in odd_ones({node: reply.content for node, reply in good.items()}):
+            del good[node]
+            refused.append(f"node {node}: its records have other names than most nodes'")
         if len(good) < self.federated.needed:
             raise RoundFailed(
                 f"{len(good)} of {len(messages)} answers were accepted and the quorum is "
                 f"{self.federated.needed} ({'; '.join(sorted(refused)[:3])})"
             )
-        good.sort(key=lambda reply: reply.metadata.src_node_id)
-        self.model.step(begun.aggregate(good))
+        self.model.step(begun.aggregate([good[node] for node in sorted(good)]))
         self.model.average()
         self.guest.state = begun.state
         return len(good)
