@@ -7,6 +7,7 @@ import pytest
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Stop, Wait, load_policy
+from isthmus_server.strategy.outlook import rounds_with_devices
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Forecast
 
@@ -160,10 +161,50 @@ def test_adaptive_transfers_where_the_datacenter_holds_part_of_the_target():
     assert {plan.transfer_weight for plan in plans} == {0.1}
 
 
+@pytest.mark.parametrize(("step_price", "batches"), [(0.001, 50), (0.02, 40), (1.0, 1)])
+def test_a_gradient_that_is_dear_beside_the_devices_is_of_fewer_batches(step_price, batches):
+    see = {"step_price": step_price}  # eight devices cost 8, of which a tenth may go to it
+    strategy = job("adaptive", target_edge_share=0.5)
+    plans = adapt(rounds=3, strategy=strategy, see=lambda round_: see)
+    assert {plan.datacenter_steps for plan in plans} == {batches}
+
+
+def test_a_probation_that_is_dear_beside_what_is_left_is_left_out():
+    asked = []
+
+    def judge(models):
+        asked.append(models)
+        return [0.1]
+
+    strategy = job("adaptive", target_edge_share=0.5)
+    for budget in (31.9 + 40, 400.0):  # five rounds cost 42.5, and two models on eight devices 0.32
+        adapt(rounds=8, strategy=strategy, see=lambda round_, b=budget: {"budget": b}, judge=judge)
+    assert asked == [("initial", "served")]
+
+
+def test_the_rounds_that_time_allows_are_reckoned_from_what_rounds_took():
+    past_ = [
+        dataclasses.replace(past(round_, "federated"), elapsed=elapsed)
+        for round_, elapsed in enumerate((10.0, 20.0, 30.0, 530.0, 540.0), 1)  # a wait among them
+    ]
+    forecast = {"federated": Forecast(ready=True, changes_in=9.0, share=0.5)}
+    more = {"rounds": 100, "seconds_left": 400.0, "forecast": forecast, "budget": 50.0}
+    assert rounds_with_devices(observe(6, past_, **more)) == (20.0, 6.0)
+
+
+def test_adaptive_does_nothing_while_devices_are_away():
+    plans = adapt(rounds=20, see=night(), judge=lambda models: [-0.1] * (len(models) - 1))
+    assert set(initials(plans)) == {"f"}
+
+
 def test_adaptive_ends_edge_work_with_the_privacy_budget():
     plans = adapt(rounds=6, see=lambda round_: {"epsilon_left": 3.0 - round_})
     assert initials(plans) == "ffdddd"
     assert "privacy budget is spent" in plans[2].reason
+
+
+def branching():
+    return adaptive(branches=True)
 
 
 def night(budget=None, seconds_left=None):
@@ -182,18 +223,18 @@ def night(budget=None, seconds_left=None):
     [([-0.1, -0.05], "current"), ([-0.01, -0.1], "day+current"), ([0.1, -0.005], "day")],
 )
 def test_adaptive_merges_a_branch_only_if_it_wins(verdict, start):
-    plans = adapt(rounds=40, judge=lambda models: verdict, see=night())
+    plans = adapt(rounds=40, judge=lambda models: verdict, see=night(), strategy=branching())
     assert initials(plans[:6]) == "ffdddf"
-    assert plans[1].keep == {"day": "current"}
+    assert plans[1].keep == {"day": "served"}
     assert plans[5].start == start
     assert plans[5].step_scale == 1.0
 
 
 def test_adaptive_gives_up_branches_that_lost_twice():
-    plans = adapt(rounds=40, judge=lambda models: [0.1, 0.1], see=night())
+    plans = adapt(rounds=40, judge=lambda models: [0.1, 0.1], see=night(), strategy=branching())
     assert plans[10].start == "day"
     assert plans[10].state["losses"] == 2
-    policy = load_policy(adaptive())
+    policy = load_policy(branching())
     dark = Forecast(ready=False, changes_in=3.0, share=0.5)
     again = observe(12, rounds=40, state=plans[10].state, forecast={"federated": dark})
     assert policy.plan(again).regime == "federated"  # which waits for the window
@@ -201,14 +242,24 @@ def test_adaptive_gives_up_branches_that_lost_twice():
 
 def test_adaptive_keeps_the_money_for_the_devices():
     # Ten of twenty rounds are the devices', at 8 each: nothing is left for a branch.
-    plans = adapt(rounds=20, see=night(budget=80.0), judge=lambda models: [0.0, 0.0])
+    plans = adapt(
+        rounds=20,
+        see=night(budget=80.0),
+        judge=lambda models: [0.0, 0.0],
+        strategy=branching(),
+    )
     assert "d" not in initials(plans)
 
 
 def test_every_reason_of_adaptive_has_numbers():
     runs = [
         adapt(judge=lambda models: [-0.1] * (len(models) - 1), rounds=60),
-        adapt(judge=lambda models: [0.1] * (len(models) - 1), rounds=40, see=night()),
+        adapt(
+            judge=lambda models: [0.1] * (len(models) - 1),
+            rounds=40,
+            see=night(),
+            strategy=branching(),
+        ),
         adapt(rounds=12, strategy=job("adaptive", target_edge_share=0.5)),
     ]
     for plan in (plan for plans in runs for plan in plans):

@@ -119,6 +119,7 @@ def past_round(row: Mapping[str, Any]) -> PastRound:
         norms=dict(row.get("norms", {})),
         cosine=row.get("cosine"),
         comparisons=[Comparison(**one) for one in row.get("comparisons", ())],
+        elapsed=row.get("elapsed", 0.0),
     )
 
 

@@ -111,6 +111,8 @@ class PastRound:
     """Between the two pseudo-gradients of a hybrid round."""
     comparisons: Sequence[Comparison] = ()
     """What the policy had asked for before it planned the round."""
+    elapsed: float = 0.0
+    """Seconds that the run had gone on for when it was done."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ regime, and visits to devices decide what data cannot promise::
 
     edge, probation   after some rounds the served model must not lose to the one they began with;
                       else back to that, momentum zeroed, half steps; twice: datacenter only
-    edge, dark        while the devices are away the datacenter may train a branch, if there is
-                      money that they cannot spend; it is merged, whole or half, only if it wins a
-                      comparison, and given up after losing twice
+    edge, dark        nothing, by default; with `branches` the datacenter trains one while the
+                      devices are away, if there is money that they cannot spend; it is merged,
+                      whole or half, only if it wins a comparison, and given up after losing twice
     privacy spent     the datacenter alone goes on
 
 Greedy gain per cost is not among the things it looks at (docs/strategy.md says why). Phases go one
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -34,6 +33,7 @@ from pydantic import Field
 
 from isthmus.job import StrategySection
 from isthmus.section import Section
+from isthmus_server.strategy.outlook import flat_rounds, rounds_with_devices
 from isthmus_server.strategy.policies.rule import transfer_weight
 from isthmus_server.strategy.policy import (
     CURRENT,
@@ -51,7 +51,7 @@ from isthmus_server.strategy.policy import (
 WARM = "warm"
 """Kept: the model at the end of a warm start."""
 DAY = "day"
-"""Kept: the model that the devices left behind when their window closed."""
+"""Kept: the model that was served when the devices' window closed."""
 
 
 class Settings(Section):
@@ -64,13 +64,19 @@ class Settings(Section):
     warm_test: Annotated[int, Field(ge=1)] = 5
     """Datacenter rounds before the warm model is compared with the initial one."""
     warm_share: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Part of the budget that a warm start may take; 0 for none."""
+    """Part of the budget that a warm start and its test may take; 0 for none."""
     plateau: Annotated[int, Field(ge=1)] = 8
     """Datacenter rounds without a fall of the held-out loss by 1 % that end a warm start."""
     probation: Annotated[int, Field(ge=1)] = 5
     """Edge rounds after which the served model is compared with the one they began with."""
-    branches: bool = True
-    """Whether the datacenter may train while the devices are away."""
+    probation_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Part of what is left of the budget that this comparison may take; else it is left out."""
+    transfer_share: Annotated[float, Field(gt=0)] = 0.1
+    """What the datacenter's gradient may cost at most, as part of what the devices of a round do:
+    with dearer steps it is the mean of fewer batches."""
+    branches: bool = False
+    """Whether the datacenter may train while the devices are away. Off: what such a branch wins at
+    the start of the devices' hours, their rounds mostly win without it by the end of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +158,10 @@ class Adaptive:
             return self._dark(seen, edge)
         if self.share < 1:
             return self._edge(seen, edge)
-        capable, fillable = _rounds_with_devices(seen)
+        capable, fillable = rounds_with_devices(seen)
         slack = capable - fillable
-        most = self.settings.warm_share * (seen.left or 0) / max(seen.price("datacenter"), 1e-9)
+        most = self.settings.warm_share * (seen.left or 0) - self._test_price(seen)
+        most /= max(seen.price("datacenter"), 1e-9)
         limit = int(min(slack, most))
         if limit < self.settings.warm_test or not seen.datacenter_ready:
             said = (
@@ -187,7 +194,7 @@ class Adaptive:
                     start=INITIAL,
                 )
             state = dataclasses.replace(state, proved=True, asking="")
-        flat = _flat_rounds(seen)
+        flat = flat_rounds(seen)
         over = flat >= settings.plateau and state.warm >= state.least
         if (WARM in seen.models or not seen.datacenter_ready) and open_:
             said = f"the warm start ends after {state.warm} rounds"
@@ -220,16 +227,18 @@ class Adaptive:
             state.write(),
             merge="transfer" if transfer else None,
             transfer_weight=self.weight if transfer else None,
+            datacenter_steps=self._batches(seen) if transfer else None,
             start=start,
             reset_optimizer=start in (WARM, INITIAL),
             step_scale=state.scale,
-            keep={DAY: CURRENT} if _has_hours(seen) and self.share == 1 else {},
+            keep={DAY: SERVED} if _has_hours(seen) and self.share == 1 else {},
         )
 
     def _probation(self, seen: Observation, state: State) -> Answer:
         """The served model must not have become worse than the one that devices began with."""
         before = WARM if WARM in seen.models else INITIAL
-        if before == INITIAL and self.share == 1:
+        dear = self._test_price(seen) > self.settings.probation_share * (seen.left or math.inf)
+        if dear or (before == INITIAL and self.share == 1):
             return self._edge(seen, dataclasses.replace(state, tested=True))
         answer = self._ask(seen, state, "probation", (before, SERVED))
         if isinstance(answer, Compare):
@@ -256,7 +265,7 @@ class Adaptive:
     def _dark(self, seen: Observation, state: State) -> Answer:
         """A branch in the datacenter, with money that the devices cannot spend."""
         edge = seen.forecast.get("federated", Forecast())
-        capable, _ = _rounds_with_devices(seen)
+        capable, _ = rounds_with_devices(seen)
         spare = math.inf if seen.left is None else seen.left - capable * seen.price("federated")
         useless = (
             not self.settings.branches
@@ -267,7 +276,7 @@ class Adaptive:
             or not seen.open("datacenter")
             or seen.rounds - seen.round < capable
             or spare < seen.price("datacenter")
-            or _flat_rounds(seen) >= self.settings.plateau
+            or flat_rounds(seen) >= self.settings.plateau
         )
         ends = (
             seen.seconds_left is not None
@@ -324,37 +333,21 @@ class Adaptive:
             "probation": "whether rounds with devices have made the served model worse",
             "branch": "whether what the datacenter trained meanwhile is better for the devices",
         }
-        devices = min(self.settings.devices or seen.cohort, max(seen.clients_ready, 2))
-        return Compare(
-            models, devices, reasons[about], dataclasses.replace(state, asking=about).write()
-        )
+        state = dataclasses.replace(state, asking=about)
+        return Compare(models, self._devices(seen), reasons[about], state.write())
 
+    def _devices(self, seen: Observation) -> int:
+        return min(self.settings.devices or seen.cohort, max(seen.clients_ready, 2))
 
-def _rounds_with_devices(seen: Observation) -> tuple[float, float]:
-    """How many rounds with devices time allows, and how many of these the budget."""
-    share = seen.forecast.get("federated", Forecast()).share
-    capable = (seen.rounds - seen.round + 1) * share
-    lasted = [past.seconds for past in seen.history if past.regime != "datacenter"]
-    lasted = lasted or [past.seconds for past in seen.history]
-    if seen.seconds_left is not None and lasted:
-        by_time = seen.seconds_left * share / max(statistics.median(lasted), 1e-9)
-        capable = min(seen.rounds - seen.round + 1, by_time)
-    if seen.left is None:
-        return capable, capable
-    return capable, min(capable, seen.left // max(seen.price("federated"), 1e-9))
+    def _test_price(self, seen: Observation) -> float:
+        """Of a comparison of two models."""
+        return 2 * self._devices(seen) * seen.visit_price
 
-
-def _flat_rounds(seen: Observation) -> int:
-    """Datacenter rounds at the end of the history since the held-out loss last fell by 1 %."""
-    best, flat = math.inf, 0
-    for past in seen.history:
-        loss = past.metrics.get("loss")
-        if past.regime != "datacenter":
-            best, flat = math.inf, 0
-        elif loss is not None:
-            flat = 0 if loss < 0.99 * best else flat + 1
-            best = min(best, loss)
-    return flat
+    def _batches(self, seen: Observation) -> int:
+        """Batches of the gradient that devices take along."""
+        step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
+        most = self.settings.transfer_share * seen.price("federated") / step
+        return max(1, min(seen.datacenter_steps, int(most)))
 
 
 def _has_hours(seen: Observation) -> bool:
