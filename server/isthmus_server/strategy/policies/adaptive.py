@@ -65,6 +65,8 @@ class Settings(Section):
     """Datacenter rounds before the warm model is compared with the initial one."""
     warm_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Part of the budget that a warm start and its test may take; 0 for none."""
+    warm_length: Annotated[float, Field(ge=0)] = 0.3
+    """Most rounds of a warm start, as part of the rounds with devices that the budget buys."""
     plateau: Annotated[int, Field(ge=1)] = 8
     """Datacenter rounds without a fall of the held-out loss by 1 % that end a warm start."""
     probation: Annotated[int, Field(ge=1)] = 5
@@ -162,11 +164,11 @@ class Adaptive:
         slack = capable - fillable
         most = self.settings.warm_share * (seen.left or 0) - self._test_price(seen)
         most /= max(seen.price("datacenter"), 1e-9)
-        limit = int(min(slack, most))
+        limit = int(min(slack, most, self.settings.warm_length * fillable))
         if limit < self.settings.warm_test or not seen.datacenter_ready:
             said = (
                 f"the budget fills {fillable:.0f} of the {capable:.0f} rounds in which devices can "
-                "work, which leaves no room for a warm start"
+                "work, which leaves no room for a warm start worth its test"
                 if seen.datacenter_ready
                 else "no datacenter is here for a warm start"
             )
