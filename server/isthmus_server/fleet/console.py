@@ -17,13 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import Refused, UserError
-from isthmus.job import load_job
+from isthmus.job import Job, load_job
 from isthmus.membership import Membership, default_state
 from isthmus.uplink import CHANNEL_OPTIONS
 from isthmus.wire import operator_pb2 as pb
 
 _SERVICE = "/isthmus.operator.v1.Operator/"
 _TIMEOUT = 30.0
+_PATIENCE = 10.0
+"""For a server that did not answer a submission to be back, and answer it."""
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+"""Whether it did what it was asked for is not known."""
 _Reply = TypeVar("_Reply", bound=Message)
 
 _STATE = click.option(
@@ -67,6 +71,28 @@ class Server:
         except grpc.RpcError as error:
             raise self._said_no(error) from None
 
+    def submit(self, job: Job) -> str:
+        """Queue a job, once even where the server's first answer is lost; returns its id.
+
+        Raises:
+            Refused: the server says no, or did not answer twice.
+        """
+        asked = pb.SubmitRequest(job=job.model_dump_json(), key=uuid.uuid4().hex)
+        data = asked.SerializeToString()
+        call = self._channel.unary_unary(_SERVICE + "Submit")
+        try:
+            try:
+                return pb.SubmitReply.FromString(call(data, timeout=_TIMEOUT)).id
+            except grpc.RpcError as error:
+                if error.code() not in _NO_ANSWER:
+                    raise
+                again = call(data, timeout=_PATIENCE, wait_for_ready=True)
+                return pb.SubmitReply.FromString(again).id
+        except grpc.RpcError as error:
+            raise self._said_no(
+                error, "; it may have the job: see `isthmus jobs` before you submit it again"
+            ) from None
+
     def events(self, asked: pb.LogsRequest) -> Iterator[pb.Event]:
         """A log, as it comes."""
         try:
@@ -75,9 +101,10 @@ class Server:
         except grpc.RpcError as error:
             raise self._said_no(error) from None
 
-    def _said_no(self, error: grpc.RpcError) -> Refused:
+    def _said_no(self, error: grpc.RpcError, unsure: str = "") -> Refused:
         assert isinstance(error, grpc.Call)
-        return Refused(f"the server at {self.member.server}: {error.details()}")
+        doubt = unsure if error.code() in _NO_ANSWER else ""
+        return Refused(f"the server at {self.member.server}: {error.details()}{doubt}")
 
 
 @click.group()
@@ -109,8 +136,7 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
     Its task is the server's own copy: a file below DIR/tasks.
     """
     loaded = load_job(job, overrides)
-    asked = pb.SubmitRequest(job=loaded.model_dump_json(), key=uuid.uuid4().hex)
-    click.echo(Server(state).call("Submit", asked, pb.SubmitReply).id)
+    click.echo(Server(state).submit(loaded))
 
 
 @click.command()

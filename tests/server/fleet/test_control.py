@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 
+import grpc
 import pytest
 from tests.conftest import TABLE
 
@@ -138,6 +139,34 @@ async def test_a_submission_that_is_sent_again_counts_once(place):
     ids = {await place.submit(place.job(), "same") for _ in range(3)}
     assert ids == {"table-1"}
     assert len(await place.states()) == 1
+
+
+async def test_a_command_whose_answer_is_lost_queues_its_job_once(place, monkeypatch):
+    real, lost = place.runner.submit, []
+
+    def submit(*asked):
+        entry = real(*asked)
+        if len(lost) < 1:
+            lost.append(entry.id)
+            raise Refused("lost on the way")
+        return entry
+
+    async def lose(context, error):
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    monkeypatch.setattr(place.runner, "submit", submit)
+    monkeypatch.setattr("isthmus_server.fleet.control._refuse", lose)
+    server = await asyncio.to_thread(Server, place.me.directory)
+    assert await asyncio.to_thread(server.submit, place.job()) == lost[0] == "table-1"
+    assert len(await place.states()) == 1
+
+
+async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place, monkeypatch):
+    monkeypatch.setattr("isthmus_server.fleet.console._PATIENCE", 0.1)
+    server = await asyncio.to_thread(Server, place.me.directory)
+    await place.close()
+    with pytest.raises(Refused, match="it may have the job: see `isthmus jobs` before"):
+        await asyncio.to_thread(server.submit, place.job())
 
 
 @pytest.mark.parametrize(
