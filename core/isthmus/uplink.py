@@ -74,7 +74,7 @@ class Worker(Protocol):
     """What a participant does with what it is asked for."""
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        """Memory of `size` bytes for the model that comes with a request."""
+        """Memory of `size` bytes for the model of a request; an error is a `Failure` reply."""
         ...
 
     async def work(
@@ -310,8 +310,10 @@ class Uplink:
             if content is not None and content.size:
                 try:
                     job.buffer = self.worker.buffer(request, content.size)
-                except IsthmusError as error:
-                    await self._answer(job, failure(str(error)), None)
+                except (IsthmusError, OSError, MemoryError) as error:
+                    known = isinstance(error, IsthmusError)
+                    reason = str(error) if known else f"no room for its model: {error!r}"
+                    await self._answer(job, failure(reason), None)
                     return
                 job.assembly = Assembly(content, into(job.buffer))
         if job.reply is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,16 @@ _LOCK_SECONDS = 5.0
 
 
 def mapped(path: Path, size: int) -> memoryview:
-    """A file of that size as memory, shared with whoever else maps it."""
+    """A file of that size as memory, shared with whoever else maps it.
+
+    Its room on the disk is taken now: where there is none when a page is written, the process dies.
+
+    Raises:
+        OSError: there is none.
+    """
     with path.open("a+b") as file:
         file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
         return memoryview(mmap.mmap(file.fileno(), size))
 
 

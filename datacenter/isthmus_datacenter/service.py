@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import re
 import shutil
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.contents import Buffer, describe
-from isthmus.errors import UserError
+from isthmus.errors import UpdateError, UserError
 from isthmus.exchange import Layout
 from isthmus.job import Job, read_job
 from isthmus.membership import Membership
@@ -171,10 +172,26 @@ class Service:
     # -- the worker's side of the link ----------------------------------------------------------
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        """A mapped file, where the ranks can read what the link writes."""
+        """A mapped file, where the ranks can read what the link writes: one model of the open run.
+
+        Raises:
+            UserError: no such run is open.
+            UpdateError: the size is not that of its model.
+            OSError: there is no room for it.
+        """
+        kind = request.WhichOneof("work")
+        layout = self._opened(getattr(request, kind).run_id).layout
+        if size != layout.nbytes:
+            raise UpdateError(
+                f"a model of {size} bytes was announced where this run's takes {layout.nbytes}"
+            )
         path = self._exchange / f"in-{uuid.uuid4().hex}"
         self._incoming[request.id] = path
-        return mapped(path, size)
+        try:
+            return mapped(path, size)
+        except OSError:
+            self._drop(self._incoming, request.id)
+            raise
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
@@ -356,7 +373,7 @@ class Service:
         self._outgoing[request_id] = path
         with path.open("wb") as file:
             file.write(layout.header)
-            file.truncate(layout.nbytes)
+            os.posix_fallocate(file.fileno(), 0, layout.nbytes)
         return path
 
     async def _result(self, request_id: str, layout: Layout) -> tuple[link_pb2.Content, Buffer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tests.datacenter.conftest import Driver
 
 import isthmus_datacenter.files
+import isthmus_datacenter.service
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.exchange import Layout
 from isthmus.scoring import build_model, evaluate
@@ -116,11 +118,51 @@ def test_another_model_than_the_servers_is_refused(warm: Any, setup: Any) -> Non
     ):
         warm.ask(open=made.opening("other", setup("Language").layout))
     warm.open("other", made)
-    with pytest.raises(UpdateError, match="bytes came where"):
-        warm.train("other", 0, 1, b"short")
+    with pytest.raises(UpdateError, match="this is not a safetensors header"):
+        warm.train("other", 0, 1, bytes(made.layout.nbytes))
     assert not list((warm.service.state / "exchange").iterdir())
     with pytest.raises(UserError, match="cannot name a directory"):
         warm.ask(open=made.opening("../elsewhere"))
+
+
+@pytest.fixture(name="opened")
+def opened_(setup: Any, tmp_path: Path) -> Iterator[tuple[Service, int]]:
+    """A service whose ranks are never started, with a run open; bytes of its model."""
+    service = Service("own", 1, tmp_path / "state")
+    made = setup("Table")
+    service._run = isthmus_datacenter.service._Run("run", made.job, made.layout)
+    yield service, made.layout.nbytes
+    service.close()
+
+
+def asking(run_id: str = "run") -> link_pb2.Request:
+    return link_pb2.Request(id="one", train_steps=link_pb2.TrainSteps(run_id=run_id))
+
+
+def test_room_is_made_for_exactly_one_model_of_the_open_run(opened: tuple[Service, int]) -> None:
+    service, nbytes = opened
+    for size in (5, nbytes + 1, 1 << 50):
+        with pytest.raises(UpdateError, match=f"a model of {size} bytes was announced where"):
+            service.buffer(asking(), size)
+    with pytest.raises(UserError, match="'other' is not open"):
+        service.buffer(asking("other"), nbytes)
+    assert not list((service.state / "exchange").iterdir())
+    assert len(service.buffer(asking(), nbytes)) == nbytes
+    (file,) = (service.state / "exchange").iterdir()
+    assert file.stat().st_blocks * 512 >= nbytes  # on the disk, and not only promised
+
+
+def test_a_model_that_the_disk_has_no_room_for_leaves_nothing(
+    opened: tuple[Service, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("isthmus_datacenter.files.os.posix_fallocate", full)
+    service, nbytes = opened
+    with pytest.raises(OSError, match="No space"):
+        service.buffer(asking(), nbytes)
+    assert not list((service.state / "exchange").iterdir())
 
 
 def test_a_loss_that_is_not_finite(warm: Any, setup: Any) -> None:

@@ -108,17 +108,26 @@ async def test_an_error_of_the_worker_is_a_reply(net, error, sentence):
     assert reply.failure.reason == sentence
 
 
-async def test_a_model_the_worker_has_no_room_for_is_a_failure(net):
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (UpdateError("5 bytes are too many"), "5 bytes are too many"),
+        (OSError(28, "disk full"), "no room for its model: OSError(28, 'disk full')"),
+        (MemoryError(), "no room for its model: MemoryError()"),
+    ],
+)
+async def test_a_model_the_worker_has_no_room_for_is_a_failure(net, error, sentence):
     link = await net.listen()
     guest = await net.join("a", answering())
 
     def refuse(request, size):
-        raise UpdateError(f"no room for {size} bytes")
+        raise error
 
     guest.buffer = refuse
     reply = await link.ask("a", train(link, describe(b"model")))
-    assert reply.failure.reason == "no room for 5 bytes"
+    assert reply.failure.reason == sentence
     assert guest.asked == []
+    assert not guest.link.done()
 
 
 async def test_an_ask_that_is_given_up_tells_the_participant_and_refuses_its_late_reply(net):
