@@ -301,7 +301,9 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
         train = link_pb2.TrainSteps(run_id="leaving", until_step=200)
         request = link_pb2.Request(id="last", train_steps=train)
         running = asyncio.create_task(driver.service.work(request, None, lambda progress: None))
-        await asyncio.sleep(0.1)
+        while driver.service._working is None:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        assert not running.done()
         driver.service.leave(30.0)
         await driver.service._left()
         assert running.done()
