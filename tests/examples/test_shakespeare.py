@@ -1,6 +1,4 @@
-import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -155,15 +153,20 @@ def test_training_lowers_the_loss(load_example, play):
     assert after["loss"] < before["loss"] - 0.5
 
 
-# The plays are not part of the project: with them at hand, there is one more test.
-if "ISTHMUS_TEST_DATA" in os.environ:
+def test_the_job_as_it_is_written_fits_plays_with_its_speakers(load_example, tmp_path):
+    """The plays themselves are not part of the project."""
+    path = tmp_path / "plays.txt"
+    job, task = load_example("shakespeare", data=path)
+    others = [f"Lord {number}" for number in range(job.federated.clients + 2)]
+    speech = "Now is the winter of our discontent made glorious summer by this son.\n"
+    path.write_text(
+        "\n\n".join(
+            f"{name}:\n{120 * speech}" for name in (*task.settings["public_speakers"], *others)
+        )
+    )
 
-    def test_the_job_fits_the_real_plays(load_example):
-        text = Path(os.environ["ISTHMUS_TEST_DATA"]) / "tinyshakespeare.txt"
-        job, task = load_example("shakespeare", data=text)
-
-        clients = job.federated.clients
-        assert len(task.federated_speakers()) == clients
-        assert len(task.local_data(DATACENTER)) > 500
-        assert all(len(task.local_data(device(index, clients))) > 100 for index in range(clients))
-        assert len(task.eval_data()) > 100
+    clients = job.federated.clients
+    assert len(task.federated_speakers()) == clients
+    assert len(task.local_data(DATACENTER)) > 500
+    assert all(len(task.local_data(device(index, clients))) > 100 for index in range(clients))
+    assert len(task.eval_data()) > 40

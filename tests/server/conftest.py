@@ -238,13 +238,15 @@ class Killed(BaseException):
 class Device:
     """An edge client in this process: the agent itself, made to fail in some attempts.
 
-    All in one process share PyTorch's random state, so they take turns at working.
+    All in one process share PyTorch's random state, so they take turns at working. Before its turn
+    to train each waits for `hold()`.
     """
 
-    def __init__(self, name, turn, faults):
+    def __init__(self, name, turn, faults, hold):
         self.agent = Agent(Participant(name=name, regime="federated"), None)
         self.turn = turn
         self.faults = faults
+        self.hold = hold
         self.buffer, self.settled, self.cancel = (
             self.agent.buffer,
             self.agent.settled,
@@ -256,6 +258,8 @@ class Device:
         work = request.train_local
         if reason := self.faults.get((work.round, work.attempt)):
             raise TaskError(reason)
+        if request.WhichOneof("work") == "train_local":
+            await self.hold()
         async with self.turn:
             return await self.agent.work(request, model, progress)
 
@@ -321,6 +325,9 @@ def place(net, make_job, write_task, tmp_path):
             self.faults = {name: {} for name in NAMES}
             self.turn = asyncio.Lock()
 
+        async def hold(self):
+            """Nobody waits, unless a test says so."""
+
         async def listen(self, methods="pass", names=NAMES):
             write_task(methods)
             self.link = await net.listen()
@@ -329,7 +336,7 @@ def place(net, make_job, write_task, tmp_path):
             await net.until(lambda: set(names) <= self.link.peers.keys())
 
         def device(self, name):
-            return Device(name, self.turn, self.faults.setdefault(name, {}))
+            return Device(name, self.turn, self.faults.setdefault(name, {}), lambda: self.hold())
 
         def create(self, name, *overrides):
             job = make_job(

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -186,8 +187,22 @@ async def test_kept_updates_are_discounted_and_summed_securely(place, net):
 
 @pytest.mark.parametrize("secure", ["true", "false"])
 async def test_a_whole_run_in_buffers(place, secure):
-    """Six real devices, three in a buffer: all are asked, none twice at once, and it learns."""
+    """Six real devices, three in a buffer: all are asked, none twice at once, and it learns.
+
+    The last two of the five that are asked in the first round train until it is over.
+    """
     names = tuple("abcdef")
+    asked, over = itertools.count(1), asyncio.Event()
+
+    async def hold():
+        if next(asked) in (4, 5):
+            await over.wait()
+
+    def committed(kind, data):
+        if kind == "committed":
+            over.set()
+
+    place.hold = hold
     await place.listen(names=names)
     store = place.create(
         "run",
@@ -197,7 +212,7 @@ async def test_a_whole_run_in_buffers(place, secure):
         "rounds=6",
         "federated.local_epochs=2",
     )
-    await Coordinator(store, place.link).run()
+    await Coordinator(store, place.link, committed).run()
     report = document(store)
     rows = report["rounds"]
     assert [row["participants"]["accepted"] for row in rows] == [3] * 6
