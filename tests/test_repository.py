@@ -76,6 +76,15 @@ def test_the_lists_of_packages_agree(found, expected):
     assert list(found) == expected
 
 
+def test_every_decision_has_a_number_of_its_own():
+    names = sorted(path.name for path in (ROOT / "docs/decisions").glob("0*.md"))
+    numbers = [int(name[:4]) for name in names]
+    assert len(set(numbers)) == len(numbers)
+    for name, number in zip(names, numbers, strict=True):
+        heading = (ROOT / "docs/decisions" / name).read_text().partition("\n")[0]
+        assert heading.startswith(f"# {number}. "), name
+
+
 def test_no_module_is_a_bag():
     bags = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "tools"}
     modules = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
