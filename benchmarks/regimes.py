@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import statistics
@@ -54,6 +55,8 @@ class Row:
     policy: str
     seed: int
     outcome: Outcome
+    of: str = ""
+    """Digest of the scenario, the policy's settings and the data."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +140,7 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="FILE",
-        help="keep every run there as it ends, and go on from what it holds",
+        help="keep every run there as it ends, and go on from what it holds of the same scenarios",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality by cost as SVG")
 
@@ -170,7 +173,17 @@ def measure(
     Raises:
         UserError: no such policy.
     """
-    rows = list(_kept(results))
+    scenarios = list(scenarios)
+    now = {
+        (scenario.name, policy): digest
+        for scenario in scenarios
+        for policy, digest in _digests(scenario, data).items()
+    }
+    kept = list(_kept(results))
+    rows = [row for row in kept if row.of == now.get((row.scenario, row.policy))]
+    old = sum((row.scenario, row.policy) in now for row in kept) - len(rows)
+    if old:
+        print(f"{old} runs in {results} are of another scenario or other data", file=sys.stderr)
     have = {(row.scenario, row.policy, row.seed) for row in rows}
     work = []
     for scenario in scenarios:
@@ -214,14 +227,25 @@ def _group(
     """In one process, one after the other: they share the data that was read."""
     known = contenders(scenario)
     trace = 0 if scenario.name.startswith("random-") else 1
+    digests = _digests(scenario, data)
     rows, failed = [], []
     for name in names:
         try:
             outcome = simulate(scenario, seed, data, known[name], trace)
-            rows.append(Row(scenario.name, name, seed, outcome))
+            rows.append(Row(scenario.name, name, seed, outcome, digests[name]))
         except IsthmusError as error:
             failed.append(f"{name} in {scenario.name}, seed {seed}: {error}")
     return rows, failed
+
+
+def _digests(scenario: Scenario, data: Path) -> dict[str, str]:
+    """By policy, what a run is a run of, whatever its seed; that of the code is yours to know."""
+    what = scenario.model_dump(mode="json", exclude={"title", "seeds"})
+    read = hashlib.sha256(data.read_bytes()).hexdigest()
+    return {
+        policy: hashlib.sha256(json.dumps([what, changes, read]).encode()).hexdigest()
+        for policy, changes in contenders(scenario).items()
+    }
 
 
 def _kept(results: Path | None) -> Iterator[Row]:
@@ -268,7 +292,10 @@ def regrets(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, floa
 
 
 def savings(rows: Sequence[Row]) -> dict[str, float]:
-    """How much less `adaptive` needs in B to be as good as `federated` ends; medians over seeds."""
+    """How much less `adaptive` needs in B to be as good as `federated` ends; medians over seeds.
+
+    Where it needs none, for it never asked a device, that is counted as one.
+    """
     runs: dict[tuple[str, int], Outcome] = {
         (row.policy, row.seed): row.outcome for row in rows if row.scenario == SAVINGS
     }
@@ -278,7 +305,7 @@ def savings(rows: Sequence[Row]) -> dict[str, float]:
             continue
         goal = runs["federated", seed]
         at = next((p for p in outcome.trace if p.accuracy >= goal.accuracy), None)
-        transfers.append(goal.trace[-1].transfers / at.transfers if at else 0.0)
+        transfers.append(goal.trace[-1].transfers / max(at.transfers, 1) if at else 0.0)
         costs.append(goal.cost / at.cost if at else 0.0)
     if not costs:
         return {}

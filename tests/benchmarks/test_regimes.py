@@ -8,7 +8,7 @@ import pytest
 import regimes
 import scenario
 from scenario import Federated, Run, Scenario, Split, Zone
-from simulation import simulate
+from simulation import Point, simulate
 
 from isthmus.errors import JobError
 
@@ -99,14 +99,41 @@ def test_a_drawn_scenario_is_always_the_same_and_its_own():
     assert len({one.model_dump_json(exclude={"name"}) for one in drawn}) == len(drawn)
 
 
-def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
-    def row(policy, accuracy):
-        outcome = regimes.Outcome(
-            accuracy=accuracy, rounds={}, visits=0, cost=1.0, ended="", seconds=0.0, trace=()
-        )
-        return regimes.Row("small", policy, 1, outcome)
+def a_row(policy, accuracy, points=(), name="small"):
+    outcome = regimes.Outcome(
+        accuracy=accuracy, rounds={}, visits=0, cost=8.0, ended="", seconds=0.0, trace=points
+    )
+    return regimes.Row(name, policy, 1, outcome)
 
-    rows = [row("datacenter", 50.0), row("federated", 80.0), row("adaptive", 81.0)]
+
+def test_what_is_as_good_without_a_device_saves_all_transfers_but_one():
+    rows = [
+        a_row("federated", 80.0, (Point(cost=8.0, transfers=60, accuracy=80.0),), "B"),
+        a_row("adaptive", 82.0, (Point(cost=2.0, transfers=0, accuracy=81.0),), "B"),
+    ]
+    assert regimes.savings(rows) == {"savings/B/transfers": 60.0, "savings/B/cost": 4.0}
+
+
+def test_kept_runs_of_another_scenario_or_other_data_are_run_anew(data, tmp_path, capsys):
+    kept, other = tmp_path / "kept", tmp_path / "other.data"
+    other.write_text(data.read_text().replace("A,2,", "A,3,", 1) + "A" + ",0" * 16 + "\n")
+    short = SMALL.model_copy(update={"run": Run(ticks=1, budget=4.0)})
+    longer = SMALL.model_copy(update={"run": Run(ticks=2, budget=4.0)})
+
+    def runs(scenario, data):
+        rows, failed = regimes.measure([scenario], ["federated"], data, 1, kept)
+        assert not failed
+        assert len(rows) == 1
+        return len(kept.read_text().splitlines())
+
+    assert [runs(short, data), runs(short, data)] == [1, 1]
+    assert "are of another" not in capsys.readouterr().err
+    assert [runs(longer, data), runs(longer, other), runs(short, data)] == [2, 3, 3]
+    assert "1 runs in" in capsys.readouterr().err
+
+
+def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
+    rows = [a_row("datacenter", 50.0), a_row("federated", 80.0), a_row("adaptive", 81.0)]
     assert regimes.regrets(SMALL, rows) == {
         "datacenter": {1: 30.0},
         "federated": {1: 0.0},
