@@ -51,7 +51,7 @@ COMMANDS = [
     "isthmus server init --host STATE",
     "isthmus server participants STATE",
     "isthmus server revoke NAME STATE",
-    "isthmus server start --address --job --set STATE",
+    "isthmus server start --address STATE",
     "isthmus server token create --expires --kind --name STATE",
     "isthmus submit --set --state JOB",
     "isthmus why --json NUMBER RUN_DIR",

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -88,6 +89,12 @@ def committed(run: Path) -> int:
         return int(log.execute(query).fetchone()[0])
 
 
+def listening(port: int) -> bool:
+    """Whether a server takes connections on this machine."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def terminal(folder: Path) -> Terminal:
     return Terminal(folder)
@@ -109,22 +116,28 @@ def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> No
 
     The server is killed in the middle of the run and started again while the others keep dialling.
     """
-    (starting,) = [block for block in blocks("docs/operate.md") if block.startswith(BACKGROUND)]
-    report = terminal.folder / "fleet/runs/digits"
+    operate = blocks("docs/operate.md")
+    starting = next(block for block in operate if block.startswith(BACKGROUND))
+    run = terminal.folder / "fleet/runs/digits-1"
     try:
-        for block in blocks("docs/operate.md") + blocks("docs/edge.md"):
+        for block in operate:
             terminal.type(block)
-        for block in blocks("docs/datacenter.md"):
+            if block == starting:
+                terminal.until(lambda: listening(9403))
+        for block in blocks("docs/edge.md") + blocks("docs/datacenter.md"):
             terminal.type(block)
-        server = terminal.own[0]
-        terminal.until(lambda: committed(report) >= 1)
+        terminal.until(lambda: committed(run) >= 1)
+        server = terminal.own.pop(0)
         server.kill()
         server.wait()
         terminal.type(starting)
-        assert terminal.own[-1].wait(100) == 0
+        terminal.until(lambda: listening(9403))
+        said = terminal.read("isthmus logs digits-1 -f --state alice")
+        assert said.endswith(b"digits-1 finished\n"), said
+        assert said.count(b"accuracy") == 5
     finally:
         terminal.close()
-    found = json.loads(terminal.read("isthmus report fleet/runs/digits --json"))
+    found = json.loads(terminal.read("isthmus report fleet/runs/digits-1 --json"))
     assert found["status"] == "finished"
     assert [row["regime"] for row in found["rounds"]] == ["datacenter"] * 2 + ["federated"] * 3
     for row in found["rounds"][2:]:

@@ -123,41 +123,24 @@ def participants(state: Path) -> None:
 @server.command()
 @_STATE
 @click.option(
-    "--job", type=click.Path(path_type=Path), help="Run this one to its end, and stop then."
-)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
-@click.option(
     "--address",
     default="0.0.0.0:9400",
     show_default=True,
     help="Where participants dial; the port after it is for joining.",
 )
-def start(state: Path, job: Path | None, overrides: tuple[str, ...], address: str) -> None:
+def start(state: Path, address: str) -> None:
     """Serve the participants that joined, and run with them what operators submit.
 
     Jobs that wait, and a run that was cut off, go on when this is typed again.
     """
-    from isthmus.job import load_job
     from isthmus_server.commands import prepare, run_until_stopped
     from isthmus_server.fleet.control import serve_queue
-    from isthmus_server.fleet.running import serve_job
     from isthmus_server.fleet.server import FleetServer
 
     prepare()
     logging.getLogger("isthmus_server.fleet").setLevel(logging.INFO)
     host, port = tls.split_address(address, "--address")
-    console = Console()
-    if job is None:
-        if overrides:
-            raise UserError("--set changes a key of the --job; give that too")
-        run_until_stopped(serve_queue(FleetServer(state), state, host, port, console))
-        return
-    loaded = load_job(job, overrides)
-    served = FleetServer(state)
-    directory = run_until_stopped(
-        serve_job(served, loaded, job.resolve().parent, state, host, port, console)
-    )
-    console.print(f"report  isthmus report {directory}", soft_wrap=True)
+    run_until_stopped(serve_queue(FleetServer(state), state, host, port, Console()))
 
 
 def _seconds(text: str) -> float:

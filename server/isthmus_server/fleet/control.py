@@ -18,7 +18,6 @@ from isthmus.job import read_job
 from isthmus.wire import operator_pb2
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.runner import Runner
-from isthmus_server.fleet.running import say_where
 from isthmus_server.fleet.server import FleetServer
 
 SERVICE = "isthmus.operator.v1.Operator"
@@ -155,7 +154,8 @@ async def serve_queue(
     runner = Runner(server, state, console)
     server.link.beside[SERVICE] = Control(server.members, runner).methods()
     async with server.listening(host, port):
-        say_where(server, host, console)
+        where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
+        console.print(where, soft_wrap=True)
         await runner.run()
 
 

@@ -36,7 +36,7 @@ class Members(Enrolments):
         self.revoked.update(self.registry.revoked_identities())
         self._seen = self.registry.version
         self._clerk = ThreadPoolExecutor(1, thread_name_prefix="registry")
-        self._directory = directory
+        self.directory = directory
         self._writing: Registry | None = None
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Members(Enrolments):
 
         def run() -> _T:
             if self._writing is None:
-                self._writing = Registry(self._directory)
+                self._writing = Registry(self.directory)
             return change(self._writing)
 
         return await asyncio.get_running_loop().run_in_executor(self._clerk, run)

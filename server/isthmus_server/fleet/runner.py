@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from isthmus.errors import IsthmusError, Refused, UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
+from isthmus_server.coordinator import Coordinator
 from isthmus_server.fleet.queue import ENDED, Entry, Queue, State
-from isthmus_server.fleet.running import check_job, open_run, run
 from isthmus_server.fleet.server import FleetServer
+from isthmus_server.progress import Progress
 from isthmus_server.store import Store
 
 _LOOK_SECONDS = 0.5
@@ -88,9 +90,13 @@ class Runner:
     async def _train(self, entry: Entry) -> None:
         job = entry.job
         self._check(job)
-        store = open_run(self.runs / entry.id, job, self.tasks)
+        directory = self.runs / entry.id
+        begun = (directory / "job.json").exists()
+        store = Store.open(directory) if begun else Store.create(directory, job, self.tasks)
+        torch.set_num_threads(1)  # what the server computes is small beside the link's work
         try:
-            await run(self.server, store, self.console)
+            with Progress(self.console) as progress:
+                await Coordinator(store, self.server.link, progress).run()
         except asyncio.CancelledError:
             if self._cancelled:
                 store.finish("cancelled", _CANCELLED, None)
@@ -99,7 +105,7 @@ class Runner:
             store.close()
 
     def _check(self, job: Job) -> None:
-        check_job(job)
+        _check_participants(job)
         check_installed(job.task.source, self.tasks)
         if job.task.data is not None:
             path = (self.tasks / job.task.data).resolve()
@@ -173,3 +179,20 @@ class Runner:
         finally:
             if store is not None:
                 store.close()
+
+
+def _check_participants(job: Job) -> None:
+    """Refuse a job that wants its participants started here.
+
+    Raises:
+        UserError: with the keys to change.
+    """
+    for key, count in (
+        ("federated.clients", job.federated.clients),
+        ("datacenter.ranks", job.datacenter.ranks),
+    ):
+        if count:
+            raise UserError(
+                f"{key}={count} are started by `isthmus run`; here participants join by "
+                f"themselves: add --set {key}=0"
+            )

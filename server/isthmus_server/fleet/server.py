@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 import resource
 import time
 from collections.abc import AsyncIterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from isthmus import tls
+from isthmus.errors import UserError
 from isthmus_server.fleet.authority import Authority
 from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
@@ -64,6 +67,7 @@ class FleetServer:
             UserError: a port is in use.
         """
         _allow_many_files()
+        lock = _locked(self.members.directory)
         watching: asyncio.Task[None] | None = None
         try:
             self.link_port = await self.link.start(host, port, self._credentials(known=True))
@@ -80,6 +84,7 @@ class FleetServer:
             await self.joining.stop()
             await self.link.stop()
             self.members.close()
+            os.close(lock)
 
     async def _watch(self) -> None:
         while True:
@@ -108,6 +113,21 @@ class FleetServer:
         return grpc.dynamic_ssl_server_credentials(
             current(), fetch, require_client_authentication=known
         )
+
+
+def _locked(directory: Path) -> int:
+    """Be the only server of a state directory; returns the open file that says so.
+
+    Raises:
+        UserError: another one runs.
+    """
+    handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another server runs from {directory}") from None
+    return handle
 
 
 def _allow_many_files() -> None:

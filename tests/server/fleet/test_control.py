@@ -37,7 +37,7 @@ async def place(fleet, make_job):
     fleet.gate = asyncio.Event()
     await fleet.listen(queue=True)
     fleet.me = await fleet.member("me", kind="operator")
-    usual = ("federated.cohort=3", "rounds=2", "strategy.policy=federated", "time.join_seconds=1")
+    usual = ("federated.cohort=3", "rounds=2", "strategy.policy=federated", "time.join_seconds=20")
     fleet.job = lambda *more: make_job(*usual, *more)
 
     async def devices():
@@ -91,7 +91,7 @@ async def test_jobs_run_in_the_order_in_which_they_were_submitted(place):
 async def test_a_job_that_fails_says_why_and_the_next_one_runs(place):
     place.gate.set()
     await place.devices()
-    failing = await place.submit(place.job("federated.cohort=9"), "one")
+    failing = await place.submit(place.job("federated.cohort=9", "time.join_seconds=0.5"), "one")
     second = await place.submit(place.job(), "two")
     assert await place.ended(failing) == "failed"
     assert await place.ended(second) == "finished"
