@@ -27,8 +27,8 @@ COMMANDS = [
     "isthmus cancel --state JOB",
     "isthmus client join --state TOKEN URL",
     (
-        "isthmus client start --data --die-with-parent --hours --name --server --shard --state "
-        "--tasks --threads"
+        "isthmus client start --data --die-with-parent --hours --name --policy --print-systemd "
+        "--server --shard --state --tasks --threads"
     ),
     "isthmus compare --json --policies --run-dir --seeds --set JOB",
     "isthmus datacenter agent --control",

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.contents import Buffer
 from isthmus.errors import Refused, UpdateError
+from isthmus.job import read_job
 from isthmus.membership import Membership
 from isthmus.task import Participant
 from isthmus.uplink import ReportProgress, Uplink
@@ -23,8 +24,10 @@ from isthmus.wire import link_pb2
 
 if TYPE_CHECKING:
     from isthmus_clients.flower import FlowerRun
+    from isthmus_clients.policy import Guard
     from isthmus_clients.secure import Credentials, SecureAttempt
     from isthmus_clients.training import LocalRun
+    from isthmus_privacy.secagg import ClientPolicy
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Agent:
         signing_key: Ed25519PrivateKey | None = None,
         memory: Path | None = None,
         tasks: Path | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Be a device.
 
@@ -63,6 +67,7 @@ class Agent:
             memory: file that keeps, beside such a key, which rounds this device was in.
             tasks: directory of the only tasks that are loaded here; None loads what the server
                 names, from where it says: for a server that started this device itself.
+            guard: holds it to its owner's policy; None allows whatever is asked.
         """
         self.participant = participant
         self.data = data
@@ -73,6 +78,7 @@ class Agent:
         self._apps: dict[str, FlowerRun] = {}
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._memory = memory
+        self._guard = guard
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._secure: SecureAttempt | None = None
@@ -97,6 +103,7 @@ class Agent:
             UpdateError: no such run is open, or the size is not that of its models.
         """
         kind = request.WhichOneof("work")
+        self._check(request, size)
         if kind == "flower":
             return self._app(request.flower.run_id).buffer(size)
         if kind == "score":
@@ -114,6 +121,16 @@ class Agent:
                 f"{run.layout.nbytes}"
             )
         return bytearray(size)
+
+    def _check(self, request: link_pb2.Request, size: int) -> None:
+        """Ask the owner's policy, before memory is taken for what comes."""
+        if self._guard is None:
+            return
+        kind = request.WhichOneof("work")
+        masked = kind in ("train_local", "score") and bool(getattr(request, kind).secure)
+        if not masked and not (kind == "train_local" and request.train_local.keep):
+            self._guard.check_plain()
+        self._guard.check_work(size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
@@ -133,6 +150,8 @@ class Agent:
                 return await asyncio.to_thread(self._score, request.score, model), None
         if kind == "flower":
             app = self._app(request.flower.run_id)
+            if model is None:
+                self._check(request, 0)
             async with self._working:
                 answer, records = await asyncio.to_thread(app.answer, request.flower, model or b"")
             return link_pb2.Reply(flower_replied=answer), records
@@ -245,11 +264,22 @@ class Agent:
         from isthmus_clients.secure import Credentials, SecureAttempt
 
         if self._credentials is None:
-            self._credentials = Credentials(self._signing_key.private_bytes_raw(), self._memory)
+            self._credentials = Credentials(
+                self._signing_key.private_bytes_raw(), self._memory, self._floor()
+            )
         if self._welcome is not None:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         self._secure = None
         return SecureAttempt(about, agreed, content.sha256, self._credentials)
+
+    def _floor(self) -> ClientPolicy:
+        """The least privacy that this device insists on."""
+        from isthmus_privacy.secagg import ClientPolicy
+
+        if self._guard is None:
+            return ClientPolicy()
+        wanted = self._guard.policy.privacy
+        return ClientPolicy(clients_min=wanted.clients_min, noise=wanted.noise)
 
     def _step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         attempt = self._secure
@@ -275,6 +305,8 @@ class Agent:
         from isthmus_clients.training import LocalRun, app_of
 
         torch.set_num_threads(self.threads)
+        if self._guard is not None:
+            self._guard.check_job(read_job(work.job))
         if app_of(work):
             from isthmus_clients.flower import FlowerRun
 
@@ -306,6 +338,7 @@ async def serve(
     hours: Sequence[str] = (),
     membership: Membership | None = None,
     tasks: Path | None = None,
+    guard: Guard | None = None,
 ) -> None:
     """Dial in and work until cancelled.
 
@@ -324,6 +357,7 @@ async def serve(
             signing_key=membership.identity,
             memory=membership.rounds,
             tasks=tasks or membership.tasks,
+            guard=guard,
         )
     uplink = Uplink(
         address,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from isthmus.errors import UserError
 from isthmus.membership import Membership, default_state
 from isthmus.task import Participant
 from isthmus_clients.agent import serve
+from isthmus_clients.policy import Guard, load
+from isthmus_clients.systemd import unit
 
 
 @click.group()
@@ -81,6 +84,13 @@ def join(url: str, token: str, state: Path) -> None:
     help="Be asked in these hours only (UTC), such as 22:00-06:00; several add up.",
 )
 @click.option(
+    "--policy",
+    "policy_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What its owner allows. Default: policy.toml, in --state.",
+)
+@click.option("--print-systemd", is_flag=True, help="Print a systemd unit and start nothing.")
+@click.option(
     "--die-with-parent", is_flag=True, help="End when the process that started this one ends."
 )
 def start(
@@ -92,6 +102,8 @@ def start(
     shard: str | None,
     threads: int,
     hours: tuple[str, ...],
+    policy_file: Path | None,
+    print_systemd: bool,
     die_with_parent: bool,
 ) -> None:
     """Dial the server and take part in its rounds until stopped."""
@@ -101,15 +113,33 @@ def start(
     _check_hours(hours)
     split = _parse_shard(shard)
     if name is not None:
+        if policy_file is not None or print_systemd:
+            raise UserError("--policy and --print-systemd are for a device that has joined")
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
         asyncio.run(_until_stopped(serve(server, participant, data, threads, hours), name))
         return
     member = Membership(state)
+    policy = load(policy_file or state / "policy.toml")
+    if print_systemd:
+        command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
+        command = [word for word in command if word != "--print-systemd"]
+        click.echo(unit(command, str(state.resolve()), policy))
+        return
+    guard = Guard(policy, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)
     with member.locked():
-        work = serve(server or member.server, participant, data, threads, hours, member, tasks)
+        work = serve(
+            server or member.server,
+            participant,
+            data,
+            threads,
+            hours or policy.hours,
+            member,
+            tasks,
+            guard,
+        )
         asyncio.run(_until_stopped(work, member.name))
 
 

@@ -14,6 +14,7 @@ from isthmus.tls import private_file
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
+    ClientPolicy,
     ClientSession,
     Consents,
     Directory,
@@ -37,19 +38,23 @@ class Credentials:
         happened is on the disk before the message that rests on it leaves.
     """
 
-    def __init__(self, private: bytes, memory: Path | None = None) -> None:
+    def __init__(
+        self, private: bytes, memory: Path | None = None, floor: ClientPolicy | None = None
+    ) -> None:
         """Be somebody.
 
         Args:
             private: the device's 32-byte Ed25519 seed.
             memory: file for the history, as long-lived as the seed; None if that ends with this
                 process.
+            floor: the least this device insists on; None is the default one.
 
         Raises:
             UserError: there is a history, and it cannot be read.
         """
         self.identity = SigningKey(private)
         self.memory = memory
+        self.floor = floor
         self.history = History() if memory is None else _read_history(memory)
         self.enrolment: Enrolment | None = None
         self.directory: Directory | None = None
@@ -129,6 +134,7 @@ class SecureAttempt:
             directory=credentials.directory,
             history=credentials.history,
             model_hash=model,
+            policy=credentials.floor,
         )
         self._remember = credentials.remember
         self._remember()
