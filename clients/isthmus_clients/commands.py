@@ -125,7 +125,7 @@ def start(
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
-        click.echo(unit(command, str(state.resolve()), policy))
+        click.echo(unit(command, str(Path.cwd()), policy))
         return
     guard = Guard(policy, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)

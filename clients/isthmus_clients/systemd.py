@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from isthmus_clients.policy import Policy
 
 
-def unit(command: Sequence[str], state: str, policy: Policy) -> str:
-    """The text of a user unit that runs a command and holds it to the policy's caps.
+def unit(command: Sequence[str], folder: str, policy: Policy) -> str:
+    """The text of a user unit that runs a command in a folder, held to the policy's caps.
 
-    >>> print(unit(["isthmus", "client", "start"], "/home/me/state", Policy(memory_mb=512)))
+    >>> print(unit(["isthmus", "client", "start"], "/home/me", Policy(memory_mb=512)))
     [Unit]
     ...
     MemoryMax=512M
@@ -23,7 +23,7 @@ def unit(command: Sequence[str], state: str, policy: Policy) -> str:
     if policy.memory_mb is not None:
         caps.append(f"MemoryMax={policy.memory_mb}M")
     # A unit file reads % itself.
-    line = shlex.join(command).replace("%", "%%")
+    line, folder = shlex.join(command).replace("%", "%%"), folder.replace("%", "%%")
     return "\n".join(
         [
             "[Unit]",
@@ -32,6 +32,7 @@ def unit(command: Sequence[str], state: str, policy: Policy) -> str:
             "After=network-online.target",
             "",
             "[Service]",
+            f"WorkingDirectory={folder}",
             f"ExecStart={line}",
             "Restart=on-failure",
             "RestartSec=30",
@@ -40,10 +41,6 @@ def unit(command: Sequence[str], state: str, policy: Policy) -> str:
             "Nice=10",
             *caps,
             "NoNewPrivileges=yes",
-            "PrivateTmp=yes",
-            "ProtectSystem=strict",
-            "ProtectHome=read-only",
-            f"ReadWritePaths={shlex.quote(state)}",
             "",
             "[Install]",
             "WantedBy=default.target",

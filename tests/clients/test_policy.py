@@ -197,7 +197,7 @@ def test_the_unit_holds_the_device_to_its_caps():
     policy = Policy(cpu_percent=50, memory_mb=900)
     lines = unit(["isthmus", "client", "start", "--data", "my 100% data"], "/s", policy).split("\n")
     assert "ExecStart=isthmus client start --data 'my 100%% data'" in lines
-    assert {"CPUQuota=50%", "MemoryMax=900M", "ReadWritePaths=/s"} <= set(lines)
+    assert {"CPUQuota=50%", "MemoryMax=900M", "WorkingDirectory=/s"} <= set(lines)
     assert "RestartPreventExitStatus=1" in lines
 
 
