@@ -54,6 +54,10 @@ COMMANDS = [
     "isthmus server start --address STATE",
     "isthmus server token create --expires --kind --name STATE",
     "isthmus submit --set --state JOB",
+    "isthmus task install --author --tasks PACKAGE",
+    "isthmus task key FILE",
+    "isthmus task pack --key --name --output FOLDER",
+    "isthmus task show PACKAGE",
     "isthmus why --json NUMBER RUN_DIR",
 ]
 

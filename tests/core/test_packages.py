@@ -1,0 +1,169 @@
+import io
+import json
+import zipfile
+
+import pytest
+from click.testing import CliRunner
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import Refused, UserError
+from isthmus.packages import install, new_author, pack, read, read_author
+from isthmus.task_commands import task
+
+AUTHOR = Ed25519PrivateKey.from_private_bytes(bytes(32))
+PUBLIC = AUTHOR.public_key().public_bytes_raw()
+FILES = {"task.py": b"raise SystemExit('executed')\n", "data/words.txt": b"a\nb\n"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "keyboard"
+    for path, data in {**FILES, ".git/config": b"x", "__pycache__/task.pyc": b"y"}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def package(folder):
+    return pack(folder, "keyboard", AUTHOR)
+
+
+def rewritten(package, change):
+    """The same package with another list of entries: (name, data, how it is stored)."""
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        entries = [(name, archive.read(name), zipfile.ZIP_STORED) for name in archive.namelist()]
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data, how in change(entries):
+            archive.writestr(zipfile.ZipInfo(name), data, how)
+    return out.getvalue()
+
+
+def test_what_was_packed_is_installed_and_not_executed(package, tmp_path):
+    found = read(package)
+    assert (found.name, found.author, dict(found.files)) == ("keyboard", PUBLIC, FILES)
+    target = install(found, tmp_path / "tasks", [PUBLIC])
+    assert target == tmp_path / "tasks/keyboard"
+    assert {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()} == FILES.keys()
+    assert [path.name for path in (tmp_path / "tasks").iterdir()] == ["keyboard"]
+
+
+def test_the_same_files_are_the_same_package(folder, package):
+    assert pack(folder, "keyboard", AUTHOR) == package
+
+
+def test_a_newer_package_takes_the_place_of_an_older_one(folder, package, tmp_path):
+    install(read(package), tmp_path / "tasks", [PUBLIC])
+    (folder / "data/words.txt").unlink()
+    (folder / "task.py").write_text("new")
+    target = install(read(pack(folder, "keyboard", AUTHOR)), tmp_path / "tasks", [PUBLIC])
+    assert (target / "task.py").read_text() == "new"
+    assert not (target / "data/words.txt").exists()
+
+
+def test_an_author_nobody_approved_is_refused(package, tmp_path):
+    other = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+    with pytest.raises(Refused, match=r"is by the author [0-9a-f]{64}, who is not approved here"):
+        install(read(package), tmp_path / "tasks", [other])
+    assert not (tmp_path / "tasks").exists()
+
+
+def manifest_with(change):
+    def changed(entries):
+        for name, data, how in entries:
+            if name == "manifest.json":
+                table = json.loads(data)
+                change(table)
+                yield name, json.dumps(table), how
+            else:
+                yield name, data, how
+
+    return changed
+
+
+def other_author(table):
+    table["author"] = Ed25519PrivateKey.generate().public_key().public_bytes_raw().hex()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (manifest_with(lambda table: table.update(name="camera")), "not signed by the author"),
+        (manifest_with(other_author), "not signed by the author"),
+        (
+            lambda entries: [(n, d + b"#" if n == "task.py" else d, h) for n, d, h in entries],
+            "'task.py' is not what its author signed",
+        ),
+        (lambda entries: [*entries, ("more.py", b"", 0)], "its files are not those of its manif"),
+        (lambda entries: entries[:-1], "its files are not those of its manifest"),
+        (lambda entries: [e for e in entries if e[0] != "signature"], "not a package"),
+        (lambda entries: [*entries, ("../task.py", b"", 0)], "is not a plain name"),
+        (lambda entries: [*entries, ("/etc/passwd", b"", 0)], "is not a plain name"),
+        (lambda entries: [*entries, ("bomb", bytes(1 << 24), 8)], "'bomb' is compressed"),
+    ],
+)
+def test_a_package_that_was_changed_is_refused(package, change, sentence):
+    with pytest.raises(Refused, match=sentence):
+        read(rewritten(package, change))
+
+
+@given(st.data())
+def test_no_change_goes_unnoticed(data):
+    """Of bytes in a file, in the manifest or in the signature; of the zip's own, some may."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w"):
+        pass
+    with pytest.raises(Refused):
+        read(data.draw(st.binary(max_size=300) | st.just(out.getvalue())))
+
+
+@given(st.data())
+def test_damage_is_refused_or_changes_nothing(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    folder.mkdir(exist_ok=True)
+    (folder / "task.py").write_bytes(FILES["task.py"])
+    package = bytearray(pack(folder, "keyboard", AUTHOR))
+    at = data.draw(st.integers(0, len(package) - 1))
+    package[at] ^= data.draw(st.integers(1, 255))
+    try:
+        found = read(bytes(package))
+    except Refused:
+        return
+    assert (found.name, found.author) == ("keyboard", PUBLIC)
+    assert dict(found.files) == {"task.py": FILES["task.py"]}
+
+
+def test_a_folder_with_links_or_without_files_is_not_packed(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="has no files to pack"):
+        pack(tmp_path / "empty", "keyboard", AUTHOR)
+    (folder / "link").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="is not a plain file"):
+        pack(folder, "keyboard", AUTHOR)
+
+
+def test_an_author_s_key_is_made_once_and_is_private(tmp_path):
+    public = new_author(tmp_path / "author.key")
+    assert read_author(tmp_path / "author.key").public_key().public_bytes_raw() == public
+    with pytest.raises(UserError, match="is there already; nothing was changed"):
+        new_author(tmp_path / "author.key")
+    (tmp_path / "author.key").chmod(0o644)
+    with pytest.raises(UserError, match="can be read by others on this machine"):
+        read_author(tmp_path / "author.key")
+
+
+def test_the_commands_from_a_key_to_an_installed_task(folder, tmp_path):
+    def type_(*words):
+        result = CliRunner().invoke(task, [str(word) for word in words], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output.strip()
+
+    public = type_("key", tmp_path / "author.key")
+    packed, tasks = tmp_path / "keyboard.task", tmp_path / "tasks"
+    said = type_("pack", folder, "--key", tmp_path / "author.key", "--output", packed)
+    assert f"digest {said.split()[1]}" in type_("show", packed)
+    assert type_("install", packed, "--author", public, "--tasks", tasks) == f"{tasks}/keyboard"
+    assert (tasks / "keyboard/task.py").exists()
