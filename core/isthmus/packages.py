@@ -131,6 +131,7 @@ def read(data: bytes) -> Package:
     if len(data) > MOST_BYTES:
         raise Refused(f"a package of {len(data)} bytes is larger than {MOST_BYTES}")
     try:
+        _check_directory(data)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = _plain_entries(archive, len(data))
             manifest = archive.read(entries[_MANIFEST])
@@ -189,6 +190,16 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
     return target
+
+
+def _check_directory(data: bytes) -> None:
+    """Bound what `zipfile` reads at once, which is all that the end of the file speaks of."""
+    end = data.rfind(b"PK\x05\x06")
+    if end < 0 or data[max(end - 20, 0) :].startswith(b"PK\x06\x07"):
+        raise ValueError("it does not end as a zip file of this kind does")
+    size = int.from_bytes(data[end + 12 : end + 16], "little")
+    if size > _MOST_MANIFEST:
+        raise ValueError(f"its directory of {size} bytes is too large")
 
 
 def _plain_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:

@@ -136,6 +136,13 @@ def test_damage_is_refused_or_changes_nothing(tmp_path_factory, data):
     assert dict(found.files) == {"task.py": FILES["task.py"]}
 
 
+def test_a_directory_of_a_million_entries_is_not_read():
+    directory = b"PK\x01\x02" + bytes(42)
+    end = b"PK\x05\x06" + bytes(8) + (46 << 20).to_bytes(4, "little") + bytes(6)
+    with pytest.raises(Refused, match=f"its directory of {46 << 20} bytes is too large"):
+        read(directory * (1 << 20) + end)
+
+
 def test_a_folder_with_links_or_without_files_is_not_packed(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has no files to pack"):
