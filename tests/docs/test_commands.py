@@ -111,12 +111,25 @@ def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
         terminal.close()
 
 
+def operators_page() -> tuple[list[str], list[str]]:
+    """The blocks about one machine, and those about a server that others join."""
+    found = blocks("docs/operate.md")
+    first = next(i for i, block in enumerate(found) if block.startswith("isthmus server init"))
+    return found[:first], found[first:]
+
+
+def test_one_person_trains_on_one_machine(terminal: Terminal) -> None:
+    alone, _ = operators_page()
+    for block in alone:
+        terminal.type(block)
+
+
 def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> None:
     """The server's page, then the devices' and the datacenter's, all over mutual TLS.
 
     The server is killed in the middle of the run and started again while the others keep dialling.
     """
-    operate = blocks("docs/operate.md")
+    _, operate = operators_page()
     starting = next(block for block in operate if block.startswith(BACKGROUND))
     run = terminal.folder / "fleet/runs/digits-1"
     try:
