@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -97,3 +98,16 @@ class Live:
             )
         )
         self._last, self._last_sum = mark, total
+
+
+def events(first: int, until: int, values: Mapping[str, Any], losses: Sequence[str]) -> list[str]:
+    """What a person should know of how a round went, from what ranks said and which were lost."""
+    steps, resumed = f"steps {first} to {until}", values["resumed"]
+    if resumed is None:
+        how = f"the group restarted and repeated {steps}"
+    else:
+        how = f"the group restarted and went on with {steps} after {resumed}"
+    events = [f"{loss}; {how}" for loss in losses]
+    if resumed is not None and not losses:
+        events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
+    return [*events, *values["noted"]]

@@ -16,12 +16,10 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from isthmus.contents import Buffer, describe
-from isthmus.errors import UpdateError, UserError
+from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.exchange import Layout
 from isthmus.job import Job, read_job
 from isthmus.membership import Membership
@@ -31,6 +29,7 @@ from isthmus.wire import link_pb2
 from isthmus_datacenter.control import Command, Report
 from isthmus_datacenter.files import check_model, locked, mapped
 from isthmus_datacenter.group import Group, Nodes
+from isthmus_datacenter.live import events
 from isthmus_datacenter.template import Template
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -196,22 +195,35 @@ class Service:
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Do one request, after those that came before it."""
+        """Do one request, after those that came before it; when leaving, say nothing any more."""
         async with self._busy:
-            try:
-                if request.id in self._unwanted:
-                    raise UserError("cancelled before it began")
-                if self.leaving:
-                    raise UserError("this datacenter was told to leave its machines")
-                self._working = request.id
-                return await self._work(request, model, progress)
-            except BaseException:
-                self._drop(self._outgoing, request.id)
-                raise
-            finally:
-                self._working = None
-                self._unwanted.discard(request.id)
-                self._drop(self._incoming, request.id)
+            if not self.leaving:
+                try:
+                    return await self._do(request, model, progress)
+                except IsthmusError as error:
+                    if not self.leaving:
+                        raise
+                    log.warning("%s", error)
+            # A round of whoever refuses is tried again at once, and not often; whoever is lost is
+            # waited for. The link ends in a moment.
+            await asyncio.Event().wait()
+        raise AssertionError
+
+    async def _do(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        try:
+            if request.id in self._unwanted:
+                raise UserError("cancelled before it began")
+            self._working = request.id
+            return await self._work(request, model, progress)
+        except BaseException:
+            self._drop(self._outgoing, request.id)
+            raise
+        finally:
+            self._working = None
+            self._unwanted.discard(request.id)
+            self._drop(self._incoming, request.id)
 
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """The file of the result is not needed any more."""
@@ -306,7 +318,7 @@ class Service:
             training=values["training"],
             evaluation=values["evaluation"],
             profile=values["profile"],
-            events=_events(train, values, losses),
+            events=events(train.from_step, train.until_step, values, losses),
         )
         payload = None
         if train.hand_back:
@@ -385,18 +397,3 @@ class Service:
         path = files.pop(request_id, None)
         if path is not None:
             path.unlink(missing_ok=True)
-
-
-def _events(
-    train: link_pb2.TrainSteps, values: Mapping[str, Any], losses: Sequence[str]
-) -> list[str]:
-    """What a person should know of how a round went."""
-    steps, resumed = f"steps {train.from_step} to {train.until_step}", values["resumed"]
-    if resumed is None:
-        how = f"the group restarted and repeated {steps}"
-    else:
-        how = f"the group restarted and went on with {steps} after {resumed}"
-    events = [f"{loss}; {how}" for loss in losses]
-    if resumed is not None and not losses:
-        events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
-    return [*events, *values["noted"]]

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ class Faulty(Table):
     fault: kill, stop, exit, raise; at: one place or several: `model`, `data`, the number of a loss,
     `forward` and the number of a forward pass, `load` or `store` of a model that is exchanged,
     `save` and the step whose checkpoint is being written; rank; once: what the names of files
-    begin with that are made when it happened.
+    begin with that are made when it happened. unhurried: a file until which it takes its time.
     """
 
     def __init__(self, settings: Any, data: Path | None = None) -> None:
@@ -308,6 +309,8 @@ class Faulty(Table):
         return super().rows(count, seed)
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        if "unhurried" in self.settings and not Path(self.settings["unhurried"]).exists():
+            time.sleep(0.02)
         self.forwards += 1
         self.maybe_fail(f"forward {self.forwards}")
         output: torch.Tensor = super().forward(model, inputs)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import re
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -14,9 +13,13 @@ from typing import Any
 
 import pytest
 
-from isthmus.errors import UserError
-from isthmus.wire import link_pb2
+from isthmus.scoring import build_model
+from isthmus_datacenter.service import Service
 from isthmus_datacenter.testing import Ranks
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.link import Link
+from isthmus_server.report import document
+from isthmus_server.store import Store
 
 HERE = Path(__file__).parent
 
@@ -84,39 +87,47 @@ def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     assert [name for name in kept if not name.startswith("data-")] == ["step-9"]
 
 
-def test_machines_that_are_taken_away(warm: Any, start: Any, setup: Any) -> None:
+def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> None:
     """A round that cannot end in time is saved, and goes on there when the machines are back."""
-    made = setup("Table", {"dropout": 0.2}, zero_stage=3)
-    driver = start()
-    driver.open("taken", made)
+    hurry = tmp_path / "hurry"
+    settings = {"dropout": 0.2, "unhurried": str(hurry), "fault": "none"}
+    made = setup("Faulty", settings, ranks=0, zero_stage=3, steps=200)
+    strategy = made.job.strategy.model_copy(update={"policy": "datacenter"})
+    job = made.job.model_copy(update={"rounds": 1, "strategy": strategy})
+    store = Store.create(tmp_path / "run", job, HERE)
 
-    async def work() -> str:
-        train = link_pb2.TrainSteps(run_id="taken", from_step=0, until_step=10**6)
-        begun = asyncio.Event()
-        request = link_pb2.Request(id="long", train_steps=train)
-        running = asyncio.create_task(
-            driver.service.work(request, None, lambda progress: begun.set())
-        )
-        await asyncio.wait_for(begun.wait(), 30.0)
-        driver.service.leave(8.0)  # too few seconds for half of them to be waited for
-        await driver.service._left()
-        with pytest.raises(UserError, match="which is saved: the machines are about to be") as said:
+    async def run() -> bytes:
+        link = Link(job.time.lease_seconds)
+        address = f"127.0.0.1:{await link.start()}"
+        working = asyncio.Event()
+        link.on_progress = lambda name, progress: progress.steps and working.set()
+        coordinator = Coordinator(store, link)
+        running = asyncio.create_task(coordinator.run())
+        try:
+            service = Service("dc", 2, tmp_path / "state")
+            serving = asyncio.create_task(service.serve(address))
+            await asyncio.wait_for(working.wait(), 60.0)
+            service.leave(8.0)  # too few seconds for half of them to be waited for
+            await serving
+            hurry.touch()
+            service = Service("dc", 2, tmp_path / "state")
+            serving = asyncio.create_task(service.serve(address))
             await running
-        return str(said.value)
+            return bytes(coordinator.model.payload)
+        finally:
+            for task in (serving, running):
+                task.cancel()
+            await asyncio.gather(serving, running, return_exceptions=True)
+            await link.stop()
 
-    stopped = int(re.findall(r"stopped after step (\d+) of 0 to 1000000", driver.run(work()))[0])
-    assert stopped > 0
-    shutil.copytree(driver.service.state / "taken", warm.service.state / "taken", symlinks=True)
-    warm.open("taken", made)
-    trained, resumed = warm.train("taken", 0, stopped + 3, hand_back=True)
-    (told,) = trained.events
-    assert (
-        told
-        == f"went on with steps 0 to {stopped + 3} after {stopped}, where an earlier try was saved"
+    model = asyncio.run(run())
+    (row,) = document(store)["rounds"]
+    store.close()
+    assert row["attempt"] == 2  # asked again only when somebody was there
+    assert re.fullmatch(
+        r"went on with steps 0 to 200 after \d+, where an earlier try was saved",
+        row["receipts"][0]["reason"],
     )
-    # Nobody goes on there from another model, and from the same one it is the same.
-    warm.train("taken", 0, 3, bytes(made.layout.encode(0 * made.layout.gather(made.task.model()))))
-    replayed, content = warm.train("taken", 0, stopped + 3, hand_back=True)
-    assert content == resumed
-    assert replayed.training["loss"] == trained.training["loss"]
-    assert not replayed.events
+    warm.open("not-taken", made)
+    sent = bytes(made.layout.encode(made.layout.gather(build_model(made.task, job.seed))))
+    assert warm.train("not-taken", 0, 200, sent, hand_back=True)[1] == model

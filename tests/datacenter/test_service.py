@@ -207,7 +207,7 @@ def test_a_task_that_raises_while_it_trains(rank: dict[str, str], warm: Any, set
 
 
 LOST = {
-    "kill": "rank 1 died (signal 9)",
+    "kill": "rank 0 died (signal 9)",
     "stop": "rank 1 did not answer for 5 s and was ended",
 }
 
@@ -217,7 +217,8 @@ def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     fault: str, warm: Any, setup: Any, tmp_path: Path, record_property: Any
 ) -> None:
     contents = []
-    settings = {"dropout": 0.2, "fault": fault, "rank": "1", "once": str(tmp_path / "once")}
+    rank = LOST[fault].split()[1]
+    settings = {"dropout": 0.2, "fault": fault, "rank": rank, "once": str(tmp_path / "once")}
     sent = seeded(setup("Table").layout, 8)
     # While the model is set up; while one comes, in a forward pass or between its own steps, while
     # others wait for it, while the result is handed over, while the checkpoint is written.

@@ -1,0 +1,123 @@
+"""Attention is cut by heads where a trial shows that it can be, and left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isthmus_datacenter.attention import by_heads
+from isthmus_datacenter.plans import tensor_plan
+from isthmus_datacenter.stages import check_chain, cut
+from isthmus_datacenter.trials import run_still
+
+WIDTH, HEAD = 16, 4
+
+
+class Attention(nn.Module):
+    """Grouped heads; `up` takes as much as `out` does and is no part of the attention."""
+
+    def __init__(self, queries: int, keys: int, counted: int | None) -> None:
+        super().__init__()
+        self.up = nn.Linear(queries * HEAD, WIDTH)
+        self.q_proj = nn.Linear(WIDTH, queries * HEAD)
+        self.k_proj = nn.Linear(WIDTH, keys * HEAD)
+        self.v_proj = nn.Linear(WIDTH, keys * HEAD, bias=False)
+        self.out = nn.Linear(queries * HEAD, WIDTH)
+        self.counted = counted
+
+    def forward(self, hidden: torch.Tensor, angles: torch.Tensor, *, scale: float) -> torch.Tensor:
+        q, k, v = (
+            each(hidden * angles).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.counted is not None and q.shape[1] != self.counted:
+            raise ValueError("where are my heads?")
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+        output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + output
+
+
+class Model(nn.Module):
+    """Angles that every block needs, and dropout before the blocks."""
+
+    def __init__(self, queries: int = 4, keys: int = 2, counted: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.angles = Angles()
+        self.blocks = nn.ModuleList(Attention(queries, keys, counted) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 9)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(words))
+        angles, scale = self.angles(hidden)
+        for block in self.blocks:
+            hidden = block(hidden, angles, scale=scale)
+        output: torch.Tensor = self.head(hidden)
+        return output
+
+
+class Angles(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return torch.arange(1.0, 1.0 + hidden.shape[1])[:, None].cos(), 0.3
+
+
+@pytest.fixture
+def words() -> torch.Tensor:
+    return torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+def test_whole_groups_of_heads_are_cut(words: torch.Tensor) -> None:
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found, others = by_heads(model, 2, lambda: run_still(model, words))
+    assert [each.name for each in found] == ["blocks.0", "blocks.1"]
+    assert [each.mixes for each in found] == [(block.out,) for block in model.blocks]
+    assert not others
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("more", "degree", "widths"),
+    [
+        ({"keys": 1}, 2, "queries are 16 wide, keys 4"),  # half of a head
+        ({"queries": 6, "keys": 3}, 2, "queries are 24 wide, keys 12"),
+        ({}, 8, "queries are 16 wide, keys 8"),
+        ({"counted": 4}, 2, "queries are 16 wide, keys 8"),  # the model counts its heads
+    ],
+)
+def test_what_cannot_be_cut_by_heads_is_gathered_and_said(
+    more: dict[str, Any], degree: int, widths: str, words: torch.Tensor
+) -> None:
+    model = Model(**more)
+    plan, notes = tensor_plan(model, degree, [model], lambda: run_still(model, words))
+    assert notes[0] == (
+        f"'blocks.0' and 1 more cannot be cut by heads into tensor_parallel={degree} equal parts "
+        f"({widths}): each of its layers is gathered on its own"
+    )
+    assert "blocks.0.q_proj" in plan
+
+
+def test_what_is_left_whole_is_said(words: torch.Tensor) -> None:
+    model = Model()
+    model.blocks[0].table = nn.Parameter(torch.zeros(1000))
+    _, notes = tensor_plan(model, 2, [model], lambda: run_still(model, words))
+    (note,) = notes
+    assert note.startswith("33%")
+    assert " of the parameters stay whole on every rank, the largest in 'blocks.0'" in note
+
+
+def test_every_stage_has_the_angles_and_only_the_first_the_dropout(words: torch.Tensor) -> None:
+    model = Model()
+    stages = cut(model, 2, words)
+    check_chain(stages, run_still(model, words), words)
+    kinds = [[type(stage.get_submodule(at)) for at in ("drop", "angles")] for stage in stages]
+    assert kinds[0] == [nn.Dropout, Angles]
+    assert kinds[1][0] is not nn.Dropout
+    assert kinds[1][1] is Angles

@@ -1,0 +1,47 @@
+"""A datacenter inside a simulation trains as one rank does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from isthmus.contents import describe
+from isthmus.wire import link_pb2
+from isthmus_datacenter.virtual import VirtualDatacenter
+
+
+def ask(worker: VirtualDatacenter, model: bytes | None = None, **work: Any) -> bytes:
+    request = link_pb2.Request(id="request", **work)
+    buffer = None if model is None else bytearray(model)
+    _, payload = asyncio.run(worker.work(request, buffer, lambda progress: None))
+    return b"" if payload is None else bytes(payload)
+
+
+def train(worker: VirtualDatacenter, first: int, until: int, model: bytes | None = None) -> bytes:
+    work = link_pb2.TrainSteps(run_id="run", from_step=first, until_step=until, hand_back=True)
+    if model is not None:
+        work.model.CopyFrom(describe(model))
+    return ask(worker, model, train_steps=work)
+
+
+def test_it_trains_as_one_rank_does(setup: Any, on_ranks: Any, vector: Any, tmp_path: Path) -> None:
+    made = setup("Table", ranks=1, optimizer_on_load="keep")
+    result = tmp_path / "result"
+    result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
+    command = {"op": "train", "run_id": "run", "until_step": 6, "result": str(result)}
+    on_ranks(1, "train", [(made.command(), command, str(tmp_path / "state"))])
+
+    worker = VirtualDatacenter()
+    ask(worker, open=made.opening("run"))
+    begun = train(worker, 0, 3)
+    whole = train(worker, 3, 6)
+    expected = vector(result.read_bytes(), made.layout)
+    assert (vector(whole, made.layout) - expected).abs().max() < 1e-6
+    # Of the round before it remembers how it began.
+    assert train(worker, 3, 6) == whole
+    # A model that comes at a step that it was away for goes on with the optimizer it has.
+    assert train(worker, 10, 13, begun) != train(worker, 10, 13, whole)
+    late = VirtualDatacenter()
+    ask(late, open=made.opening("run"))
+    assert train(late, 10, 13, begun) != begun
