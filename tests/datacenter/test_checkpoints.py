@@ -24,7 +24,7 @@ from isthmus_server.store import Store
 HERE = Path(__file__).parent
 
 
-def until(condition: Any, seconds: float = 20.0) -> None:
+def until(condition: Any, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
