@@ -304,7 +304,7 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
         while driver.service._working is None:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
         assert not running.done()
-        driver.service.leave(30.0)
+        driver.service.leave(200.0)
         await driver.service._left()
         assert running.done()
         late = link_pb2.Request(id="late", train_steps=train)
