@@ -51,7 +51,8 @@ class Buffered:
     Guarantees:
       * memory of O(model): an update is fetched when a buffer has room for it, and stays with its
         device until then;
-      * a device has at most one update under way, and one in each buffer.
+      * a device has at most one update under way, and one in each buffer;
+      * whoever is still at work after a round has its model: who had not is let go.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -95,12 +96,13 @@ class Buffered:
         self.working.clear()
         self.held.clear()
 
-    def ask(self, name: str, examples: int, round_: int, work: link_pb2.TrainLocal) -> None:
+    def ask(self, name: str, examples: int, round_: int, work: link_pb2.TrainLocal) -> _Working:
         """Have a device begin, for whichever buffer it will be in time for."""
         request = link_pb2.Request(id=self.fleet.link.new_id(), train_local=work)
         one = _Working(name, round_, examples, request, work.model.size)
         one.task = asyncio.create_task(self._wait(one))
         self.working[name] = one
+        return one
 
     async def _wait(self, one: _Working) -> None:
         try:
@@ -151,6 +153,7 @@ class Filling:
         )
         self.receipts: dict[str, Receipt] = {}
         self.losses: list[tuple[float, int]] = []
+        self.asked: list[_Working] = []
         self.summing: SecureAttempt | None = None
         self.summed: dict[str, int] = {}
         """How stale those are whose updates are being summed securely."""
@@ -175,8 +178,8 @@ class Filling:
                     await self._take(await self.devices.next())
         except TimeoutError:
             pass
-        receipts = list(self.receipts.values())
         if self.filled < self.settings.needed:
+            receipts = self._with_mine(())
             reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
             why = f" ({'; '.join(reasons[:3])})" if reasons else ""
             raise AttemptFailed(
@@ -187,7 +190,9 @@ class Filling:
         if secure:
             return await self._sum_securely()
         return FederatedResult(
-            pseudo_gradient=self.total.mean(), training=self._training(), receipts=receipts
+            pseudo_gradient=self.total.mean(),
+            training=self._training(),
+            receipts=self._with_mine(()),
         )
 
     async def _sum_securely(self) -> FederatedResult:
@@ -222,11 +227,24 @@ class Filling:
         return self._with_mine([] if self.summing is None else self.summing.stopped(reason))
 
     def _with_mine(self, theirs: Sequence[Receipt]) -> list[Receipt]:
+        self._let_go()
         known = [
             dataclasses.replace(receipt, staleness=self.summed[receipt.participant])
             for receipt in theirs
         ]
         return [*self.receipts.values(), *known]
+
+    def _let_go(self) -> None:
+        """Of those asked here who still lack the model: nobody holds it for them after this."""
+        for one in self.asked:
+            peer = self.fleet.link.peers.get(one.name)
+            lacks = peer is not None and peer.given != self.model.sha256
+            if lacks and one.reply is None and self.devices.working.get(one.name) is one:
+                del self.devices.working[one.name]
+                assert one.task is not None
+                one.task.cancel()
+                reason = "the round was over before it had the model"
+                self._note(one, "dropped", reason, started=False)
 
     def _top_up(self) -> None:
         while self.order and len(self.devices.working) < self.settings.concurrency:
@@ -239,7 +257,7 @@ class Filling:
                 keep=self.settings.secure_aggregation,
                 with_gradient=self.with_gradient,
             )
-            self.devices.ask(name, self.idle[name], self.round, work)
+            self.asked.append(self.devices.ask(name, self.idle[name], self.round, work))
 
     async def _take(self, one: _Working) -> None:
         """What became of one device that finished; leaves a receipt."""

@@ -165,7 +165,7 @@ class Link:
         self._published[content.sha256] = payload
 
     def retract(self, content: link_pb2.Content) -> None:
-        """Stop serving a content; its memory is the caller's again."""
+        """Stop serving a content; its memory is the caller's again. Who lacks some is told."""
         self._published.pop(content.sha256, None)
 
     def _peer(self, name: str) -> Peer:
@@ -386,13 +386,15 @@ class Link:
         pump.add_done_callback(ended)
 
     async def _pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
-        payload = self._published.get(want.sha256)
-        if payload is None:
-            absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
-            await stream.send(link_pb2.Envelope(chunk=absent))
-            return
-        for message in chunks(want.sha256, payload, offset=want.offset):
+        payload, peer.given = self._published.get(want.sha256), b""
+        for message in () if payload is None else chunks(want.sha256, payload, offset=want.offset):
             if self._published.get(want.sha256) is not payload:
-                return  # retracted: the memory may already hold another model
+                payload = None  # retracted: the memory may already hold another model
+                break
             await stream.send(message)
             peer.bytes_out += len(message)
+        if payload is not None:
+            peer.given = want.sha256
+            return
+        absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
+        await stream.send(link_pb2.Envelope(chunk=absent))

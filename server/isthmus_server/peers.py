@@ -37,6 +37,8 @@ class Peer:
         self.unsettled: set[str] = set()
         """Requests whose reply is in use."""
         self.fetches: dict[bytes, Fetch] = {}
+        self.given = b""
+        """Name of the content that was sent to it last, and to the end."""
         self.bytes_in = 0
         self.bytes_out = 0
         self.lease: asyncio.TimerHandle | None = None

@@ -133,6 +133,29 @@ async def test_a_device_that_is_lost_is_replaced(begin, net):
     await fleet.stop()
 
 
+async def test_a_device_without_its_model_when_the_round_ends_is_let_go_and_asked_again(begin, net):
+    fleet, devices, guests, train = await begin("federated.buffer={concurrency=3}", names="abc")
+    wire, port = await net.wire()
+    await guests["c"].leave()
+    await net.until(lambda: net.link.peers["c"].stream is None)
+    await net.join("c", devices["c"], port)
+    await net.until(lambda: net.link.peers["c"].stream is not None)
+    wire.limits["down"] = 0
+    for name in "ab":
+        devices[name].go.set()
+    result = await train(1)
+    assert set(accepted(result)) == {"a", "b"}
+    (late,) = (r for r in result.receipts if r.participant == "c")
+    assert (late.status, late.started) == ("dropped", False)
+    assert late.reason == "the round was over before it had the model"
+    assert fleet.at_work == []
+    wire.cut()
+    devices["a"].go.clear()
+    devices["c"].go.set()
+    assert set(accepted(await train(2))) == {"b", "c"}
+    await fleet.stop()
+
+
 async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, net):
     fleet, devices, _, train = await begin(
         "time.round_seconds=0.3", "time.lease_seconds=0.1", names="ab"
@@ -220,8 +243,9 @@ async def test_a_whole_run_in_buffers(place, secure):
     assert {r["participant"] for r in taken} == set(names)
     assert max(r["staleness"] for r in taken) > 0
     assert rows[-1]["metrics"]["loss"] < 0.95 * rows[0]["metrics"]["loss"]
-    assert all(row["cost"]["price"] == len(row["receipts"]) for row in rows)
-    assert all((r["loss"] is None) == (secure == "true") for r in taken)
+    assert all(row["cost"]["price"] == row["participants"]["started"] for row in rows)
+    used = [r for r in taken if r["status"] == "accepted"]
+    assert all((r["loss"] is None) == (secure == "true") for r in used)
     assert all("loss" in row["training"]["federated"] for row in rows)
 
 

@@ -206,6 +206,23 @@ async def test_a_content_the_server_does_not_hold_is_a_failure(net):
     assert reply.failure.reason == "the server does not hold the model any more"
 
 
+async def test_who_waits_for_the_rest_of_a_retracted_content_is_told(net):
+    link = await net.listen()
+    payload = bytearray(64 * CHUNK_BYTES)  # more than is ever on its way at once
+    content = describe(payload)
+    link.publish(content, payload)
+    async with net.raw() as (_, send, receive):
+        await send(want=link_pb2.Want(sha256=content.sha256))
+        assert (await receive("chunk")).data
+        link.retract(content)
+        arrived = CHUNK_BYTES
+        async with asyncio.timeout(5):
+            while not (chunk := await receive("chunk")).absent:
+                arrived += len(chunk.data)
+        assert arrived < len(payload)
+        assert not link.peers["raw"].given
+
+
 async def test_a_content_the_participant_does_not_hold_is_refused(net):
     link = await net.listen()
     await net.join("a", answering(b"held"))
