@@ -168,9 +168,10 @@ class Filling:
     async def run(self) -> FederatedResult:
         """Keep as many at work as the job says, and take who comes."""
         secure = self.settings.secure_aggregation
-        seconds = self.fleet.job.time.round_seconds * (FOR_TRAINING if secure else 1.0)
+        seconds = self.fleet.job.time.round_seconds
+        deadline = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds * (FOR_TRAINING if secure else 1.0)):
                 while self.filled < self.settings.cohort:
                     self._top_up()
                     if not self.devices.working:
@@ -188,14 +189,14 @@ class Filling:
                 receipts,
             )
         if secure:
-            return await self._sum_securely()
+            return await self._sum_securely(deadline)
         return FederatedResult(
             pseudo_gradient=self.total.mean(),
             training=self._training(),
             receipts=self._with_mine(()),
         )
 
-    async def _sum_securely(self) -> FederatedResult:
+    async def _sum_securely(self, deadline: float) -> FederatedResult:
         """The finished devices as a cohort; each discounts its own update before it masks it."""
         fleet, held = self.fleet, self.devices.held
         taken = [held.pop(name) for name in list(held)[: self.settings.cohort]]
@@ -212,7 +213,7 @@ class Filling:
 
         self.summing = SecureAttempt(fleet, config, about, self.summed, begin)
         try:
-            result = await self.summing.run()
+            result = await self.summing.run(deadline)
         except AttemptFailed as error:
             raise AttemptFailed(str(error), self._with_mine(error.receipts)) from error
         stale = {"staleness": sum(self.summed.values()) / len(self.summed)}
@@ -271,7 +272,8 @@ class Filling:
         except UpdateError as error:
             self._note(one, "rejected", str(error), sent=True)
         except asyncio.CancelledError:
-            self._note(one, "dropped", "the round's time was over before its update was here")
+            if one.name not in self.receipts:
+                self._note(one, "dropped", "the round's time was over before its update was here")
             raise
         finally:
             receipt = self.receipts.get(one.name)
@@ -295,12 +297,17 @@ class Filling:
                 f"its update has {trained.result.size} bytes where this exchange set takes "
                 f"{layout.nbytes}"
             )
-        scale = self.settings.buffer.discount(stale)
         with Spool(self.fleet.spool) as spool:
             await self.fleet.link.fetch(one.name, trained.result, spool.write)
-            await to_the_end(
-                asyncio.to_thread(spool.add_to, self.total, layout, trained.examples, scale)
-            )
+            await to_the_end(self._put(one, trained, spool, stale))
+
+    async def _put(
+        self, one: _Working, trained: link_pb2.Trained, spool: Spool, stale: int
+    ) -> None:
+        """Into the sum and onto its receipt: one without the other never happens."""
+        scale = self.settings.buffer.discount(stale)
+        layout = self.fleet.layout
+        await asyncio.to_thread(spool.add_to, self.total, layout, trained.examples, scale)
         self._note(
             one,
             "accepted",

@@ -125,8 +125,10 @@ class SecureAttempt:
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self.adding = asyncio.Lock()
 
-    async def run(self) -> FederatedResult:
+    async def run(self, deadline: float | None = None) -> FederatedResult:
         """All steps, to the mean of the survivors' updates.
+
+        `deadline` (loop time) is until when vectors may come; without one, a round's time from now.
 
         Raises:
             AttemptFailed: too few were left at some step.
@@ -134,7 +136,9 @@ class SecureAttempt:
         times = self.fleet.job.time
         session = self.session
         start = asyncio.get_running_loop().time()
-        trained_by = start + FOR_TRAINING * times.round_seconds
+        if deadline is None:
+            deadline = start + times.round_seconds
+        trained_by = start + FOR_TRAINING * (deadline - start)
         try:
             await self._step(
                 "training", self.cohort, self._train, trained_by, self.config.clients_max
@@ -147,7 +151,7 @@ class SecureAttempt:
             async def mask(name: str) -> None:
                 await self._upload(name, inboxes[name])
 
-            await self._step("sending", session.missing, mask, start + times.round_seconds)
+            await self._step("sending", session.missing, mask, deadline)
             survivors = session.survivors().to_bytes()
             await self._quick("signing", {"survivors": survivors}, self._take_consent)
             consents = session.consents().to_bytes()
@@ -202,23 +206,26 @@ class SecureAttempt:
         }
         pending: set[asyncio.Task[None]] = set(tasks)
         why = f"it did not finish {what} in time"
-        while pending:
-            left = deadline - asyncio.get_running_loop().time()
-            _, pending = await asyncio.wait(
-                pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
-            )
-            if wanted is not None and self.session.heard >= wanted:
-                why = "enough devices had come"
-                break
-            if self.session.heard + len(pending) < self.config.clients_min:
-                why = "the quorum could not be reached any more"
-                break
-            if left <= 0:
-                break
-        for task in pending:
-            task.cancel()
-            self._drop(tasks[task], why)
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            while pending:
+                left = deadline - asyncio.get_running_loop().time()
+                _, pending = await asyncio.wait(
+                    pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+                )
+                if wanted is not None and self.session.heard >= wanted:
+                    why = "enough devices had come"
+                    break
+                if self.session.heard + len(pending) < self.config.clients_min:
+                    why = "the quorum could not be reached any more"
+                    break
+                if left <= 0:
+                    break
+            for task in pending:
+                self._drop(tasks[task], why)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result

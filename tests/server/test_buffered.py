@@ -1,5 +1,6 @@
 import asyncio
 import itertools
+import threading
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from isthmus.contents import describe
 from isthmus.errors import JobError
 from isthmus.exchange import Layout
 from isthmus.wire import link_pb2
+from isthmus_server.aggregate import Spool
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.regimes import AttemptFailed, Fleet
 from isthmus_server.report import document
+from isthmus_server.secure import SecureAttempt
 
 LAYOUT = Layout.from_shapes({"weight": (3,)})
 
@@ -168,6 +171,52 @@ async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, 
     again = await train(1, attempt=2)
     assert accepted(again) == {"a": 0, "b": 0}
     await fleet.stop()
+
+
+async def test_an_update_that_is_being_added_when_the_time_is_over_is_accepted(
+    begin, net, monkeypatch
+):
+    fleet, devices, guests, train = await begin(names="ab")
+    adding, go_on = threading.Event(), threading.Event()
+    add_to = Spool.add_to
+
+    def held_up(*arguments):
+        adding.set()
+        go_on.wait()
+        add_to(*arguments)
+
+    monkeypatch.setattr(Spool, "add_to", held_up)
+    devices["a"].go.set()
+    filling = asyncio.create_task(train(1))
+    await net.until(adding.is_set)
+    filling.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await filling
+    assert fleet.buffered.filling.total.mean().tolist() == [1.0, 1.0, 0.0]
+    (receipt,) = (r for r in fleet.stopped("the time is over") if r.participant == "a")
+    assert (receipt.status, receipt.loss) == ("accepted", 2.0)
+    await net.until(lambda: guests["a"].receipts == [(True, "")])
+    await fleet.stop()
+
+
+async def test_a_secure_sum_ends_with_the_round_that_its_buffer_began(begin, monkeypatch):
+    secure = "federated={secure_aggregation=true, mode='buffered', cohort=3, quorum=3}"
+    fleet, devices, _, train = await begin(secure, names="abc")
+    deadlines = []
+
+    async def run(attempt, deadline=None):
+        deadlines.append(deadline)
+        raise AttemptFailed("nobody agreed", [])
+
+    monkeypatch.setattr(SecureAttempt, "run", run)
+    for one in devices.values():
+        one.go.set()
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(AttemptFailed, match="nobody agreed"):
+        await train(1)
+    now = asyncio.get_running_loop().time()
+    assert began <= deadlines[0] - fleet.job.time.round_seconds <= now
 
 
 async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):

@@ -14,6 +14,7 @@ from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent
 from isthmus_server.regimes import AttemptFailed, Fleet
+from isthmus_server.secure import SecureAttempt
 
 NAMES = "abcde"
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
@@ -144,6 +145,30 @@ async def test_below_the_quorum_the_attempt_ends_with_a_reason_and_the_next_one_
         place.devices[name].fails_at = None
     result = await place.train(attempt=2)
     assert torch.allclose(result.pseudo_gradient.double(), await place.plain_mean(NAMES), atol=1e-6)
+
+
+async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
+    peers = place.net.link.peers
+    for device in place.devices.values():
+        device.silent_at = "train_local"
+    attempt = asyncio.create_task(place.train())
+    await place.net.until(lambda: all(peers[name].asked for name in NAMES))
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert not any(peers[name].asked for name in NAMES)
+
+
+async def test_an_attempt_ends_at_the_deadline_that_it_is_given(place, monkeypatch):
+    place.devices["a"].silent_at = place.devices["b"].silent_at = "train_local"
+    run = SecureAttempt.run
+    monkeypatch.setattr(
+        SecureAttempt, "run", lambda self: run(self, asyncio.get_running_loop().time())
+    )
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(AttemptFailed, match="did not finish training in time"):
+        await place.train()
+    assert asyncio.get_running_loop().time() - began < place.job.time.round_seconds / 2
 
 
 async def test_an_attempt_that_devices_have_seen_is_refused_by_all(place):
