@@ -102,6 +102,15 @@ async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
     assert decision.seen["asked"][0]["refused"] == "1 of 4 answered"
 
 
+async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
+    decision, _, _ = await ask(
+        lambda seen: Compare(JUST_SO, 4, "to know"),
+        lambda made, clock: observe(comparisons=made, seconds_left=0.0),
+    )
+    assert isinstance(decision.answer, Stop)
+    assert decision.seen["asked"][0]["refused"] == decision.answer.reason
+
+
 async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
     with pytest.raises(JobError, match=r"the policy 'mine' answered .* refused .* 1 of 4 answered"):
         await ask(

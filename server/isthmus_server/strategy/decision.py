@@ -97,8 +97,9 @@ async def decide(
                 continue
             except RoundFailed as error:
                 answer = Refused(str(error))
+        if isinstance(wanted, Compare):
+            asked[-1]["refused"] = answer.reason  # of a Stop as well
         if isinstance(answer, Refused):
-            asked[-1]["refused"] = answer.reason
             refused.append(answer.reason)
         elif isinstance(answer, Wait):
             wait = {"seconds": answer.seconds, "reason": answer.reason}
