@@ -106,7 +106,11 @@ class VirtualFleet:
                     part.done.set_exception(error)
             return
         for part, result in zip(parts, trained, strict=True):
-            if not part.done.done():
+            if part.done.done():
+                continue
+            if isinstance(result, TaskError):
+                part.done.set_exception(result)
+            else:
                 part.done.set_result(result)
 
 
@@ -230,11 +234,13 @@ class _Run:
 
     def train(
         self, work: link_pb2.TrainLocal, parts: Sequence[_Part], step_seconds: float
-    ) -> list[link_pb2.Trained]:
+    ) -> list[link_pb2.Trained | TaskError]:
         """All devices of a batch, from the same model; each finds its update in its payload.
 
+        In place of a result: the error of a device whose loss or update is not finite.
+
         Raises:
-            TaskError: the task's code raised, or a loss or update is not finite.
+            TaskError: the task's code raised.
         """
         start = self.layout.decode(bytearray(parts[0].payload))
         gradient = parts[0].gradient
@@ -256,13 +262,16 @@ class _Run:
             ],
             dim=1,
         )  # (K, N)
-        results = []
+        results: list[link_pb2.Trained | TaskError] = []
         for k, part in enumerate(parts):
             if not bool(torch.isfinite(updates[k]).all()) or not math.isfinite(mean_losses[k]):
-                raise TaskError(
-                    f"the update of {part.participant.name} is not finite; lower the learning "
-                    "rate or check the data"
+                results.append(
+                    TaskError(
+                        f"the update of {part.participant.name} is not finite; lower the learning "
+                        "rate or check the data"
+                    )
                 )
+                continue
             self.layout.decode(part.payload).copy_(updates[k])
             results.append(
                 link_pb2.Trained(

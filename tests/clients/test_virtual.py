@@ -30,7 +30,7 @@ def opening(write_task, make_job, tmp_path):
     return opening
 
 
-async def updates(fleet, opening, start, layout, round_=1, gradient=None):
+async def updates(fleet, opening, start, layout, round_=1, gradient=None, **gathered):
     """What every device of a fleet answers, asked all at once."""
     for device in fleet.devices:
         await device.work(link_pb2.Request(id="o", open=opening), None, None)
@@ -45,7 +45,7 @@ async def updates(fleet, opening, start, layout, round_=1, gradient=None):
         reply, back = await device.work(request, payload, None)
         return layout.decode(back), reply.trained
 
-    return await asyncio.gather(*(one(device) for device in fleet.devices))
+    return await asyncio.gather(*(one(device) for device in fleet.devices), **gathered)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,29 @@ async def test_an_update_does_not_depend_on_who_else_trains(opening):
     everyone = await updates(together, work, start, layout)
     torch.testing.assert_close(one, everyone[2][0])
     assert not torch.equal(everyone[1][0], everyone[2][0])
+
+
+async def test_one_device_that_diverges_fails_alone(opening):
+    work = opening(
+        "federated.local_steps=3",
+        methods="""
+        def local_data(self, participant):
+            data = rows(8, seed=sum(participant.name.encode()))
+            if participant.name == "client-1":
+                data.tensors[0].fill_(float("inf"))
+            return data
+        """,
+    )
+    layout = Layout.from_header(work.layout)
+    start = torch.zeros(layout.size)
+    alone, together = VirtualFleet(3), VirtualFleet(3)
+    del alone.devices[1]
+    expected = await updates(alone, work, start, layout)
+    first, failed, last = await updates(together, work, start, layout, return_exceptions=True)
+    assert str(failed).startswith("the update of client-1 is not finite")
+    for (update, trained), (same, as_before) in zip((first, last), expected, strict=True):
+        torch.testing.assert_close(update, same)
+        assert trained.training["loss"] == pytest.approx(as_before.training["loss"])
 
 
 async def test_an_optimizer_that_would_mix_devices_is_refused(opening):
