@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.federated import FederatedSection, buffer_name
@@ -22,7 +22,7 @@ from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt
+from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import FOR_TRAINING, SecureAttempt, agreement
 
 if TYPE_CHECKING:
@@ -324,13 +324,13 @@ class Filling:
         if "loss" in trained.training:
             self.losses.append((trained.training["loss"], trained.examples))
 
-    def _note(self, one: _Working, status: str, reason: str, **more: object) -> None:
+    def _note(self, one: _Working, status: Status, reason: str, **more: Any) -> None:
         self.receipts[one.name] = Receipt(
             participant=one.name,
             regime="federated",
-            status=status,  # type: ignore[arg-type]
+            status=status,
             reason=reason,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
 
     def _training(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool, WeightedSum
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt
+from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import UPLOADS_AT_ONCE
 
 if TYPE_CHECKING:
@@ -186,8 +186,8 @@ class PlainAttempt:
             if "loss" in trained.training:
                 self.losses[name] = (trained.training["loss"], trained.examples)
 
-    def _receipt(self, name: str, status: str, reason: str, **more: object) -> Receipt:
-        return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)  # type: ignore[arg-type]
+    def _receipt(self, name: str, status: Status, reason: str, **more: Any) -> Receipt:
+        return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)
 
     def _training(self) -> dict[str, float]:
         """In the cohort's order, so that the same losses give the same mean."""

@@ -24,7 +24,7 @@ from isthmus_server.buffered import Buffered
 from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
 from isthmus_server.plain import PlainAttempt
-from isthmus_server.receipts import Receipt
+from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import SecureAttempt, agreement
 
 if TYPE_CHECKING:
@@ -295,11 +295,11 @@ class Datacenter:
             raise UpdateError(f"its {what} is not finite")
         return vector
 
-    def _failed(self, name: str, status: str, reason: str) -> AttemptFailed:
+    def _failed(self, name: str, status: Status, reason: str) -> AttemptFailed:
         receipt = Receipt(
             participant=name,
             regime="datacenter",
-            status=status,  # type: ignore[arg-type]
+            status=status,
             reason=reason,
             sent=status == "rejected",
         )

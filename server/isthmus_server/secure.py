@@ -38,7 +38,7 @@ from isthmus_privacy.secagg import (
 )
 from isthmus_server.aggregate import Spool
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt
+from isthmus_server.receipts import Receipt, Status
 
 if TYPE_CHECKING:
     from isthmus_server.regimes import Fleet
@@ -324,11 +324,11 @@ class SecureAttempt:
     def _drop(self, name: str, reason: str) -> None:
         self.receipts[name] = self._receipt(name, "dropped", reason)
 
-    def _receipt(self, name: str, status: str, reason: str, **more: Any) -> Receipt:
+    def _receipt(self, name: str, status: Status, reason: str, **more: Any) -> Receipt:
         return Receipt(
             participant=name,
             regime="federated",
-            status=status,  # type: ignore[arg-type]
+            status=status,
             reason=reason,
             seconds=self.seconds.get(name, 0.0),
             **more,

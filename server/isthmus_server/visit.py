@@ -20,7 +20,7 @@ from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.bundle import published
 from isthmus_server.checkpoints import Saved
 from isthmus_server.outcome import AttemptFailed
-from isthmus_server.receipts import Receipt
+from isthmus_server.receipts import Receipt, Status
 from isthmus_server.regimes import Fleet
 from isthmus_server.secure import SecureAttempt, margins
 from isthmus_server.snapshots import Snapshots
@@ -205,11 +205,11 @@ class _PlainVisit:
         self.figures[name] = paired.figures(scores)
         self._note(name, "accepted", "")
 
-    def _note(self, name: str, status: str, reason: str) -> None:
+    def _note(self, name: str, status: Status, reason: str) -> None:
         self.receipts[name] = Receipt(
             participant=name,
             regime="federated",
-            status=status,  # type: ignore[arg-type]
+            status=status,
             reason=reason,
             sent=status != "dropped",
             bytes_out=self.work.models.size if status == "accepted" else 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from flwr.app import Message
@@ -20,7 +20,7 @@ from isthmus_server.flower.grid import Answer, LinkGrid
 from isthmus_server.flower.guest import Guest
 from isthmus_server.flower.replies import check, odd_ones
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt
+from isthmus_server.receipts import Receipt, Status
 
 if TYPE_CHECKING:
     from isthmus_server.regimes import Fleet
@@ -134,7 +134,7 @@ class FlowerAttempt:
         return [answer.reply for answer in answers if not failures[answer.node]]
 
     def _note(self, answer: Answer, failure: str, examples: int) -> None:
-        status = "accepted" if not failure else "rejected" if answer.sent else "dropped"
+        status: Status = "accepted" if not failure else "rejected" if answer.sent else "dropped"
         name = self.names[answer.node]
         self.receipts[name] = _receipt(
             name,
@@ -148,5 +148,5 @@ class FlowerAttempt:
         )
 
 
-def _receipt(name: str, status: str, reason: str, **more: object) -> Receipt:
-    return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)  # type: ignore[arg-type]
+def _receipt(name: str, status: Status, reason: str, **more: Any) -> Receipt:
+    return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)
