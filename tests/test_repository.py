@@ -1,5 +1,6 @@
 """What holds for the repository as a whole."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -87,6 +88,19 @@ def test_every_decision_has_a_number_of_its_own():
     for name, number in zip(names, numbers, strict=True):
         heading = (ROOT / "docs/decisions" / name).read_text().partition("\n")[0]
         assert heading.startswith(f"# {number}. "), name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_checker_is_told_to_ignore_has_a_reason(package):
+    bare = re.compile(r"# (noqa: [A-Z0-9]+(, [A-Z0-9]+)*|type: ignore(\[[a-z-]+\])?)\s*$")
+    found = [
+        f"{path.name}:{number}"
+        for path in (ROOT / package).rglob("*.py")
+        if "_pb2" not in path.name
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if bare.search(line)
+    ]
+    assert found == []
 
 
 def test_no_module_is_a_bag():

@@ -194,7 +194,10 @@ class Agent:
         if not (work.secure or work.keep):
             _may_speak_plainly(run)
         model, *gradient = pieces(run.layout, payload)
-        stopped = lambda: request.id in self._stopped  # noqa: E731
+
+        def stopped() -> bool:
+            return request.id in self._stopped
+
         if work.keep:
             trained = run.train(work, model, lambda progress: None, stopped, *gradient)
             self._kept = work, model, trained

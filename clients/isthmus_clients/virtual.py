@@ -246,7 +246,7 @@ class _Run:
         gradient = parts[0].gradient
         added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
         datasets = [self.dataset(part.participant) for part in parts]
-        counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]
+        counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]  # as in scoring.py
         seeds = [local_seed(self.job.seed, work.round, part.participant.name) for part in parts]
         indices = [
             list(step_indices(seed, count, self.job.federated))
@@ -334,7 +334,7 @@ class _Run:
         """The task's optimizer, over all devices' parameters at once."""
         parameters = [part.requires_grad_() for part in stacked.values()]
         with user_code("optimizer()"):
-            optimizer = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]
+            optimizer = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # tensors, one for all
         name = type(optimizer).__name__
         if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
             raise TaskError(

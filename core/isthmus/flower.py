@@ -174,7 +174,7 @@ def message(
         ttl=TTL_SECONDS,
         message_type=kind,
     )
-    made: Message = Message(metadata=metadata, content=content, error=error)  # type: ignore[call-overload]
+    made: Message = Message(metadata=metadata, content=content, error=error)  # type: ignore[call-overload]  # not promised: above
     return made
 
 

@@ -74,7 +74,7 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
         TaskError: it has none, or is empty.
     """
     with user_code(f"len() of {what}"):
-        count = len(dataset)  # type: ignore[arg-type]
+        count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
     if count == 0:
         raise TaskError(f"{what} is empty: there is no data to work with")
     return count

@@ -61,7 +61,7 @@ class Stream:
         """Send, unless the stream is gone: what is pending is sent again on the next one."""
         await _unless_gone(self.send(message))
 
-    async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109
+    async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109 - the lease
         """The next message, or None at the end.
 
         Raises:

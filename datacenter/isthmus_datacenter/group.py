@@ -215,7 +215,7 @@ class Group:
             attempt = await self._call(lambda: self._control.current(self._generation))
             if attempt is not None and attempt not in self._known_lost:
                 await self._raise_if_dead(attempt)
-                if await self._call(lambda: self._control.ready_count(attempt)) == self.ranks:  # noqa: B023
+                if await self._call(lambda: self._control.ready_count(attempt)) == self.ranks:  # noqa: B023 - awaited here
                     return attempt
             if ended:
                 if attempt is not None and attempt in self._known_lost:

@@ -73,7 +73,7 @@ class Passes:
             # units is divided by their number, also where ranks scored different numbers of them.
             summed = values.sum()
             weight = scale * self.layout.data / max(everyones, 1)
-            (summed * weight).backward()  # type: ignore[no-untyped-call]
+            (summed * weight).backward()  # type: ignore[no-untyped-call]  # torch
             return Done(summed.detach(), mine, everyones, 1.0)
         return self._in_pieces(inputs, target, scale, agree)
 
@@ -113,7 +113,7 @@ class Passes:
             self._sync_gradients(at == pieces - 1)
             if self.pipeline is None:
                 _, values = losses(self.task, self.model, part, goal)
-                score(values).backward()  # type: ignore[no-untyped-call]
+                score(values).backward()  # type: ignore[no-untyped-call]  # torch
             else:
                 self.pipeline.run(part, functools.partial(self._score, goal, score))
         everyones = agree(mine if self.scores else 0)

@@ -205,8 +205,8 @@ def _pairs(module: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
         layers = [children.get(name) for name in (*into, out)]
         if not all(isinstance(layer, nn.Linear) for layer in layers):
             continue
-        hidden = layers[-1].in_features  # type: ignore[union-attr]
-        widths = {layer.out_features for layer in layers[:-1]}  # type: ignore[union-attr]
+        hidden = layers[-1].in_features  # type: ignore[union-attr]  # all are Linear
+        widths = {layer.out_features for layer in layers[:-1]}  # type: ignore[union-attr]  # all are Linear
         # A norm over the hidden units would see a part of them.
         normed = any(
             tuple(getattr(child, "normalized_shape", ())) == (hidden,)

@@ -42,7 +42,7 @@ class Template:
         self._pipe, theirs = context.Pipe()
         # A forked child has a copy of our end, which would keep the pipe from ever breaking.
         ours = self._pipe if method == "fork" else None
-        self._process = context.Process(target=_serve, args=(theirs, ours))  # type: ignore[attr-defined]
+        self._process = context.Process(target=_serve, args=(theirs, ours))  # type: ignore[attr-defined]  # typeshed has none
         self._process.start()
         theirs.close()
 

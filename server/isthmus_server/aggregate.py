@@ -114,7 +114,7 @@ class Spool:
     def __init__(self, directory: Path, in_memory: int = 1 << 20) -> None:
         """`in_memory`: bytes up to which no file is made."""
         self._in_memory = in_memory
-        self._file = tempfile.SpooledTemporaryFile(max_size=in_memory, dir=str(directory))  # noqa: SIM115
+        self._file = tempfile.SpooledTemporaryFile(max_size=in_memory, dir=str(directory))  # noqa: SIM115 - closed by `close`
 
     @property
     def write(self) -> Write:

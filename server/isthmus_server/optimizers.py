@@ -44,7 +44,7 @@ class Yogi(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "initial": initial})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
         """One step on the gradients that are there."""
         assert closure is None  # a server steps on a gradient it was given
         for group in self.param_groups:

@@ -50,7 +50,7 @@ class Slot(Message):
     """A figure that travels inside the masked vector, so that nobody sees one client's own."""
 
     TAG = "slot"
-    FIELDS = {"name": text(64), "maximum": REAL, "exact": FLAG}  # noqa: RUF012
+    FIELDS = {"name": text(64), "maximum": REAL, "exact": FLAG}
 
     name: str
     maximum: float
@@ -65,7 +65,7 @@ class RoundConfig(Message):
     """The agreement on one attempt at one round."""
 
     TAG = "round-config"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "run_id": text(128),
         "round": NUMBER,
         "attempt": NUMBER,

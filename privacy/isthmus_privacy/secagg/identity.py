@@ -33,7 +33,7 @@ class Enrolment(Message):
     """The authority's statement that a name belongs to an identity key."""
 
     TAG = "enrolment"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "name": NAME,
         "identity_key": exactly(KEY_BYTES),
         "not_after": NUMBER,

@@ -51,7 +51,7 @@ class AdvertiseKeys(Message):
     """A client's fresh keys, signed with its identity."""
 
     TAG = "advertise-keys"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "enrolment": nested(Enrolment),
         "sealing_key": _KEY,
         "mask_key": _KEY,
@@ -88,7 +88,7 @@ class Roster(Message):
     """Everybody who takes part, whole and sorted by name."""
 
     TAG = "roster"
-    FIELDS = {"adverts": items(nested(AdvertiseKeys))}  # noqa: RUF012
+    FIELDS = {"adverts": items(nested(AdvertiseKeys))}
 
     adverts: tuple[AdvertiseKeys, ...]
 
@@ -107,7 +107,7 @@ class ShareKeys(Message):
     """A client's shares, sealed for the neighbours it drew."""
 
     TAG = "share-keys"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "name": NAME,
         "roster_hash": _HASH,
         "neighbours": MEMBERS,
@@ -141,7 +141,7 @@ class Inbox(Message):
     """For one client: who has dealt shares, and those that were dealt to it."""
 
     TAG = "inbox"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "roster_hash": _HASH,
         "dealers": MEMBERS,
         "sealed": items(row(NUMBER, exactly(SEALED_BYTES))),
@@ -159,7 +159,7 @@ class MaskedInput(Message):
     """What goes with a client's masked vector; the vector itself travels beside it as bytes."""
 
     TAG = "masked-input"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "name": NAME,
         "roster_hash": _HASH,
         "partners": MEMBERS,
@@ -192,7 +192,7 @@ class Survivors(Message):
     """The set whose sum is to be opened."""
 
     TAG = "survivors"
-    FIELDS = {"roster_hash": _HASH, "dealers": MEMBERS, "survivors": MEMBERS}  # noqa: RUF012
+    FIELDS = {"roster_hash": _HASH, "dealers": MEMBERS, "survivors": MEMBERS}
 
     roster_hash: bytes
     dealers: Members
@@ -210,7 +210,7 @@ class Consent(Message):
     """A client's signature of the one survivor set it has been shown."""
 
     TAG = "consent"
-    FIELDS = {"name": NAME, "signature": _SIGNATURE}  # noqa: RUF012
+    FIELDS = {"name": NAME, "signature": _SIGNATURE}
 
     name: str
     signature: bytes
@@ -221,7 +221,7 @@ class Consents(Message):
     """Everybody's consent, for everybody to check."""
 
     TAG = "consents"
-    FIELDS = {"signatures": items(row(NUMBER, _SIGNATURE))}  # noqa: RUF012
+    FIELDS = {"signatures": items(row(NUMBER, _SIGNATURE))}
 
     signatures: tuple[tuple[int, bytes], ...]
     """Position and signature, by position."""
@@ -232,7 +232,7 @@ class Release(Message):
     """Exactly one share for each dealer: of the seed if it survived, of the mask key if not."""
 
     TAG = "release"
-    FIELDS = {  # noqa: RUF012
+    FIELDS = {
         "name": NAME,
         "shares": items(row(NUMBER, exactly(SHARE_BYTES))),
         "signature": _SIGNATURE,
