@@ -35,7 +35,7 @@ class Point:
 
     cost: float
     transfers: int
-    """Models and updates that went to or came from devices so far."""
+    """Models, gradients and updates that went to or came from devices so far."""
     accuracy: float
 
 
@@ -96,7 +96,7 @@ class World(Clock):
             visits = data.get("comparisons", ())
             self.visits += len(visits)
             self.cost += data["cost"]["price"]
-            self.transfers += 2 * sum(r["regime"] == "federated" for r in data["receipts"])
+            self.transfers += sum(_vectors(receipt) for receipt in data["receipts"])
             self.transfers += sum(visit["devices"] * len(visit["models"]) for visit in visits)
         elif kind == "finished":
             self.ended = data["reason"]
@@ -110,6 +110,13 @@ class World(Clock):
                     self.link.join(name, link_pb2.CLIENT, device)
             elif name in self.link.peers:
                 self.link.leave(name, "its window has closed")
+
+
+def _vectors(receipt: Mapping[str, Any]) -> int:
+    """What one device was sent and sent, in models; an update is as large as one."""
+    if receipt["regime"] != "federated" or not receipt["bytes_in"]:
+        return 0
+    return 1 + round(receipt["bytes_out"] / receipt["bytes_in"])
 
 
 @functools.lru_cache(maxsize=1)

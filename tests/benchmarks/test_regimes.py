@@ -56,6 +56,13 @@ def test_devices_work_in_their_windows_and_the_budget_holds(data):
     assert "budget" in filled.ended
 
 
+def test_a_gradient_that_devices_are_sent_counts_as_a_model(data):
+    """Three for each of three devices: model, gradient, update."""
+    short = SMALL.model_copy(update={"run": Run(ticks=1, budget=4.0)})
+    outcome = simulate(short, 1, data, {"policy": "hybrid", "merge": "transfer"}, 1)
+    assert outcome.trace[0].transfers == 9
+
+
 def test_every_fixed_policy_is_a_job(data):
     jobs = {
         name: scenario.job_for(SMALL, 1, data, dict(changes))
