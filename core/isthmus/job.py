@@ -207,7 +207,7 @@ class TimeSection(Section):
     """For one attempt at a round, from the plan to the last result; with secure aggregation three
     quarters of it for training."""
     lease_seconds: PositiveSeconds = 10.0
-    """Silence after which a participant counts as gone."""
+    """Silence after which a participant counts as gone; 10 on a server that others join."""
 
     @model_validator(mode="after")
     def _in_order(self) -> TimeSection:

@@ -106,6 +106,12 @@ class Runner:
 
     def _check(self, job: Job) -> None:
         _check_participants(job)
+        lease = self.server.link.lease_seconds
+        if job.time.lease_seconds != lease:
+            raise UserError(
+                f"time.lease_seconds={job.time.lease_seconds:g}, but participants here have one "
+                f"lease for all jobs: add --set time.lease_seconds={lease:g}"
+            )
         check_installed(job.task.source, self.tasks)
         if job.task.data is not None:
             path = (self.tasks / job.task.data).resolve()

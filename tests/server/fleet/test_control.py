@@ -176,6 +176,7 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
         ("task.source=statistics:Learn", "is not a file in"),
         ("task.data=../../secrets", "is not below"),
         ("federated.clients=8", "add --set federated.clients=0"),
+        ("time.lease_seconds=30", "one lease for all jobs: add --set time.lease_seconds=10"),
     ],
 )
 async def test_an_operator_brings_no_code_and_reads_no_files(place, change, sentence):
