@@ -52,7 +52,8 @@ def deployment(home: Path, clients: int) -> Iterator[tuple[Program, Tree, dict[s
         for index in range(clients):
             command = [str(SCRIPTS / "flower-supernode"), "--insecure"]
             command += ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
-            command += ["--node-config", f"partition-id={index} num-partitions={clients}"]
+            node = f'name="node-{index}" partition-id={index} num-partitions={clients}'
+            command += ["--node-config", node]
             supernode = stack.enter_context(
                 started(
                     command,

@@ -1,0 +1,59 @@
+"""Our ServerApp and ClientApp on Flower's own SuperLink and SuperNodes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from isthmus.exchange import Layout
+from isthmus.job import load_job
+from isthmus.task import load_task
+from isthmus_server.model import GlobalModel
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+APP = ROOT / "examples" / "flower"
+
+
+@pytest.mark.timeout(300)  # Flower starts a process for each message, and polls
+def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # everybody is on this machine
+    monkeypatch.setenv("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.05")
+    roots = PROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]  # what is here, wherever flwr is
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / name) for name in roots))
+    from flower_runtime import NAME, SCRIPTS, deployment
+
+    app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"
+    shutil.copytree(APP, app)
+    home.mkdir()
+    with deployment(home, clients=2) as (_, _, environment):
+        finished = subprocess.run(
+            [
+                *(str(SCRIPTS / "flwr"), "run", str(app), NAME, "--stream"),
+                *("--run-config", f'directory="{results}" rounds=1'),
+            ],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    report = json.loads((results / "report.json").read_text())
+    (row,) = report["rounds"]
+    assert row["accepted"] == 2
+    assert row["training"].keys() == {"loss", "train_loss"}
+    payload = bytearray((results / "model.safetensors").read_bytes())
+    job = load_job(APP / "hosted.toml")
+    task = load_task(job.task.source, {}, base=APP)
+    model = GlobalModel(task, job.seed, job.strategy.server_optimizer)
+    start = model.evaluate(512)
+    model.replace(Layout.from_header(model.layout.header).decode(payload))
+    assert model.evaluate(512) == report["final"]["metrics"]
+    assert report["final"]["metrics"]["loss"] < start["loss"]
