@@ -17,6 +17,11 @@ from isthmus_server.peers import Peer
 
 log = logging.getLogger(__name__)
 
+MOST_HOURS = 32
+"""Entries of one device's hours: they are walked before every round."""
+LONGEST_HOURS = 64
+"""Characters of one entry."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
@@ -185,7 +190,7 @@ class Roster:
             self.decline(peer.name, peer.role, reason)
             return
         try:
-            hours = tuple(Hours.parse(one) for one in reply.opened.hours)
+            hours = _hours(reply.opened)
         except JobError as error:
             self.decline(peer.name, peer.role, str(error))
             return
@@ -206,3 +211,17 @@ class Roster:
             log.debug("%s did not close the run: %s", name, error)
         else:
             self.link.settle(name, request.id, True)
+
+
+def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:
+    """In which a device wants to be asked.
+
+    Raises:
+        JobError: so much text is no device's hours, or it is not of their form.
+    """
+    if len(opened.hours) > MOST_HOURS or any(len(one) > LONGEST_HOURS for one in opened.hours):
+        raise JobError(
+            f"its hours have more than {MOST_HOURS} entries, or one of more than {LONGEST_HOURS} "
+            "characters; give fewer"
+        )
+    return tuple(Hours.parse(one) for one in opened.hours)

@@ -9,10 +9,12 @@ from isthmus.errors import JobError
 from isthmus.federated import DeviceHours, FederatedSection, Participation, Utility
 from isthmus.section import Hours
 from isthmus.task import Participant
+from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent
 from isthmus_server.clock import Clock
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.report import document
+from isthmus_server.roster import _hours
 from isthmus_server.strategy import Plan, Stop, Wait
 from isthmus_server.strategy.attendance import Attendance, Record
 from isthmus_server.strategy.cohort import select
@@ -291,6 +293,12 @@ async def test_a_device_says_itself_when_it_may_be_asked(place, net):
     report, _ = await place.run("again", "rounds=1", clock=Jumping())
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
     assert declined["reason"].startswith("the hours 'at night' are not of the form")
+
+
+@pytest.mark.parametrize("hours", [["20:00-06:00"] * 33, ["20:00-06:00" + " " * 64]])
+def test_hours_are_bounded_before_they_are_read(hours):
+    with pytest.raises(JobError, match="its hours have more than 32 entries, or one of more than"):
+        _hours(link_pb2.Opened(hours=hours))
 
 
 async def test_a_run_ends_when_nobody_may_be_asked_any_more(place):
