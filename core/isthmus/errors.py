@@ -70,6 +70,11 @@ class LinkError(IsthmusError):
 class ParticipantLost(LinkError):
     """A participant that was silent for longer than its lease, or came back as a new process."""
 
+    def __init__(self, reason: str, *, reached: bool = True) -> None:
+        """`reached`: it was here when it was asked."""
+        super().__init__(reason)
+        self.reached = reached
+
 
 class Refused(LinkError):
     """The other side answered, and the answer was no."""

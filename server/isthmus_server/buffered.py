@@ -43,6 +43,8 @@ class _Working:
     reply: link_pb2.Reply | None = None
     lost: str = ""
     """Why it will not answer any more."""
+    reached: bool = True
+    """It was here when it was asked."""
 
 
 class Buffered:
@@ -108,7 +110,7 @@ class Buffered:
         try:
             one.reply = await self.fleet.link.ask(one.name, one.request)
         except ParticipantLost as lost:
-            one.lost = str(lost)
+            one.lost, one.reached = str(lost), lost.reached
         finally:
             self._came.set()
 
@@ -230,7 +232,7 @@ class Filling:
     def _with_mine(self, theirs: Sequence[Receipt]) -> list[Receipt]:
         self._let_go()
         known = [
-            dataclasses.replace(receipt, staleness=self.summed[receipt.participant])
+            dataclasses.replace(receipt, staleness=self.summed[receipt.participant], started=True)
             for receipt in theirs
         ]
         return [*self.receipts.values(), *known]
@@ -263,7 +265,7 @@ class Filling:
     async def _take(self, one: _Working) -> None:
         """What became of one device that finished; leaves a receipt."""
         if one.reply is None:
-            self._note(one, "dropped", one.lost)
+            self._note(one, "dropped", one.lost, started=one.reached)
             return
         try:
             await self._add(one, one.reply)

@@ -171,7 +171,7 @@ class Link:
     def _peer(self, name: str) -> Peer:
         peer = self.peers.get(name)
         if peer is None:
-            raise ParticipantLost(f"{name} is not connected")
+            raise ParticipantLost(f"{name} is not connected", reached=False)
         return peer
 
     def _tell(self, peer: Peer, message: link_pb2.Envelope) -> None:

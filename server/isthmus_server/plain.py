@@ -129,7 +129,8 @@ class PlainAttempt:
         try:
             reply = await link.ask(name, request)
         except ParticipantLost as lost:
-            self.receipts[name] = self._receipt(name, "dropped", str(lost))
+            started = lost.reached
+            self.receipts[name] = self._receipt(name, "dropped", str(lost), started=started)
             return
         if reply.WhichOneof("outcome") != "trained":
             reason = reply.failure.reason or "it answered something else than was asked"

@@ -23,7 +23,7 @@ class Receipt:
     reason: str = ""
     """Empty for an accepted one without incident."""
     started: bool = True
-    """It was reached and given the work."""
+    """It was here when it was asked, and had its model in time; else it costs nothing."""
     sent: bool = False
     """It sent a result."""
     examples: int = 0

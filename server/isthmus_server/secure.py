@@ -234,7 +234,8 @@ class SecureAttempt:
         try:
             await one(name)
         except ParticipantLost as lost:
-            self._drop(name, str(lost))
+            # Who has trained was reached, even if it is gone when the next step begins.
+            self._drop(name, str(lost), started=lost.reached or name in self.seconds)
         except (PeerMisbehaved, Refused, UpdateError) as error:
             self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
 
@@ -321,8 +322,8 @@ class SecureAttempt:
                 self._drop(name, reason)
         return self._all_receipts(())
 
-    def _drop(self, name: str, reason: str) -> None:
-        self.receipts[name] = self._receipt(name, "dropped", reason)
+    def _drop(self, name: str, reason: str, *, started: bool = True) -> None:
+        self.receipts[name] = self._receipt(name, "dropped", reason, started=started)
 
     def _receipt(self, name: str, status: Status, reason: str, **more: Any) -> Receipt:
         return Receipt(

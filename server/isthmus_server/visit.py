@@ -188,7 +188,7 @@ class _PlainVisit:
         try:
             reply = await link.ask(name, request)
         except ParticipantLost as lost:
-            self._note(name, "dropped", str(lost))
+            self._note(name, "dropped", str(lost), started=lost.reached)
             return
         scores = list(reply.scored.scores)
         wrong = ""
@@ -205,12 +205,13 @@ class _PlainVisit:
         self.figures[name] = paired.figures(scores)
         self._note(name, "accepted", "")
 
-    def _note(self, name: str, status: Status, reason: str) -> None:
+    def _note(self, name: str, status: Status, reason: str, started: bool = True) -> None:
         self.receipts[name] = Receipt(
             participant=name,
             regime="federated",
             status=status,
             reason=reason,
+            started=started,
             sent=status != "dropped",
             bytes_out=self.work.models.size if status == "accepted" else 0,
         )

@@ -183,6 +183,18 @@ async def test_below_the_quorum_the_attempt_fails_with_a_receipt_for_everyone(be
     assert count(caught.value.receipts)["rejected"] >= 2
 
 
+@pytest.mark.parametrize("mode", ["rounds", "buffered"])
+async def test_who_was_never_reached_has_not_started(begin, good, mode):
+    round_ = await begin("federated.cohort=2", "federated.quorum=1", f"federated.mode={mode}")
+    await round_.net.join("a", good())
+    result = await round_.train("a", "gone")
+    assert sorted((r.participant, r.status, r.started) for r in result.receipts) == [
+        ("a", "accepted", True),
+        ("gone", "dropped", False),
+    ]
+    assert count(result.receipts)["started"] == 1
+
+
 async def test_an_attempt_ends_as_soon_as_its_quorum_cannot_be_reached(begin):
     round_ = await begin("federated.cohort=2", "federated.quorum=2", lease=10.0)
 

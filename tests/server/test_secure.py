@@ -147,6 +147,13 @@ async def test_below_the_quorum_the_attempt_ends_with_a_reason_and_the_next_one_
     assert torch.allclose(result.pseudo_gradient.double(), await place.plain_mean(NAMES), atol=1e-6)
 
 
+async def test_who_was_never_reached_has_not_started(place):
+    place.net.link.cut("c", "it left just before")
+    result = await place.train()
+    started = {receipt.participant: receipt.started for receipt in result.receipts}
+    assert started == {name: name != "c" for name in NAMES}
+
+
 async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
     peers = place.net.link.peers
     for device in place.devices.values():

@@ -140,6 +140,7 @@ class FlowerAttempt:
             name,
             status,
             failure,
+            started=answer.started,
             sent=answer.sent,
             examples=examples,
             seconds=answer.seconds,

@@ -41,6 +41,8 @@ class Answer:
     bytes_in: int = 0
     seconds: float = 0.0
     """The app's own time."""
+    started: bool = True
+    """It was here when it was asked."""
     sent: bool = False
     """It answered."""
 
@@ -234,7 +236,8 @@ class LinkGrid(Grid):
             return _failed(asked, _LATE, failure)
         except ParticipantLost as lost:
             failure = str(lost)
-            return _failed(asked, _LOST, failure)
+            started = lost.reached or reply is not None
+            return dataclasses.replace(_failed(asked, _LOST, failure), started=started)
         except UpdateError as error:
             failure = str(error)
             return dataclasses.replace(_failed(asked, _BROKEN, failure), sent=True)
