@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Much of a test is waiting for processes; files stay whole, for their tests share warm ranks.
+TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test coverage lint format proto clean
@@ -34,12 +36,12 @@ demo: .venv/ready
 	@$(BIN)/isthmus compare examples/digits/job.toml
 
 test: .venv/ready-dev lint
-	@$(BIN)/pytest -q --numprocesses 2 --dist loadfile
+	@$(BIN)/pytest -q $(TOGETHER)
 
 # Traced processes start slowly: this takes about twice as long as the tests alone.
 coverage: .venv/ready-dev
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -q --numprocesses 2 --dist loadfile
+	@$(BIN)/coverage run -m pytest -q $(TOGETHER)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --fail-under=90
 

@@ -172,6 +172,8 @@ def arbitrary(descriptor):
                 continue
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
                 getattr(message, field.name)["loss"] = draw(st.floats())
+            elif field.message_type is not None and field.is_repeated:
+                getattr(message, field.name).add().MergeFrom(draw(arbitrary(field.message_type)))
             elif field.message_type is not None:
                 getattr(message, field.name).MergeFrom(draw(arbitrary(field.message_type)))
             elif field.is_repeated:

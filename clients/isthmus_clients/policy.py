@@ -64,6 +64,7 @@ class Policy(Section):
     memory_mb: Annotated[int, Field(ge=128)] | None = None
     """Enforced by that unit."""
     privacy: Privacy = Privacy()
+    """The least that this device insists on."""
 
     @field_validator("hours")
     @classmethod

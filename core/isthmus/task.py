@@ -43,6 +43,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from isthmus.errors import TaskError
@@ -227,11 +228,38 @@ def _load_file(path: Path, asked: str) -> Any:
     # Data loaders and compiled code look a function's module up by name; files beside the task
     # are importable from it, as they are from a script.
     sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    _stand_beside(str(path.parent))
     with user_code(f"import of {path.name}"):
         spec.loader.exec_module(module)
     return module
+
+
+_beside: list[str] = []
+"""The directory that was added to Python's path for the last task; a process has one at a time."""
+
+
+def _stand_beside(directory: str) -> None:
+    """Make the files beside a task importable, and those beside an earlier one not any more.
+
+    A device or a server opens many tasks in its life, and two may have a file of the same name.
+    """
+    if directory in sys.path:
+        return
+    for earlier in _beside:
+        if earlier in sys.path:
+            sys.path.remove(earlier)
+        gone = {name for name, module in sys.modules.items() if _lies_in(earlier, name, module)}
+        for name in [name for name in sys.modules if name.partition(".")[0] in gone]:
+            del sys.modules[name]
+    _beside[:] = [directory]
+    sys.path.append(directory)
+
+
+def _lies_in(directory: str, name: str, module: ModuleType) -> bool:
+    if "." in name or name.startswith("isthmus_task_"):
+        return False
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(place and str(Path(place).parent) == directory for place in places)
 
 
 def _load_module(name: str, asked: str) -> Any:

@@ -15,7 +15,7 @@ def load(tmp_path, monkeypatch):
     def load(source, files, data=None):
         for name, text in files.items():
             path = tmp_path / name
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         return load_task(source, {"width": 3}, base=tmp_path, data=data)
 
@@ -40,6 +40,20 @@ def test_a_task_in_a_file_imports_what_lies_beside_it(load):
         },
     )
     assert type(task).__name__ == "Good"
+
+
+def test_a_later_task_does_not_import_what_lies_beside_an_earlier_one(load):
+    for folder in ("one", "other"):
+        task = load(
+            f"{folder}/task.py:Named",
+            {
+                f"{folder}/task.py": f"import same_name, package.part\n{GOOD}\n"
+                "class Named(Good):\n    where = same_name.x + package.part.x",
+                f"{folder}/same_name.py": f"x = '{folder}'",
+                f"{folder}/package/part.py": f"x = '{folder}'",
+            },
+        )
+        assert task.where == 2 * folder
 
 
 def test_a_task_in_a_module(load, tmp_path, monkeypatch):
