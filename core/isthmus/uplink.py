@@ -23,7 +23,7 @@ from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.membership import Membership, check_dialling
 from isthmus.requests import content_of, failure, model_of
-from isthmus.stream import Stream
+from isthmus.stream import GONE, Stream
 from isthmus.wire import link_pb2
 
 VERSION = 2
@@ -186,7 +186,7 @@ class Uplink:
                             f"the server refused {self.name!r}: {error.details()}"
                         ) from None
                     log.info("no link to %s: %s", self.address, error.details())
-                except (TimeoutError, UpdateError) as error:
+                except (TimeoutError, UpdateError, *GONE) as error:
                     log.info("link to %s broke: %s", self.address, error or "silence")
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
                 pause = min(2 * pause, self.longest_pause)
