@@ -88,7 +88,7 @@ def compare(rank: int, case: Case, rendezvous: str, result: str) -> None:
                     seconds[name].append(float(took))
     settings = job.task.settings
     words = case.steps * case.ranks * job.datacenter.batch_size * settings["length"]
-    flops = float(words * build_model(task, 0).flops_per_word())  # type: ignore[operator]
+    flops = float(words * build_model(task, 0).flops_per_word())  # type: ignore[operator]  # of our own Gpt
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     if rank == 0:
         timing = Timing(**seconds, words=words, flops=flops, peak_bytes=peak)
@@ -110,7 +110,7 @@ class Ours:
             rank=rank, ranks=case.ranks, device=device, participant="benchmark", state=state
         )
         self.engine = Engine(command, place)
-        self.engine.checkpoints.begin = lambda *_: None  # type: ignore[method-assign]
+        self.engine.checkpoints.begin = lambda *_: None  # type: ignore[method-assign]  # the peer writes none
         self.step = 0
 
     def train(self, steps: int) -> float:
@@ -120,7 +120,7 @@ class Ours:
         )
         self.step += steps
         said = self.engine.train(command, lambda report: None, lambda: Wish.GO_ON)
-        return float(said["seconds"])  # type: ignore[arg-type]
+        return float(said["seconds"])  # type: ignore[arg-type]  # an object to mypy
 
 
 class ByHand:
@@ -133,7 +133,7 @@ class ByHand:
         if case.peer == "ddp":
             self.model = DistributedDataParallel(model)
         elif case.peer == "fsdp":
-            for block in model.blocks:  # type: ignore[union-attr]
+            for block in model.blocks:  # type: ignore[union-attr]  # of our own Gpt
                 fully_shard(block, reshard_after_forward=False)
             fully_shard(model, reshard_after_forward=False)
         participant = Participant(name="benchmark", regime="datacenter")
@@ -157,7 +157,7 @@ class ByHand:
             inputs = inputs.to(self.device, non_blocking=True)
             target = target.to(self.device, non_blocking=True)
             loss = self.task.loss(self.task.forward(self.model, inputs), target).mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":

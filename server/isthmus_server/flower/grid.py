@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import Error, Message, RecordDict
-from flwr.serverapp import Grid
 
 from isthmus.contents import describe, into
 from isthmus.errors import ParticipantLost, UpdateError
-from isthmus.flower import SERVER_NODE, ErrorCode, Run, identify, message, node_of, the_run
+from isthmus.flower import SERVER_NODE, ErrorCode, identify, message, node_of
 from isthmus.flower_wire import decode, encode
 from isthmus.wire import link_pb2
+from isthmus_server.flower.one_run import OneRun
 from isthmus_server.link import Link
 
 _LOST = ErrorCode.NODE_UNAVAILABLE
@@ -52,7 +52,7 @@ class Answer:
         return (self.reply.error.reason or "no reason") if self.reply.has_error() else ""
 
 
-class LinkGrid(Grid):
+class LinkGrid(OneRun):
     """One run's devices, as the nodes of a Flower strategy.
 
     Guarantees:
@@ -93,27 +93,6 @@ class LinkGrid(Grid):
         self._published: Counter[bytes] = Counter()
 
     # -- what a Grid is ----------------------------------------------------------------------------
-
-    def set_run(self, run: Run) -> None:
-        """There is one."""
-
-    @property
-    def run(self) -> Run:
-        """The one."""
-        return the_run()
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """A message from the server."""
-        return message(
-            content, kind=message_type, source=SERVER_NODE, to=dst_node_id, group=group_id
-        )
 
     def get_node_ids(self) -> Iterable[int]:
         """Of the devices that are there, in an order that does not change."""

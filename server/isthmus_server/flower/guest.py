@@ -21,16 +21,15 @@ from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
 from isthmus.flower import (
     SERVER_NODE,
-    Run,
     hushed,
     identify,
     message,
     read_record,
     record_of,
-    the_run,
 )
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool
+from isthmus_server.flower.one_run import OneRun
 from isthmus_server.flower.state import State, check
 from isthmus_server.flower.strategies import EVERYBODY, describe, make, so_many
 
@@ -273,7 +272,7 @@ class Gathering:
         ]
 
 
-class Cohort(Grid):
+class Cohort(OneRun):
     """The nodes of a round, for a strategy to choose from. It sends nothing."""
 
     def __init__(self, nodes: list[int]) -> None:
@@ -286,27 +285,6 @@ class Cohort(Grid):
         if self._asked > 10:
             raise UpdateError(f"it waits for more than the {len(self.nodes)} devices of the cohort")
         return list(self.nodes)
-
-    def set_run(self, run: Run) -> None:
-        """There is one."""
-
-    @property
-    def run(self) -> Run:
-        """The one."""
-        return the_run()
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """A message from the server."""
-        return message(
-            content, kind=message_type, source=SERVER_NODE, to=dst_node_id, group=group_id
-        )
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Refused: the cohort has been asked already."""
