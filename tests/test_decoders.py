@@ -266,4 +266,7 @@ def test_whatever_a_server_says_a_device_comes_back(folder, caplog):
 
         one()
         runner.run(stop())
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    # gRPC polls once for a process: what it says of the closed loops of earlier tests is not ours.
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    ours = [r.getMessage() for r in errors if "Event loop is closed" not in str(r.exc_info)]
+    assert ours == []
