@@ -46,7 +46,7 @@ class Utility(Section):
     """A device that takes longer is slow. Default: what four of five devices took."""
     slowness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     """alpha: a device that takes r times the preferred seconds counts r ** -alpha; 0 is off."""
-    staleness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    uncertainty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """The bonus is sqrt(this x ln(round) / last round that it was asked in)."""
 
 
@@ -55,18 +55,18 @@ class Buffer(Section):
 
     concurrency: Annotated[int, Field(ge=1)] | None = None
     """Devices at work at the same time. Default: twice the cohort."""
-    staleness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """An update that began s rounds ago counts (1 + s) ** -staleness of a fresh one; 0: as much."""
+    staleness_exponent: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    """An update that began s rounds ago counts (1 + s) ** -this of a fresh one; 0: as much."""
     most_staleness: Annotated[int, Field(ge=0)] = 20
     """One that began longer ago is not used."""
 
     def discount(self, stale: int) -> float:
         """What an update counts that began so many rounds ago.
 
-        >>> Buffer(staleness=0.5).discount(3)
+        >>> Buffer(staleness_exponent=0.5).discount(3)
         0.5
         """
-        return float((1.0 + stale) ** -self.staleness)
+        return float((1.0 + stale) ** -self.staleness_exponent)
 
 
 def buffer_name(run_id: str, round_: int) -> bytes:

@@ -110,7 +110,7 @@ def test_where_losses_are_secret_speed_and_bonus_decide():
     for record in known.values():
         record.loss, record.examples = None, 0
     known["client-3"].seconds = 4.0
-    found = utilities(known, NAMES, Utility(staleness=0.0), round_=4)
+    found = utilities(known, NAMES, Utility(uncertainty=0.0), round_=4)
     assert found["client-0"] == 1.0
     assert found["client-3"] == pytest.approx(1 / 16)
 

@@ -39,7 +39,7 @@ def utilities(
         record = records[name]
         statistical = min(worth.get(name, 0.0) / most, 1.0) if most > 0 else 1.0
         last, _ = record.asked[-1]
-        bonus = math.sqrt(settings.staleness * math.log(max(round_, 1)) / last)
+        bonus = math.sqrt(settings.uncertainty * math.log(max(round_, 1)) / last)
         slow = record.seconds > pace > 0
         speed = (pace / record.seconds) ** settings.slowness if slow else 1.0
         found[name] = max((statistical + bonus) * speed, 1e-9)
