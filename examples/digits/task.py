@@ -51,7 +51,7 @@ class Digits(isthmus.Task):
 
     def optimizer(self, parameters, participant):
         if participant.regime == "datacenter":
-            return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"])
+            return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"], fused=True)
         return torch.optim.SGD(parameters, lr=self.settings["client_lr"])
 
     def dataset(self, rows):

@@ -25,7 +25,7 @@ BATCH = 8
 """Examples in a step of all replicas, in every layout: so that one reference serves all."""
 
 SGD = {"optimizer": "SGD", "options": {"lr": 0.2}}
-ADAMW = {"optimizer": "AdamW", "options": {"lr": 0.01, "eps": 1e-3}}
+ADAMW = {"optimizer": "AdamW", "options": {"lr": 0.01, "eps": 1e-3, "fused": True}}
 PLAN = {**SGD, "plan": "right"}
 
 
