@@ -66,7 +66,9 @@ def accepted(result):
 
 
 async def test_a_slow_device_delivers_into_a_later_buffer_and_counts_less(begin, net):
-    fleet, devices, guests, train = await begin("federated.buffer={concurrency=3, staleness_exponent=1}")
+    fleet, devices, guests, train = await begin(
+        "federated.buffer={concurrency=3, staleness_exponent=1}"
+    )
     devices["a"].examples = 30
     filling = asyncio.create_task(train(1))
     await net.until(lambda: sum(bool(one.rounds) for one in devices.values()) == 3)
