@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isthmus_datacenter.linears import widths
+
 _FAMILIES = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -25,6 +27,8 @@ _FAMILIES = (
     ("q", "k", "v"),
 )
 """Names of the layers in common transformers."""
+_FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
+"""Names of one layer that makes all three, in an order that every model has of its own."""
 _ROUNDING = 1e-4
 """Relative to the largest: a part of a matrix is multiplied in another order than the whole."""
 
@@ -64,6 +68,20 @@ def by_heads(
         if attentions:
             run()
     return list(found.values()), [each for each in attentions if each.name not in found]
+
+
+def fused(model: nn.Module) -> list[tuple[str, str]]:
+    """Modules that make queries, keys and values in one linear layer, and that layer's name.
+
+    A model cuts what such a layer makes into three of the widths it knows; a part of the heads
+    would be a part of each third, which no plain shard of the layer is.
+    """
+    return [
+        (name, child)
+        for name, module in model.named_modules()
+        for child, layer in module.named_children()
+        if child in _FUSED and widths(layer) is not None
+    ]
 
 
 def _attentions(model: nn.Module) -> Iterator[Attention]:

@@ -2,9 +2,9 @@
 
 Two linear layers with only an element-wise function between them (known from a `Sequential`, or
 from the names transformers give them) are cut along what lies between, and attentions by heads
-where a trial shows that to be right (`attention`). Any other linear layer or embedding is cut along
-its outputs, which are gathered right away: right wherever the layer is *called*, at the price of
-one message per layer. All else is whole on every rank.
+where a trial shows that to be right (`attention`). Any other linear layer (of either kind,
+`linears`) or embedding is cut along its outputs, which are gathered right away: right wherever the
+layer is *called*, at the price of one message per layer. All else is whole on every rank.
 
 That this is right cannot be proved from the outside, so a sample of the data goes through the whole
 model and through the cut one, and the outputs must agree.
@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.attention import Attention, by_heads
+from isthmus_datacenter.attention import Attention, by_heads, fused
+from isthmus_datacenter.linears import by_inputs, by_outputs, widths
 
 Plan = Mapping[str, ParallelStyle]
 
@@ -83,8 +84,8 @@ def tensor_plan(
         return taken.isdisjoint(ids) and any(here.issuperset(ids) for here in within)
 
     def cut(into: Sequence[nn.Module], out: nn.Module) -> None:
-        plan.update({names[id(each)]: ColwiseParallel() for each in into})
-        plan[names[id(out)]] = RowwiseParallel()
+        plan.update({names[id(each)]: by_outputs(each) for each in into})
+        plan[names[id(out)]] = by_inputs(out)
         taken.update(id(each) for each in (*into, out))
 
     attentions, others = by_heads(model, degree, run)
@@ -94,22 +95,18 @@ def tensor_plan(
     for module in modules.values():
         for into, out in _pairs(module):
             children = [module.get_submodule(name) for name in (*into, out)]
-            if together(children) and children[-1].in_features % degree == 0:
+            if together(children) and _width(children[-1], 0) % degree == 0:
                 cut(children[:-1], children[-1])
     for name, module in modules.items():
         if id(module) in taken:
             continue
-        outputs = (
-            module.out_features
-            if isinstance(module, nn.Linear)
-            else module.embedding_dim
-            if isinstance(module, nn.Embedding)
-            else 1
-        )
-        if outputs % degree == 0:
+        if isinstance(module, nn.Embedding) and module.embedding_dim % degree == 0:
             plan[name] = ColwiseParallel(output_layouts=Replicate())
+        elif widths(module) is not None and _width(module, 1) % degree == 0:
+            plan[name] = by_outputs(module, gathered=True)
     plan.update(_plan_of_tied(model, modules, degree))
-    return plan, [*_about_heads(others, degree), *_about_whole(model, plan)]
+    notes = [*_about_heads(others, degree), *_about_fused(model), *_about_whole(model, plan)]
+    return plan, notes
 
 
 def _about_heads(others: Sequence[Attention], degree: int) -> Iterator[str]:
@@ -121,6 +118,18 @@ def _about_heads(others: Sequence[Attention], degree: int) -> Iterator[str]:
     yield (
         f"{name!r}{more} cannot be cut by heads into tensor_parallel={degree} equal parts (queries "
         f"are {queries} wide, keys {keys}): each of its layers is gathered on its own"
+    )
+
+
+def _about_fused(model: nn.Module) -> Iterator[str]:
+    found = fused(model)
+    if not found:
+        return
+    name, layer = found[0]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    yield (
+        f"{name!r}{more} cannot be cut by heads, because {layer!r} makes queries, keys and values "
+        "in one: each of its layers is gathered on its own"
     )
 
 
@@ -192,7 +201,7 @@ def _pairs(module: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
     if isinstance(module, nn.Sequential):
         last: str | None = None
         for name, child in children.items():
-            if isinstance(child, nn.Linear):
+            if widths(child) is not None:
                 if last is not None:
                     yield (last,), name
                     last = None
@@ -203,18 +212,25 @@ def _pairs(module: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
         return
     for into, out in _PAIRS:
         layers = [children.get(name) for name in (*into, out)]
-        if not all(isinstance(layer, nn.Linear) for layer in layers):
+        if any(widths(layer) is None for layer in layers):
             continue
-        hidden = layers[-1].in_features  # type: ignore[union-attr]  # all are Linear
-        widths = {layer.out_features for layer in layers[:-1]}  # type: ignore[union-attr]  # all are Linear
+        hidden = _width(layers[-1], 0)
+        made = {_width(layer, 1) for layer in layers[:-1]}
         # A norm over the hidden units would see a part of them.
         normed = any(
             tuple(getattr(child, "normalized_shape", ())) == (hidden,)
             for child in children.values()
         )
-        if widths == {hidden} and not normed:
+        if made == {hidden} and not normed:
             yield into, out
             return
+
+
+def _width(layer: nn.Module | None, which: int) -> int:
+    """Of a linear layer: its inputs (0) or outputs (1)."""
+    both = widths(layer)
+    assert both is not None
+    return both[which]
 
 
 def _tied(model: nn.Module) -> list[list[nn.Module]]:
