@@ -1,5 +1,6 @@
 # make demo   the main job on this machine, from nothing
 # make test   everything that must hold before a change lands
+# make pairs   what every layout of the datacenter saves, every other loads
 # make coverage   the same suite, traced: at least 90 % of our own code
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := .venv/bin
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage lint format proto clean
+.PHONY: help demo test pairs coverage lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -37,6 +38,10 @@ demo: .venv/ready
 
 test: .venv/ready-dev lint
 	@$(BIN)/pytest -q $(TOGETHER)
+
+# The suite tries a few pairs for each layout; the pairs are printed.
+pairs: .venv/ready-dev
+	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/test_layouts.py -k others_load
 
 # Traced processes start slowly: this takes about twice as long as the tests alone.
 coverage: .venv/ready-dev

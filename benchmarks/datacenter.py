@@ -9,20 +9,23 @@
     in memory by as many processes. Beside it, a whole request through the service: with the
     checkpoint of the step and the digest that names the model on the link.
 
-Figures: `throughput_ratio/<device>/<model>` (above 1, ours is faster), `tokens_per_s/...`,
-`mfu/...` (GPUs whose peak is known here), `switch_over_memcpy/<parameters>` and
-`switch_request_over_memcpy/<parameters>`.
+Every ratio is the median over neighbours in time, which a busy machine slows down alike; in
+brackets, the middle half of them. On CPUs there is also one of the time that the processors took.
+
+Figures: `throughput_ratio/<device>/<model>` (above 1, ours is faster), `cpu_time_ratio/...`,
+`tokens_per_s/...`, `mfu/...` (GPUs whose peak is known), `switch_over_memcpy/<parameters>` and
+`switch_request_over_memcpy/<parameters>`. `--only gpu` leaves out what needs no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +34,15 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once; wa
 
 import figures
 import torch
-import torch.multiprocessing
-from datacenter_ranks import Case, Timing, compare, exchange, memory_copy
+from datacenter_ranks import Case, Timing, compare, exchange
+from spawned import on_ranks
 
 from isthmus.exchange import Layout
 from isthmus.job import Job
 from isthmus.scoring import build_model
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
+from isthmus_datacenter.profile import DENSE_BF16
 from isthmus_datacenter.service import Service
 
 HERE = Path(__file__).parent
@@ -47,50 +51,50 @@ GPT2 = {"words": 50304, "length": 1024, "width": 768, "heads": 12, "layers": 12,
 BILLION = {**GPT2, "width": 2048, "heads": 16, "layers": 18}
 SWITCHED = {**SMALL, "words": 8192, "width": 512, "heads": 8, "layers": 6}
 
-DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Operations a second by the vendor's data sheet, without sparsity."""
+PARTS = ("cpu", "gpu", "switch")
 
 
 def main() -> None:
     """Measure, print, write."""
-    asked = figures.options(__doc__ or "")
+    asked = figures.options(__doc__ or "", more=_only)
+    parts = PARTS if asked.only is None else (asked.only,)
+    if asked.only == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("--only gpu: no GPU is here")
     found: dict[str, float] = {}
-    rows = []
     with tempfile.TemporaryDirectory(prefix="datacenter-") as scratch:
-        for case in [*_cpu_cases(asked.quick), *_gpu_cases(asked.quick)]:
-            timing = Timing(**_on_ranks(case.ranks, Path(scratch), compare, case))
+        cases = [
+            *(_cpu_cases(asked.quick) if "cpu" in parts else ()),
+            *(_gpu_cases(asked.quick) if "gpu" in parts else ()),
+        ]
+        rows = []
+        for case in cases:
+            timing = Timing(**on_ranks(case.ranks, compare, case, device=case.device)[0])
             rows.append(_row(case, timing, found))
-            print(f"{case.device} {case.name}: {rows[-1][-1]}", flush=True)
-        switched = _switch(Path(scratch), 3 if asked.quick else 7)
-    header = ("model, device, peer", "tokens/s", "by hand", "MFU", "of by hand")
-    print(figures.table(header, rows))
-    if not torch.cuda.is_available():
-        print("no GPU is here: the GPU part was left out")
-    size, ours, inside, floor = switched
-    found[f"switch_over_memcpy/{size / 1e6:.0f}M"] = inside / floor
-    found[f"switch_request_over_memcpy/{size / 1e6:.0f}M"] = ours / floor
-    print()
-    print(
-        figures.table(
-            (f"{size / 1e6:.0f}M parameters to 2 ranks and back", "seconds", "of the floor"),
-            [
-                (what, f"{seconds:.4f}", figures.times(seconds / floor))
-                for what, seconds in (
-                    ("a request, with checkpoint and digest", ours),
-                    ("into the ranks and out", inside),
-                    ("copied in memory", floor),
-                )
-            ],
-        )
-    )
+            print(f"{case.device} {case.name}: {rows[-1][-2]}", flush=True)
+            figures.write(asked.json, "datacenter", _machine(), found)  # the next may take long
+        header = ("model, device, peer", "tokens/s", "by hand", "MFU", "of by hand", "CPU time")
+        if rows:
+            print(figures.table(header, rows))
+        if "gpu" in parts and not torch.cuda.is_available():
+            print("no GPU is here: the GPU part was left out")
+        if "switch" in parts:
+            print(_switch(Path(scratch), 5 if asked.quick else 15, found))
+    figures.write(asked.json, "datacenter", _machine(), found)
+
+
+def _only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=PARTS, help="one part of it")
+
+
+def _machine() -> dict[str, str | int | float]:
     machine = figures.machine()
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
-    figures.write(asked.json, "datacenter", machine, found)
+    return machine
 
 
 def _cpu_cases(quick: bool) -> list[Case]:
-    shape = {"device": "cpu", "ranks": 2, "steps": 3, "stretches": 7 if quick else 30}
+    shape = {"device": "cpu", "ranks": 2, "steps": 10, "stretches": 8 if quick else 24}
     return [
         Case(
             name=f"small-{peer}",
@@ -124,53 +128,69 @@ def _job(settings: Mapping[str, Any], **datacenter: Any) -> dict[str, Any]:
 def _row(case: Case, timing: Timing, found: dict[str, float]) -> tuple[str, ...]:
     """One line of the table, its figures added to those found."""
     key = f"{case.device if case.device == 'cpu' else _gpu()}/{case.name}"
-    # Neighbours in time see the same machine: the ratio is taken pair by pair.
-    pairs = zip(timing.ours, timing.theirs, strict=True)
-    ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+    ratios = _by_pairs(timing.theirs, timing.ours)
+    ratio = statistics.median(ratios)
     ours, theirs = statistics.median(timing.ours), statistics.median(timing.theirs)
     found[f"throughput_ratio/{key}"] = ratio
     found[f"tokens_per_s/{key}"] = timing.words / ours
-    mfu = "-"
-    peak = next((rate for name, rate in DENSE_BF16.items() if name.lower() in key), None)
-    if peak is not None:
+    mfu = cpu = "-"
+    if case.device == "cpu":
+        found[f"cpu_time_ratio/{key}"] = statistics.median(
+            _by_pairs(timing.theirs_cpu, timing.ours_cpu)
+        )
+        cpu = f"{found[f'cpu_time_ratio/{key}']:.3f}x"
+    elif (peak := DENSE_BF16.get(_gpu().upper())) is not None:
         found[f"mfu/{key}"] = timing.flops / ours / peak
+        found[f"peak_gib/{key}"] = timing.peak_bytes / 2**30
         mfu = f"{100 * timing.flops / ours / peak:.1f} %"
+    low, _, high = statistics.quantiles(ratios, n=4)
     return (
         f"{case.name}, {key.partition('/')[0]}, {case.peer}",
         f"{timing.words / ours:,.0f}",
         f"{timing.words / theirs:,.0f}",
         mfu,
-        f"{ratio:.3f}x",
+        f"{ratio:.3f}x [{low:.3f}..{high:.3f}]",
+        cpu,
     )
+
+
+def _by_pairs(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Ratios of neighbours in time."""
+    return [one / other for one, other in zip(over, under, strict=True)]
 
 
 def _gpu() -> str:
-    """`h200` for "NVIDIA H200"."""
-    return torch.cuda.get_device_name().split()[-1].lower()
-
-
-def _on_ranks(ranks: int, scratch: Path, work: Callable[..., None], *arguments: Any) -> Any:
-    """Run a function of datacenter_ranks on new processes; what the first of them wrote."""
-    name = time.monotonic_ns()
-    rendezvous, result = scratch / f"meet-{name}", scratch / f"result-{name}"
-    torch.multiprocessing.spawn(
-        work, args=(*arguments, str(rendezvous), str(result)), nprocs=ranks, join=True
-    )
-    return json.loads(result.read_text())
+    """`h200` for "NVIDIA H200", `h100` for "NVIDIA H100 80GB HBM3"."""
+    name = torch.cuda.get_device_name()
+    known = next((each for each in DENSE_BF16 if each in name), None)
+    return (known or name.removeprefix("NVIDIA ").replace(" ", "-")).lower()
 
 
 # -- the switch -----------------------------------------------------------------------------------
 
 
-def _switch(scratch: Path, repeats: int) -> tuple[int, float, float, float]:
-    """Parameters; median seconds through the service, in the ranks alone, and of copying."""
+def _switch(scratch: Path, repeats: int, found: dict[str, float]) -> str:
+    """A table of a model's way through the service, into the ranks alone, and through memory."""
     size, content, through = asyncio.run(_through_the_service(scratch, repeats))
     file = scratch / "model"
     file.write_bytes(content)
     Path(f"{file}.back").write_bytes(content)
-    inside = _on_ranks(2, scratch, exchange, 2, _switched_job(), str(file))
-    floor = _on_ranks(2, scratch, memory_copy, 2, 4 * size)
-    return size, through, statistics.median(inside), statistics.median(floor)
+    taken = on_ranks(2, exchange, 2, _switched_job(), str(file), repeats)[0]
+    floor = statistics.median(taken["copied"])
+    inside = statistics.median(_by_pairs(taken["exchanged"], taken["copied"]))
+    found[f"switch_over_memcpy/{size / 1e6:.0f}M"] = inside
+    found[f"switch_request_over_memcpy/{size / 1e6:.0f}M"] = through / floor
+    return "\n" + figures.table(
+        (f"{size / 1e6:.0f}M parameters to 2 ranks and back", "seconds", "of the floor"),
+        [
+            (what, f"{seconds:.4f}", figures.times(ratio))
+            for what, seconds, ratio in (
+                ("a request, with checkpoint and digest", through, through / floor),
+                ("into the ranks and out", statistics.median(taken["exchanged"]), inside),
+                ("copied in memory", floor, 1.0),
+            )
+        ],
+    )
 
 
 def _switched_job() -> dict[str, Any]:

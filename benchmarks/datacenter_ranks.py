@@ -4,23 +4,22 @@ The hand-written loop is what a PyTorch user writes from its tutorials: a Distri
 DataLoader, DDP or `fully_shard` per block, a mean loss, `backward`, `step`, `zero_grad`. Both loops
 hold a model of their own in the same processes and take turns in stretches of a few steps, each
 begun together and timed until the device is done. Ours is `Engine.train` with the time it reports
-itself: checkpoints, once a round, are written by neither.
+itself: checkpoints, once a round, are written by neither. Beside the time by the clock stands that
+of the processors, which other programs on the machine change less.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from spawned import Device
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +35,7 @@ from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
 
 HERE = Path(__file__).parent
+CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Case:
     name: str
     peer: str
     """`single`, `ddp` or `fsdp`: what the hand-written loop wraps its model in."""
-    device: str
+    device: Device
     ranks: int
     steps: int
     """In one stretch."""
@@ -60,6 +60,9 @@ class Timing:
 
     ours: list[float]
     theirs: list[float]
+    ours_cpu: list[float]
+    """The same in seconds of processors, user and system, of all ranks together."""
+    theirs_cpu: list[float]
     words: int
     """Trained on in one stretch by all ranks."""
     flops: float
@@ -68,41 +71,46 @@ class Timing:
     """Of the first device's memory, with both models; 0 on a CPU."""
 
 
-def compare(rank: int, case: Case, rendezvous: str, result: str) -> None:
-    """Entry point of a rank."""
-    device = _join(rank, case.ranks, case.device, rendezvous)
+def compare(rank: int, case: Case) -> dict[str, Any]:
+    """The `Timing` of a case, as a dictionary, on one of its ranks."""
+    device = torch.device(case.device, rank) if case.device == "cuda" else CPU
     with tempfile.TemporaryDirectory() as state:
         job = Job.model_validate(case.job)
         task = load_task(job.task.source, job.task.settings, base=HERE)
-        ours = Ours(case, job, task, device, rank, Path(state))
-        theirs = ByHand(case, job, task, device, rank)
-        seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+        model = build_model(task, job.seed)
+        flops_per_word: int = model.flops_per_word()  # type: ignore[assignment, operator]  # of our own Gpt
+        ours = Ours(case, job, model, device, rank, Path(state))
+        theirs = ByHand(case, job, task, model, device, rank)
+        seconds: dict[str, list[float]] = {
+            name: [] for name in ("ours", "theirs", "ours_cpu", "theirs_cpu")
+        }
         for stretch in range(case.stretches + 1):
             # Who begins changes: what came before is never the same for only one of them.
             turns = [("ours", ours), ("theirs", theirs)]
             for name, loop in turns if stretch % 2 else reversed(turns):
                 dist.barrier()
-                took = torch.tensor([loop.train(case.steps)], dtype=torch.float64)
+                busy = time.process_time()
+                took = torch.tensor(loop.train(case.steps), dtype=torch.float64)
+                cpu = torch.tensor(time.process_time() - busy, dtype=torch.float64)
                 dist.all_reduce(took, dist.ReduceOp.MAX)
+                dist.all_reduce(cpu)
                 if stretch:
                     seconds[name].append(float(took))
-    settings = job.task.settings
-    words = case.steps * case.ranks * job.datacenter.batch_size * settings["length"]
-    flops = float(words * build_model(task, 0).flops_per_word())  # type: ignore[operator]  # of our own Gpt
+                    seconds[f"{name}_cpu"].append(float(cpu))
+    words = case.steps * case.ranks * job.datacenter.batch_size * job.task.settings["length"]
+    flops = float(words * flops_per_word)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    if rank == 0:
-        timing = Timing(**seconds, words=words, flops=flops, peak_bytes=peak)
-        Path(result).write_text(json.dumps(dataclasses.asdict(timing)))
-    dist.destroy_process_group()
+    return dataclasses.asdict(Timing(**seconds, words=words, flops=flops, peak_bytes=peak))
 
 
 class Ours:
     """The engine, as a rank of the service drives it."""
 
     def __init__(
-        self, case: Case, job: Job, task: Task, device: torch.device, rank: int, state: Path
+        self, case: Case, job: Job, model: nn.Module, device: torch.device, rank: int, state: Path
     ) -> None:
-        header = Layout.of(build_model(task, job.seed)).header.decode("latin-1")
+        """`model` is only looked at: the engine makes its own."""
+        header = Layout.of(model).header.decode("latin-1")
         command = Command(
             op="open", run_id="run", job=job.model_dump_json(), base=str(HERE), layout=header
         )
@@ -126,9 +134,17 @@ class Ours:
 class ByHand:
     """Plain PyTorch."""
 
-    def __init__(self, case: Case, job: Job, task: Task, device: torch.device, rank: int) -> None:
+    def __init__(
+        self,
+        case: Case,
+        job: Job,
+        task: Task,
+        model: nn.Module,
+        device: torch.device,
+        rank: int,
+    ) -> None:
         self.task, self.device = task, device
-        model = build_model(task, job.seed).to(device)
+        model.to(device)
         self.model: nn.Module = model
         if case.peer == "ddp":
             self.model = DistributedDataParallel(model)
@@ -170,58 +186,32 @@ class ByHand:
             yield from self.loader
 
 
-def memory_copy(rank: int, ranks: int, size: int, rendezvous: str, result: str) -> None:
-    """Entry point: seconds of copying a model of `size` bytes twice, each rank its share."""
-    _join(rank, ranks, "cpu", rendezvous)
-    source = torch.ones(size // 4 // ranks)
-    target = torch.zeros_like(source)
-    taken = []
-    for _ in range(7):
-        dist.barrier()
-        started = time.monotonic()
-        target.copy_(source)
-        source.copy_(target)
-        dist.barrier()
-        taken.append(time.monotonic() - started)
-    if rank == 0:
-        Path(result).write_text(json.dumps(taken[2:]))
-    dist.destroy_process_group()
-
-
 def exchange(
-    rank: int, ranks: int, job_: dict[str, Any], model: str, rendezvous: str, result: str
-) -> None:
-    """Entry point: seconds of loading a model into a sharded one and storing it again."""
-    device = _join(rank, ranks, "cpu", rendezvous)
+    rank: int, ranks: int, job_: dict[str, Any], model: str, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of loading a model into a sharded one and storing it again, on one of the ranks.
+
+    And, in turn with it, of copying as many bytes twice in memory, each rank its share.
+    """
     job = Job.model_validate(job_)
     task = load_task(job.task.source, job.task.settings, base=HERE)
     case = Case(name="", peer="", device="cpu", ranks=ranks, steps=0, stretches=0, job=job_)
     with tempfile.TemporaryDirectory() as state:
-        engine = Ours(case, job, task, device, rank, Path(state)).engine
-        taken = []
-        for _ in range(7):
+        engine = Ours(case, job, build_model(task, job.seed), CPU, rank, Path(state)).engine
+        source = torch.ones(engine.layout.size // ranks)
+        target = torch.zeros_like(source)
+        taken: dict[str, list[float]] = {"exchanged": [], "copied": []}
+        for repeat in range(repeats + 2):
             dist.barrier()
             started = time.monotonic()
             load_shards(Path(model), engine.layout, engine.share)
             store_shards(Path(f"{model}.back"), engine.layout, engine.share)
             dist.barrier()
-            taken.append(time.monotonic() - started)
-    if rank == 0:
-        Path(result).write_text(json.dumps(taken[2:]))
-    dist.destroy_process_group()
-
-
-def _join(rank: int, ranks: int, device: str, rendezvous: str) -> torch.device:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    torch.set_float32_matmul_precision("high")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(minutes=9),
-    )
-    return torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+            between = time.monotonic()
+            target.copy_(source)
+            source.copy_(target)
+            dist.barrier()
+            if repeat > 1:
+                taken["exchanged"].append(between - started)
+                taken["copied"].append(time.monotonic() - between)
+    return taken

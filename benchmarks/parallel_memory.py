@@ -26,6 +26,7 @@ from typing import Any
 import figures
 import torch
 import torch.distributed as dist
+from spawned import on_ranks
 from torch import nn
 
 from isthmus.exchange import Layout
@@ -36,7 +37,6 @@ from isthmus_datacenter.optim import Updater
 from isthmus_datacenter.parallelize import parallelize
 from isthmus_datacenter.passes import Passes
 from isthmus_datacenter.share import local
-from isthmus_datacenter.testing import Ranks
 
 KINDS = ("param", "grad", "optimizer")
 FACTORS = {"param": 4, "grad": 4, "optimizer": 8}
@@ -156,8 +156,8 @@ def main() -> None:
     rows, found = [], {}
     for ranks in sorted({dp * tp * pp for dp, tp, pp, _ in layouts}):
         group = [each for each in layouts if each[0] * each[1] * each[2] == ranks]
-        with Ranks(ranks) as members, tempfile.TemporaryDirectory() as directory:
-            by_rank = members.run(Path(__file__).resolve(), "measure", group, width, directory)
+        with tempfile.TemporaryDirectory() as directory:
+            by_rank = on_ranks(ranks, measure, group, width, directory)
         for at, (dp, tp, pp, stage) in enumerate(group):
             name = f"dp{dp}-tp{tp}-pp{pp}-zero{stage}"
             cells = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.warm_ranks import Ranks
 
 from isthmus.contents import describe
 from isthmus.exchange import Layout
@@ -18,7 +19,6 @@ from isthmus.scoring import build_model
 from isthmus.task import Task, load_task
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service import Service
-from isthmus_datacenter.testing import Ranks
 
 HERE = Path(__file__).parent
 

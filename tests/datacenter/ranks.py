@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor import metrics
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -60,6 +61,17 @@ def train(
     ]
 
 
+def train_compiled(
+    rank: int, opened: dict[str, Any], command: dict[str, Any], state: str
+) -> tuple[dict[str, object], int]:
+    """Train one run, its blocks compiled as they are for users; and how many kernels that made."""
+    isthmus_datacenter.engine.parallelize = functools.partial(parallelize, smallest_unit=1)
+    metrics.reset()
+    made = engine(rank, opened, state)
+    values = made.train(Command(**command), lambda report: None, lambda: Wish.GO_ON)
+    return values, metrics.generated_kernel_count
+
+
 def gradients(
     rank: int, works: list[tuple[dict[str, Any], dict[str, Any], str]]
 ) -> list[dict[str, object]]:
@@ -87,25 +99,28 @@ def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> l
 def store_state(rank: int, opened: dict[str, Any], states: list[str], step: int, to: str) -> None:
     """Write parameters and optimizer state of a step of each directory into `to`, by name."""
     made = engine(rank, opened, states[0])
-    for number, state in enumerate(states):
+    for state in states:
         _load(made, state, step)
         torch.save(
             {name: _fields(made, parameter) for name, parameter in made.share.parameters().items()},
-            f"{to}/{number}",
+            f"{to}/{Path(state).name}",
         )
 
 
 def compare_state(
-    rank: int, openeds: list[dict[str, Any]], states: list[str], step: int, wholes: str
+    rank: int, readers: list[tuple[dict[str, Any], list[str]]], step: int, wholes: str
 ) -> list[list[tuple[int, list[str]]]]:
-    """What each way to open a run makes of each directory, beside what `store_state` wrote.
+    """What each way to open a run makes of each of its directories.
 
-    Returns for each the number of elements that are the same here, and the names of what differs.
+    Beside what `store_state` wrote of the directory, into one of the same name in `wholes`. Returns
+    for each the number of elements that are the same here, and the names of what differs.
     """
     shard_everything()
     return [
-        [_compared(made, state, step, f"{wholes}/{number}") for number, state in enumerate(states)]
-        for made in (engine(rank, opened, states[0]) for opened in openeds)
+        [_compared(made, state, step, f"{wholes}/{Path(state).name}") for state in states]
+        for made, states in (
+            (engine(rank, opened, states[0]), states) for opened, states in readers
+        )
     ]
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm_ranks import Ranks
 
 from isthmus.scoring import build_model
 from isthmus_datacenter.service import Service
-from isthmus_datacenter.testing import Ranks
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.link import Link
 from isthmus_server.report import document

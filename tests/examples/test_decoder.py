@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.warm_ranks import Ranks
 
 from isthmus.job import load_job
-from isthmus_datacenter.testing import Ranks
 
 from .conftest import EXAMPLES
 

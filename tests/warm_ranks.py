@@ -1,4 +1,4 @@
-"""Groups of gloo ranks in tests, without an agent: 4 ranks meet in a fraction of a second.
+"""Groups of gloo ranks, without an agent: 4 ranks meet in a fraction of a second.
 
 Processes are forked from a server that imported torch once. What they run is a function of a
 file, named by its path, because test modules cannot be imported by name.

@@ -1,0 +1,69 @@
+"""Groups of new processes, and what a function returns on each of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from isthmus_datacenter.template import IMPORTED
+
+Device = Literal["cpu", "cuda"]
+
+
+def on_ranks(
+    ranks: int, work: Callable[..., Any], *arguments: Any, device: Device = "cpu"
+) -> list[Any]:
+    """What `work(rank, *arguments)` returned on each rank, which must be something JSON can say.
+
+    `work` is a function of a module; its processes are in one process group, and share this
+    machine's processors or have a GPU each.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: one of them raised; with its traceback.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        # Imported once and forked, ranks on processors start at once; CUDA wants new processes.
+        method = "forkserver" if device == "cpu" else "spawn"
+        if method == "forkserver":
+            multiprocessing.get_context(method).set_forkserver_preload([IMPORTED])
+        torch.multiprocessing.start_processes(
+            _member,
+            args=(ranks, device, Path(scratch), work, arguments),
+            nprocs=ranks,
+            start_method=method,
+        )
+        return [json.loads((Path(scratch) / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def _member(
+    rank: int,
+    ranks: int,
+    device: Device,
+    scratch: Path,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_float32_matmul_precision("high")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{scratch}/meet",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(minutes=9),
+    )
+    (scratch / str(rank)).write_text(json.dumps(work(rank, *arguments)))
+    dist.destroy_process_group()
