@@ -1,0 +1,159 @@
+"""A server as `isthmus server start` runs it, with many who have joined it, and jobs for them.
+
+Who is to take part joins with the same code as over the network (token, signing request,
+certificate, registry, membership directory), only without the connection for joining, so that
+thousands have joined within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from processes import Program, free_port, memory, started, wait_for_port
+
+from isthmus import joining, tls
+from isthmus.membership import Membership, prepare
+from isthmus_server.fleet.authority import Authority
+from isthmus_server.fleet.registry import Registry
+
+HERE = Path(__file__).parent
+ISTHMUS = str(Path(sys.executable).parent / "isthmus")
+
+
+class Place:
+    """One server's state directory, the memberships made for it, and the server when it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make a new server in `folder`, and one operator of it."""
+        self.folder = folder
+        self.state = folder / "server"
+        self.port = _two_free_ports()
+        self.address = f"127.0.0.1:{self.port}"
+        _isthmus("server", "init", str(self.state), "--host", "127.0.0.1")
+        (self.state / "tasks").mkdir()
+        shutil.copy(HERE / "null_task.py", self.state / "tasks")
+        self.join(["operator"], "operator")
+
+    def join(self, names: list[str], kind: str = "client") -> list[Path]:
+        """Have them join; returns their membership directories."""
+        authority, registry = Authority(self.state), Registry(self.state)
+        enroller = authority.enroller.public
+        fingerprint = tls.fingerprint(authority.certificate)
+        try:
+            return [
+                self._join(name, kind, authority, registry, fingerprint, enroller) for name in names
+            ]
+        finally:
+            registry.close()
+
+    def _join(
+        self,
+        name: str,
+        kind: str,
+        authority: Authority,
+        registry: Registry,
+        fingerprint: bytes,
+        enroller: bytes,
+    ) -> Path:
+        directory = self.folder / "members" / name
+        key, identity = prepare(directory)
+        public = identity.public_key().public_bytes_raw()
+        token = joining.Token(os.urandom(joining.SECRET_BYTES), fingerprint)
+        registry.add_token(token.digest, name=name, kind=kind, expires=time.time() + 600)
+
+        def issue(for_name: str) -> tuple[bytes, tls.Subject]:
+            request = tls.signing_request(key)
+            return authority.issue(request, kind=kind, name=for_name, identity=public)
+
+        _, certificate = registry.redeem(token.digest, kind, public, issue)
+        Membership.save(
+            directory,
+            server=self.address,
+            authority=authority.certificate,
+            enroller=enroller,
+            key=key,
+            certificate=tls.read_certificate(certificate),
+        )
+        return directory
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[Program]:
+        """Have the server run, until the block ends."""
+        command = [ISTHMUS, "server", "start", str(self.state), "--address", self.address]
+        log = self.folder / "server.log"
+        with started(command, log) as server:
+            wait_for_port(self.port, server, 60.0)
+            yield server
+
+    def submit(self, cohort: int, parameters: int, rounds: int, **more: object) -> Path:
+        """Submit a null job as an operator does; returns the directory of its run."""
+        settings: dict[str, object] = {
+            "rounds": rounds,
+            "task.settings.parameters": parameters,
+            "federated.cohort": cohort,
+            "federated.quorum": cohort,
+            **more,
+        }
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        operator = str(self.folder / "members" / "operator")
+        job = str(HERE / "null_job.toml")
+        return self.state / "runs" / _isthmus("submit", job, *words, "--state", operator).strip()
+
+    def ended(self) -> str:
+        """The state of the last job that was submitted, once it has ended; else nothing."""
+        operator = str(self.folder / "members" / "operator")
+        last = json.loads(_isthmus("jobs", "--json", "--state", operator))[-1]
+        if last["state"] in ("failed", "cancelled"):
+            raise RuntimeError(f"the job {last['id']} {last['state']}: {last['reason']}")
+        return "finished" if last["state"] == "finished" else ""
+
+
+def report(run: Path) -> Mapping[str, Any]:
+    """What `isthmus report --json` says of a run."""
+    found: dict[str, Any] = json.loads(_isthmus("report", str(run), "--json"))
+    return found
+
+
+def kill(server: Program) -> None:
+    """End it the hard way: nothing is said to anybody."""
+    os.kill(server.popen.pid, signal.SIGKILL)
+    server.popen.wait()
+
+
+def settled_memory(pid: int, seconds: float = 1.0, at_most: float = 20.0) -> int:
+    """Resident bytes, once they have not grown for so many seconds."""
+    highest, since = 0, time.monotonic()
+    until = since + at_most
+    while time.monotonic() < min(since + seconds, until):
+        now = memory(pid, "VmRSS")
+        if now > highest:
+            highest, since = now, time.monotonic()
+        time.sleep(0.05)
+    return memory(pid, "VmRSS")
+
+
+def _isthmus(*arguments: str) -> str:
+    done = subprocess.run([ISTHMUS, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`isthmus {' '.join(arguments)}` failed:\n{done.stderr}{done.stdout}")
+    return done.stdout
+
+
+def _two_free_ports() -> int:
+    """A port that is free together with the one after it."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port + 1))
+            return port
