@@ -216,7 +216,7 @@ def storm(sizes: Sizes) -> Found:
             back = news.welcomed_at
             _finish(place, run, count, rounds)
             news = devices.news()
-    (vector,) = load_file(report(run)["final"]["model_path"]).values()
+        (vector,) = load_file(report(run)["final"]["model_path"]).values()
     wanted = -rounds * sum(value(i) for i in range(count)) / count
     off = max(abs(float(vector.min()) - wanted), abs(float(vector.max()) - wanted))
     if off > 0.5 / count:
