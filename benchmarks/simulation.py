@@ -8,9 +8,10 @@ import functools
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import letters
 import torch
@@ -24,6 +25,9 @@ from isthmus_server.clock import Clock
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.inprocess import InProcessLink
 from isthmus_server.store import Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MONDAY = 4 * 24 * HOUR
 """When every scenario begins: the first Monday after 1970-01-01, 00:00 UTC."""
@@ -56,6 +60,19 @@ class Outcome:
     """Real time."""
     trace: tuple[Point, ...]
     """Empty unless it was asked for."""
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Does what is handed to a thread without one: nothing else is there to do meanwhile."""
+
+    def submit(self, work: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        """Returns a future that is done."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(work(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            future.set_exception(error)
+        return future
 
 
 class World(Clock):
@@ -154,6 +171,7 @@ async def _simulate(
     scratch: Path,
 ) -> Outcome:
     started = time.monotonic()
+    asyncio.get_running_loop().set_default_executor(AtOnce())
     job = job_for(scenario, seed, data, dict(changes))
     store = Store.create(scratch / "run", job, Path(__file__).parent)
     link = InProcessLink()

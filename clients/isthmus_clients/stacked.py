@@ -18,6 +18,8 @@ from isthmus.scoring import batches, losses
 from isthmus.task import Task, user_code
 from isthmus_clients.training import CPU
 
+aten = torch.ops.aten
+
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
 
@@ -41,8 +43,8 @@ class Gradients:
         if key not in self._recorded:
             with user_code("the loss of many devices at once (torch.vmap)"):
                 record = make_fx(lambda *tensors: self._all(*tensors))  # it counts arguments
-                self._recorded[key] = record(parameters, inputs, target, weights)
-        with user_code("the loss of many devices at once (torch.vmap)"):
+                self._recorded[key] = _simplified(record(parameters, inputs, target, weights))
+        with user_code("the loss of many devices at once (torch.vmap)"), torch.no_grad():
             gradients, examples = self._recorded[key](parameters, inputs, target, weights)
         return {name.removeprefix("model."): part for name, part in gradients.items()}, examples
 
@@ -64,6 +66,35 @@ class Gradients:
             self._scored, parameters, (inputs, target)
         )
         return scored
+
+
+_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+"""Do nothing to a tensor that has the shape already."""
+_TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
+
+
+def _simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same without operations that change no bit: for small models they are a third of a step.
+
+    They come from vmap (every view of a batch) and from addmm's factors of one.
+    """
+    nodes = [node for node in recorded.graph.nodes if node.op == "call_function"]
+    if any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema")):
+        return recorded  # a copy may be needed, even one of the same values
+    for node in nodes:
+        if node.target in _NOTHING or (node.target in _TIMES_ONE and node.args[1] == 1):
+            before = node.args[0]
+            if _lies_as(before) == _lies_as(node):
+                node.replace_all_uses_with(before)
+                recorded.graph.erase_node(node)
+    recorded.recompile()
+    return recorded
+
+
+def _lies_as(node: torch.fx.Node) -> tuple[object, ...]:
+    """Shape, strides and type of a node's tensor."""
+    tensor = node.meta["tensor_meta"]
+    return tensor.shape, tensor.stride, tensor.dtype
 
 
 class _Scored(nn.Module):
@@ -90,12 +121,12 @@ def stacked_batches(
     A device with fewer steps or a short last batch is filled up with its first example.
     """
     inputs, targets = [], []
-    present = torch.zeros(most, len(datasets), batch_size)
+    lengths = torch.zeros(most, len(datasets), 1)
     for k, (dataset, steps) in enumerate(zip(datasets, indices, strict=True)):
         flat = []
-        for s, step in enumerate(steps):
+        for step in steps:
             flat += step + [0] * (batch_size - len(step))
-            present[s, k, : len(step)] = 1.0
+        lengths[: len(steps), k, 0] = torch.tensor([float(len(step)) for step in steps])
         flat += [0] * (batch_size * most - len(flat))
         x, y = next(batches(dataset, flat, len(flat), CPU))
         if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
@@ -105,4 +136,5 @@ def stacked_batches(
             )
         inputs.append(x.reshape(most, batch_size, *x.shape[1:]))
         targets.append(y.reshape(most, batch_size, *y.shape[1:]))
-    return torch.stack(inputs, 1), torch.stack(targets, 1), present
+    present = torch.arange(batch_size) < lengths
+    return torch.stack(inputs, 1), torch.stack(targets, 1), present.float()

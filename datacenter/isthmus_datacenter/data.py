@@ -156,6 +156,15 @@ class Order:
         """Indices of the examples that `rank` sees in steps `first` (included) to `until`."""
         return _Slice(self, first, until, rank)
 
+    def examples_between(self, first: int, until: int) -> list[int]:
+        """Those at positions `first` (included) to `until` of the stream."""
+        found: list[int] = []
+        while first < until:
+            epoch, offset = divmod(first, self.examples)
+            found += _permutation(self.examples, self.seed, epoch)[offset : offset + until - first]
+            first += self.examples - offset
+        return found
+
     def example(self, position: int) -> int:
         """The example at a position of the endless stream of epochs."""
         epoch, offset = divmod(position, self.examples)

@@ -217,7 +217,7 @@ class _Run:
     def _steps(self, first: int, until: int, update: Callable[[], None]) -> float:
         """A gradient of each step's batch, added to what is there, then `update`; the mean loss."""
         size = self.order.batch_size
-        indices = [self.order.example(place) for place in range(first * size, until * size)]
+        indices = self.order.examples_between(first * size, until * size)
         total = torch.zeros((), dtype=torch.float64)
         units = 0
         for inputs, target in batches(self.dataset, indices, size, CPU):
