@@ -136,6 +136,13 @@ def parts(path: Path, split_json: str, seed: int) -> Parts:
     return Parts(public=(x[kept:], y[kept:]), held_out=(x[:kept], y[:kept]), devices=devices)
 
 
+def edge_share(path: Path, split: dict[str, Any], seed: int) -> float:
+    """The share of the test rows whose class lives on some device."""
+    held = torch.cat([target for _, target in parts(path, json.dumps(split), seed).devices])
+    _, (_, target) = read(path)
+    return float(torch.isin(target, held).float().mean())
+
+
 def _altered(
     inputs: torch.Tensor,
     target: torch.Tensor,

@@ -27,6 +27,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 HOURS = 24
+ROWS_PER_CLASS = 600
+"""Of the training set, about: between 587 and 650."""
 HOUR = 3600.0
 """Seconds of a tick."""
 
@@ -218,17 +220,22 @@ def drawn(number: int, seeds: tuple[int, ...]) -> Scenario:
     up = draw.choice((6, 8, 12))
     begins = draw.randrange(0, HOURS - up + 1)
     step = up // zones
-    share = (26 - public_classes) / 26 if complementary else 1.0
+    clients = draw.randint(60, 120)
+    dirichlet = round(math.exp(draw.uniform(math.log(0.1), math.log(0.5))), 3)
+    rows = 16_000 if complementary else draw.choice((800, 1500, 3000, 5000))
+    # So many rows of so few classes leave none of these to the devices.
+    exclusive = rows > public_classes * ROWS_PER_CLASS
+    share = (26 - public_classes) / 26 if exclusive else 1.0
     return Scenario(
         name=f"random-{number}",
         seeds=seeds,
         split=Split(
-            clients=draw.randint(60, 120),
-            dirichlet=round(math.exp(draw.uniform(math.log(0.1), math.log(0.5))), 3),
+            clients=clients,
+            dirichlet=dirichlet,
             zones=zones,
             public_classes=public_classes,
-            public_rows=16_000 if complementary else draw.choice((800, 1500, 3000, 5000)),
-            exclusive=complementary,
+            public_rows=rows,
+            exclusive=exclusive,
             shift=draw.choice((0.0, 0.0, 0.3, 0.6, 1.0)),
             label_noise=draw.choice((0.0, 0.0, 0.1, 0.3)),
             swapped_classes=draw.choice((0.0, 0.0, 0.0, 0.3)) if not complementary else 0.0,

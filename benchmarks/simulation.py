@@ -17,6 +17,8 @@ import letters
 import torch
 from scenario import HOUR, Scenario, job_for
 
+from isthmus.errors import JobError
+from isthmus.job import Job
 from isthmus.scoring import build_model
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual import VirtualFleet
@@ -31,6 +33,10 @@ T = TypeVar("T")
 
 MONDAY = 4 * 24 * HOUR
 """When every scenario begins: the first Monday after 1970-01-01, 00:00 UTC."""
+
+
+TOLERANCE = 0.04
+"""Of `run.target_edge_share`: letters are not equally frequent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +179,7 @@ async def _simulate(
     started = time.monotonic()
     asyncio.get_running_loop().set_default_executor(AtOnce())
     job = job_for(scenario, seed, data, dict(changes))
+    _check_target(scenario, job)
     store = Store.create(scratch / "run", job, Path(__file__).parent)
     link = InProcessLink()
     world = World(scenario, link)
@@ -200,6 +207,23 @@ async def _simulate(
         if trace_every
         else (),
     )
+
+
+def _check_target(scenario: Scenario, job: Job) -> None:
+    """What is declared to the policies must be so: they can only go by it.
+
+    Raises:
+        JobError: another share of the target lives on the devices.
+    """
+    task = job.task
+    assert task.data is not None
+    declared, split = scenario.run.target_edge_share, dict(task.settings["split"])
+    share = letters.edge_share(Path(task.data), split, task.settings["split_seed"])
+    if abs(share - declared) > TOLERANCE:
+        raise JobError(
+            f"scenario {scenario.name!r} declares run.target_edge_share={declared:g}, and its "
+            f"devices have the classes of {share:.0%} of the test rows"
+        )
 
 
 @torch.no_grad()

@@ -72,6 +72,21 @@ def test_every_fixed_policy_is_a_job(data):
     assert jobs["fill"].seconds == 7 * 3600
 
 
+def test_a_scenario_that_declares_another_target_than_its_data_is_refused(data):
+    """Devices that have none of eight classes, with the whole target said to be theirs."""
+    split = Split(clients=6, public_classes=8, public_rows=3000, exclusive=True)
+    wrong = SMALL.model_copy(update={"split": split, "windows": ()})
+    with pytest.raises(JobError, match=r"target_edge_share=1, .* the classes of 6\d% of the test"):
+        simulate(wrong, 1, data, {"policy": "federated"})
+
+
+def test_drawn_scenarios_declare_the_share_that_their_data_leaves_to_the_devices():
+    few = scenario.drawn(2006, (1,))
+    assert (few.split.public_classes, few.split.public_rows) == (8, 5000)  # all there are of these
+    assert few.split.exclusive
+    assert few.run.target_edge_share == pytest.approx(18 / 26, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -150,7 +165,9 @@ def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
 
 def test_the_whole_script_on_a_scenario_file(data, tmp_path, capsys):
     file, figures, kept, plot = (tmp_path / name for name in ("s.toml", "f.json", "k", "p.svg"))
-    file.write_text('name = "mine"\nseeds = [1]\n[split]\nclients = 10\n[run]\nticks = 1\n')
+    file.write_text(
+        'name = "mine"\nseeds = [1]\n[split]\nclients = 10\npublic_rows = 200\n[run]\nticks = 1\n'
+    )
     asked = ["--scenario", str(file), "--data", str(data), "--policies", "datacenter,federated"]
     asked += ["--jobs", "1", "--json", str(figures), "--results", str(kept), "--plot", str(plot)]
     assert regimes.main(asked) == 0
@@ -166,7 +183,7 @@ def test_a_run_that_fails_is_named_and_leaves_no_figure(data, tmp_path, capsys, 
     broken = {"datacenter": {"policy": "datacenter"}, "warm": {"policy": "no such"}}
     monkeypatch.setattr(regimes, "contenders", lambda scenario: broken)
     file, figures = tmp_path / "s.toml", tmp_path / "f.json"
-    file.write_text('name = "mine"\nseeds = [1]\n[run]\nticks = 1\n')
+    file.write_text('name = "mine"\nseeds = [1]\n[split]\npublic_rows = 200\n[run]\nticks = 1\n')
     asked = ["--scenario", str(file), "--data", str(data), "--jobs", "1", "--json", str(figures)]
     assert regimes.main(asked) == 1
     assert "not in the figures: warm in mine, seed 1: strategy.policy='no such'" in (

@@ -140,16 +140,57 @@ def test_adaptive_gives_up_a_warm_start_that_does_not_help():
         assert "d" not in initials(plans[5:40])
 
 
-def test_adaptive_goes_back_when_edge_rounds_harm_and_gives_them_up_the_second_time():
+def test_adaptive_goes_back_when_edge_rounds_harm_but_does_not_give_them_up():
     plans = adapt(judge=lambda models: [-0.1] if models[0] == "initial" else [0.1])
     first = initials(plans).index("f")
-    back = first + 5
-    assert (plans[back].start, plans[back].step_scale) == ("warm", 0.5)
+    back, again = first + 5, first + 10
+    assert [(plans[at].start, plans[at].step_scale) for at in (back, again)] == [
+        ("warm", 0.5),
+        ("warm", 0.25),
+    ]
     assert plans[back].reset_optimizer
-    given_up = back + 5
-    assert plans[given_up].regime == "datacenter"
-    assert plans[given_up].start == "warm"
-    assert set(initials(plans[given_up:])) == {"d"}
+    assert set(initials(plans[first:-1])) == {"f"}
+    assert {plan.step_scale for plan in plans[again:-1]} == {0.25}
+    assert {plan.start for plan in plans[again + 1 : -1]} == {"current"}
+
+
+def morning(opens):
+    """Devices come in a round, and stay."""
+
+    def see(round_):
+        edge = Forecast(ready=round_ >= opens, changes_in=3.0, share=0.5)
+        return ROOM | {"forecast": {"federated": edge}}
+
+    return see
+
+
+def test_adaptive_starts_warm_while_the_devices_have_not_come_yet():
+    asked = []
+
+    def judge(models):
+        asked.append(models)
+        return [-0.1]
+
+    plans = adapt(see=morning(8), judge=judge)
+    assert initials(plans[:12]) == "dddddddfffff"
+    assert plans[7].start == "current"
+    assert "while the devices are away" in plans[6].reason
+    assert asked == [("initial", "current")]  # nobody who trained is there to ask later
+
+
+def test_a_warm_start_in_the_dark_ends_with_its_limit_and_must_help():
+    better = {"see": morning(40), "losses": lambda round_: 0.9**round_}
+    assert initials(adapt(**better)).index("f") == 15  # which waits for the devices
+    assert initials(adapt(see=morning(40))).index("f") == 9  # nothing more to learn
+    harmful = adapt(see=morning(8), judge=lambda models: [0.1])
+    assert (harmful[7].start, harmful[7].reset_optimizer) == ("initial", True)
+    assert "d" not in initials(harmful[7:40])
+
+
+def test_devices_of_other_hours_do_not_judge_what_their_neighbours_trained():
+    """A model of some devices' classes alone loses on others' at first, and must not be dropped."""
+    plans = adapt(see=morning(1), judge=lambda models: [-0.1] if models[0] == "initial" else [9.9])
+    assert {plan.step_scale for plan in plans} == {1.0}
 
 
 def test_adaptive_transfers_where_the_datacenter_holds_part_of_the_target():
@@ -169,16 +210,21 @@ def test_a_gradient_that_is_dear_beside_the_devices_is_of_fewer_batches(step_pri
 
 
 def test_a_probation_that_is_dear_beside_what_is_left_is_left_out():
-    asked = []
+    """A visit of eight devices costs 0.32, and a hundredth of what is left may go to it."""
 
-    def judge(models):
-        asked.append(models)
-        return [0.1]
+    def asked(spent):
+        found = []
 
-    strategy = job("adaptive", target_edge_share=0.5)
-    for budget in (31.9 + 40, 400.0):  # five rounds cost 42.5, and two models on eight devices 0.32
-        adapt(rounds=8, strategy=strategy, see=lambda round_, b=budget: {"budget": b}, judge=judge)
-    assert asked == [("initial", "served")]
+        def judge(models):
+            found.append(models)
+            return [-0.1]
+
+        # The probation is due in round 21: 15 warm rounds, 5 with devices.
+        adapt(judge=judge, see=lambda round_: ROOM | ({"spent": spent} if round_ > 20 else {}))
+        return found[1:]
+
+    assert asked(spent=360.0) == [("warm", "served")]
+    assert asked(spent=370.0) == []
 
 
 def test_the_rounds_that_time_allows_are_reckoned_from_what_rounds_took():

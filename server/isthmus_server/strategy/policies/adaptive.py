@@ -7,12 +7,12 @@ regime, and visits to devices decide what data cannot promise::
     0 < pi < 1    hybrid rounds by one-way gradient transfer (Augenstein et al. 2022)
     pi = 1        federated rounds, after a warm start in the datacenter if that displaces none:
 
-    start --slack--> warm --beats the initial model--> warm on --plateau or limit--> edge
-      |               +-----does not: back to the initial model, no more datacenter----^
-      +--no slack--------------------------------------------------------------------> edge
+    start --slack, dark-> warm --beats the initial model--> warm on --plateau or limit--> edge
+      |                    +-----does not: back to the initial model, no more datacenter---^
+      +--neither-------------------------------------------------------------------------> edge
 
-    edge, probation   after some rounds the served model must not lose to the one they began with;
-                      else back to that, momentum zeroed, half steps; twice: datacenter only
+    edge, probation   after some rounds the served model must not lose to the warm one; else back to
+                      that, momentum zeroed, half steps; twice: quarter steps, and no more tests
     edge, dark        nothing, by default; with `branches` the datacenter trains one while the
                       devices are away, if there is money that they cannot spend; it is merged,
                       whole or half, only if it wins a comparison, and given up after losing twice
@@ -93,6 +93,8 @@ class State:
     """Most warm rounds."""
     least: int = 0
     """Fewest of them that a plateau can end."""
+    dark: bool = False
+    """The warm start began before the devices were there, and ends when they come."""
     proved: bool = False
     """The warm model beat the initial one."""
     barred: bool = False
@@ -137,8 +139,6 @@ class Adaptive:
             return self._alone(state, "none of the target lives on the devices")
         if seen.epsilon_left is not None and seen.epsilon_left <= 0:
             return self._alone(state, "the privacy budget is spent, which ends edge work")
-        if state.strikes >= 2:
-            return self._alone(state, "edge rounds lost their probation twice")
         if state.phase == "start":
             return self._begin(seen, state)
         if state.phase == "warm":
@@ -154,34 +154,36 @@ class Adaptive:
     # -- the warm start ----------------------------------------------------------------------------
 
     def _begin(self, seen: Observation, state: State) -> Answer:
-        """Whether there is room for a warm start."""
+        """Whether there is room for a warm start: slack, or the hours before devices come."""
         edge = dataclasses.replace(state, phase="edge")
-        if not seen.open("federated"):
-            return self._dark(seen, edge)
+        open_ = seen.open("federated")
         if self.share < 1:
-            return self._edge(seen, edge)
+            return self._edge(seen, edge) if open_ else self._dark(seen, edge)
         capable, fillable = rounds_with_devices(seen)
-        slack = capable - fillable
+        slack = (capable if open_ else seen.rounds - seen.round + 1) - fillable
         most = self.settings.warm_share * (seen.left or 0) - self._test_price(seen)
         most /= max(seen.price("datacenter"), 1e-9)
         limit = int(min(slack, most, self.settings.warm_length * fillable))
-        if limit < self.settings.warm_test or not seen.datacenter_ready:
-            said = (
-                f"the budget fills {fillable:.0f} of the {capable:.0f} rounds in which devices can "
-                "work, which leaves no room for a warm start worth its test"
-                if seen.datacenter_ready
-                else "no datacenter is here for a warm start"
-            )
-            return self._edge(seen, edge, said)
-        return self._warm(
-            seen, dataclasses.replace(state, phase="warm", limit=limit, least=int(slack / 2))
+        helps = seen.datacenter_ready and seen.open("datacenter")
+        if limit >= self.settings.warm_test and helps:
+            least = int(slack / 2) if open_ else 0
+            warm = {"phase": "warm", "limit": limit, "least": least, "dark": not open_}
+            return self._warm(seen, dataclasses.replace(state, **warm))
+        if not open_:
+            return self._dark(seen, edge)
+        said = (
+            f"the budget fills {fillable:.0f} of the {capable:.0f} rounds in which devices can "
+            "work, which leaves no room for a warm start worth its test"
+            if helps
+            else "no datacenter is here for a warm start"
         )
+        return self._edge(seen, edge, said)
 
     def _warm(self, seen: Observation, state: State) -> Answer:
         """Datacenter rounds, tested against the initial model early on."""
         settings = self.settings
         open_ = seen.open("federated")
-        if not state.proved and state.warm >= settings.warm_test and open_:
+        if not state.proved and open_ and (state.dark or state.warm >= settings.warm_test):
             answer = self._ask(seen, state, "warm", (INITIAL, CURRENT))
             if isinstance(answer, Compare):
                 return answer
@@ -198,16 +200,17 @@ class Adaptive:
             state = dataclasses.replace(state, proved=True, asking="")
         flat = flat_rounds(seen)
         over = flat >= settings.plateau and state.warm >= state.least
-        if (WARM in seen.models or not seen.datacenter_ready) and open_:
+        if open_ and (state.dark or WARM in seen.models or not seen.datacenter_ready):
             said = f"the warm start ends after {state.warm} rounds"
             return self._edge(seen, dataclasses.replace(state, phase="edge"), said)
         last = state.proved and (over or state.warm + 1 >= state.limit)
-        if not open_ and state.warm >= state.limit:
+        if not open_ and (state.warm >= state.limit or (state.dark and over)):
             return self._wait(seen, state)
+        why = "while the devices are away" if state.dark else "which take nothing from the devices"
         return Plan(
             "datacenter",
-            f"warm round {state.warm + 1} of at most {state.limit}, which take nothing from the "
-            "devices" + (f"; the held-out loss has been flat for {flat} rounds" if over else ""),
+            f"warm round {state.warm + 1} of at most {state.limit}, {why}"
+            + (f"; the held-out loss has been flat for {flat} rounds" if over else ""),
             dataclasses.replace(state, warm=state.warm + 1).write(),
             keep={WARM: CURRENT} if last else {},
         )
@@ -233,34 +236,33 @@ class Adaptive:
             start=start,
             reset_optimizer=start in (WARM, INITIAL),
             step_scale=state.scale,
-            keep={DAY: SERVED} if _has_hours(seen) and self.share == 1 else {},
+            keep={DAY: SERVED} if self.settings.branches and _has_hours(seen) else {},
         )
 
     def _probation(self, seen: Observation, state: State) -> Answer:
-        """The served model must not have become worse than the one that devices began with."""
-        before = WARM if WARM in seen.models else INITIAL
+        """The served model must not have become worse than the warm one.
+
+        Where devices have hours, those who are here are not those who trained: a model of others'
+        classes would lose for nothing. And nothing ends work with devices, which hold the target.
+        """
+        done = dataclasses.replace(state, tested=True)
         dear = self._test_price(seen) > self.settings.probation_share * (seen.left or math.inf)
-        if dear or (before == INITIAL and self.share == 1):
-            return self._edge(seen, dataclasses.replace(state, tested=True))
-        answer = self._ask(seen, state, "probation", (before, SERVED))
+        if dear or WARM not in seen.models or _has_hours(seen):
+            return self._edge(seen, done)
+        answer = self._ask(seen, state, "probation", (WARM, SERVED))
         if isinstance(answer, Compare):
             return answer
-        done = dataclasses.replace(state, tested=True)
         if isinstance(answer, str):
             return self._edge(seen, done, answer)
-        said = _result(answer, SERVED, before)
+        said = _result(answer, SERVED, WARM)
         if not answer.loses(SERVED, self.settings.z):
             return self._edge(seen, done, f"probation is over: {said}")
+        strikes, scale = state.strikes + 1, state.scale / 2
         struck = dataclasses.replace(
-            state, edge=0, strikes=state.strikes + 1, scale=state.scale / 2, asking=""
+            state, edge=0, strikes=strikes, scale=scale, tested=strikes >= 2
         )
-        if struck.strikes >= 2:
-            return dataclasses.replace(
-                self._alone(struck, f"edge rounds lost their probation twice: {said}"), start=before
-            )
-        return self._edge(
-            seen, struck, f"probation is lost: {said}; back to it, with half steps", start=before
-        )
+        said = f"probation is lost: {said}; back to it, with steps {scale:g} times as long"
+        return self._edge(seen, struck, said, start=WARM)
 
     # -- while devices are away --------------------------------------------------------------------
 
