@@ -140,7 +140,8 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         "--results",
         type=Path,
         metavar="FILE",
-        help="keep every run there as it ends, and go on from what it holds of the same scenarios",
+        help="keep every run there as it ends: stopped, the same command goes on from there "
+        "(remove the runs of a policy whose code has changed)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality by cost as SVG")
 
@@ -191,51 +192,43 @@ def measure(
         unknown = set(policies or ()) - set(known) - {"fill"}
         if unknown:
             raise UserError(f"no policy {sorted(unknown)[0]!r}; there are {', '.join(known)}")
-        for seed in scenario.seeds:
-            names = [
-                name
-                for name in (policies or known)
-                if name in known and (scenario.name, name, seed) not in have
-            ]
-            if names:
-                work.append((scenario, seed, names, data))
-    started, total, done = time.monotonic(), sum(len(names) for _, _, names, _ in work), 0
+        work += [
+            (scenario, seed, name, data)
+            for seed in scenario.seeds
+            for name in policies or known
+            if name in known and (scenario.name, name, seed) not in have
+        ]
+    started = time.monotonic()
     failed: list[str] = []
-    for group, sentences in _ended(work, jobs):
-        rows += group
-        failed += sentences
-        done += len(group) + len(sentences)
-        _keep(results, group)
+    for done, row in enumerate(_ended(work, jobs), 1):
+        if isinstance(row, Row):
+            rows.append(row)
+            _keep(results, row)
+        else:
+            failed.append(row)
         seconds = time.monotonic() - started
-        print(f"{done}/{total} runs, {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{done}/{len(work)} runs, {seconds:.0f} s", file=sys.stderr, flush=True)
     return sorted(rows, key=lambda row: (row.scenario, row.policy, row.seed)), failed
 
 
-def _ended(work: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[list[Row], list[str]]]:
-    """The groups of runs as they end, each in one of so many processes; of one, in this."""
+def _ended(work: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Row | str]:
+    """The runs as they end, each in one of so many processes; of one, in this."""
     if jobs <= 1:
-        yield from (_group(*each) for each in work)
+        yield from (_one(*each) for each in work)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for group in as_completed([pool.submit(_group, *each) for each in work]):
-            yield group.result()
+        for run in as_completed([pool.submit(_one, *each) for each in work]):
+            yield run.result()
 
 
-def _group(
-    scenario: Scenario, seed: int, names: Sequence[str], data: Path
-) -> tuple[list[Row], list[str]]:
-    """In one process, one after the other: they share the data that was read."""
-    known = contenders(scenario)
+def _one(scenario: Scenario, seed: int, name: str, data: Path) -> Row | str:
+    """One run, or why it failed."""
     trace = 0 if scenario.name.startswith("random-") else 1
-    digests = _digests(scenario, data)
-    rows, failed = [], []
-    for name in names:
-        try:
-            outcome = simulate(scenario, seed, data, known[name], trace)
-            rows.append(Row(scenario.name, name, seed, outcome, digests[name]))
-        except IsthmusError as error:
-            failed.append(f"{name} in {scenario.name}, seed {seed}: {error}")
-    return rows, failed
+    try:
+        outcome = simulate(scenario, seed, data, contenders(scenario)[name], trace)
+    except IsthmusError as error:
+        return f"{name} in {scenario.name}, seed {seed}: {error}"
+    return Row(scenario.name, name, seed, outcome, _digests(scenario, data)[name])
 
 
 def _digests(scenario: Scenario, data: Path) -> dict[str, str]:
@@ -258,12 +251,11 @@ def _kept(results: Path | None) -> Iterator[Row]:
         yield Row(**table, outcome=Outcome(**outcome, trace=trace))
 
 
-def _keep(results: Path | None, rows: Sequence[Row]) -> None:
+def _keep(results: Path | None, row: Row) -> None:
     if results is None:
         return
     with results.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+        file.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
 # -- what it comes to ------------------------------------------------------------------------------

@@ -179,8 +179,7 @@ class Datacenter:
             hand_back=hand_back,
         )
         request = link_pb2.Request(id=self.link.new_id(), train_steps=work)
-        reply, vector = await self._ask(name, request, "model" if hand_back else "")
-        return self._result(name, reply.trained, vector, model)
+        return await self._result(name, request, "model" if hand_back else "", model)
 
     async def mean_gradient(
         self,
@@ -208,16 +207,14 @@ class Datacenter:
             model=model,
         )
         request = link_pb2.Request(id=self.link.new_id(), mean_gradient=work)
-        reply, vector = await self._ask(name, request, "gradient")
-        return self._result(name, reply.trained, vector, model)
+        return await self._result(name, request, "gradient", model)
 
-    def _result(
-        self,
-        name: str,
-        trained: link_pb2.Trained,
-        vector: torch.Tensor | None,
-        model: link_pb2.Content | None,
+    async def _result(
+        self, name: str, request: link_pb2.Request, what: str, model: link_pb2.Content | None
     ) -> DatacenterResult:
+        """What came of work that was sent with `model`."""
+        reply, vector = await self._ask(name, request, what)
+        trained = reply.trained
         receipt = Receipt(
             participant=name,
             regime="datacenter",

@@ -2,12 +2,14 @@ import asyncio
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from isthmus.errors import IsthmusError, TaskError
 from isthmus.exchange import Layout
 from isthmus.scoring import build_model
 from isthmus.task import Participant, load_task
 from isthmus.wire import link_pb2
+from isthmus_clients.stacked import _simplified
 from isthmus_clients.training import LocalRun
 from isthmus_clients.virtual import VirtualFleet
 
@@ -158,3 +160,21 @@ def test_a_device_has_its_shard():
     assert VirtualFleet(4).devices[2].participant == Participant(
         name="client-2", regime="federated", shard=(2, 4)
     )
+
+
+def test_a_recorded_step_without_idle_operations_gives_the_same_bits():
+    def step(inputs, weight):
+        wide = torch.ops.aten.expand(torch.ops.aten.mul.Scalar(inputs, 1), [3, 4])
+        return torch.ops.aten.view(wide, [3, 4]) @ weight, inputs * 2
+
+    def careful(inputs, weight):
+        return torch.ops.aten.mul.Scalar(inputs, 1).add_(1.0), inputs @ weight
+
+    given = torch.randn(3, 4), torch.randn(4, 2)
+    recorded = make_fx(step)(*given)
+    expected, before = recorded(*given), len(recorded.graph.nodes)
+    simplified = _simplified(recorded)
+    assert before - len(simplified.graph.nodes) == 3
+    assert all(torch.equal(*pair) for pair in zip(simplified(*given), expected, strict=True))
+    kept = _simplified(make_fx(careful)(*given))  # without its copy it would change its argument
+    assert torch.equal(kept(*given)[1], given[0] @ given[1])

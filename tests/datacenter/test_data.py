@@ -34,6 +34,7 @@ def test_a_resumed_stretch_is_the_rest_of_the_whole() -> None:
     whole = list(order.steps(0, 20, 2))
     assert list(order.steps(0, 7, 2)) + list(order.steps(7, 20, 2)) == whole
     assert order.steps(0, 20, 2)[3:9] == whole[3:9]
+    assert order.examples_between(5, 90) == [order.example(place) for place in range(5, 90)]
 
 
 def test_seeds_and_ranks_see_different_data() -> None:

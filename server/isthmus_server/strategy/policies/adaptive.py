@@ -70,7 +70,7 @@ class Settings(Section):
     plateau: Annotated[int, Field(ge=1)] = 8
     """Datacenter rounds without a fall of the held-out loss by 1 % that end a warm start."""
     probation: Annotated[int, Field(ge=1)] = 5
-    """Edge rounds after which the served model is compared with the one they began with."""
+    """Edge rounds after which the served model is compared with the warm one."""
     probation_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Part of what is left of the budget that this comparison may take; else it is left out."""
     transfer_share: Annotated[float, Field(gt=0)] = 0.1
@@ -167,8 +167,10 @@ class Adaptive:
         helps = seen.datacenter_ready and seen.open("datacenter")
         if limit >= self.settings.warm_test and helps:
             least = int(slack / 2) if open_ else 0
-            warm = {"phase": "warm", "limit": limit, "least": least, "dark": not open_}
-            return self._warm(seen, dataclasses.replace(state, **warm))
+            warm = dataclasses.replace(
+                state, phase="warm", limit=limit, least=least, dark=not open_
+            )
+            return self._warm(seen, warm)
         if not open_:
             return self._dark(seen, edge)
         said = (
