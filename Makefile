@@ -7,6 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Much of a test is waiting for processes; files stay whole, for their tests share warm ranks.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# The suite starts some two hundred processes of ours: the first compiles, the others read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test pairs coverage lint format proto clean

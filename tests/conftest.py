@@ -12,14 +12,23 @@ from isthmus.job import parse_job
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
-SLOWEST_FIRST = ("docs", "end_to_end", "datacenter", "examples", "privacy")
-"""Folders of files that take long: begun last, one of them would have to be waited for."""
+SLOWEST_FIRST = (
+    "docs",
+    "end_to_end",
+    "datacenter/test_layouts",
+    "datacenter",
+    "examples",
+    "privacy",
+)
+"""Files and folders that take long: begun last, one of them would have to be waited for."""
 
 
 def pytest_collection_modifyitems(items):
     def place(item):
-        folder = item.path.parent.name
-        return SLOWEST_FIRST.index(folder) if folder in SLOWEST_FIRST else len(SLOWEST_FIRST)
+        found = (
+            i for i, name in enumerate(SLOWEST_FIRST) if item.nodeid.startswith(f"tests/{name}")
+        )
+        return next(found, len(SLOWEST_FIRST))
 
     items.sort(key=place)
 

@@ -24,6 +24,9 @@ from torch._C._distributed_c10d import TCPStore
 from isthmus.lifetime import die_with_parent
 from isthmus_datacenter.template import IMPORTED
 
+_COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx")
+"""What each rank would import for itself when its first block is compiled."""
+
 _SECONDS = 100.0
 """For all ranks to finish."""
 
@@ -73,7 +76,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([IMPORTED])
+        context.set_forkserver_preload([IMPORTED, *_COMPILER])
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
             ours, theirs = context.Pipe()

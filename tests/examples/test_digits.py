@@ -1,6 +1,5 @@
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from isthmus import TaskError
 from isthmus.exchange import Layout
@@ -15,6 +14,8 @@ def digit_counts(dataset):
 
 
 def test_the_images_are_scikit_learns(load_example):
+    from sklearn.datasets import load_digits  # takes seconds, and every worker reads this file
+
     _, task = load_example("digits")
     images, labels = load_digits(return_X_y=True)
     assert (task.images == images).all()

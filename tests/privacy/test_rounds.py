@@ -11,16 +11,28 @@ from hypothesis import strategies as st
 from parties import Parties, names
 
 from isthmus.errors import AggregationAborted, IsthmusError
-from isthmus_privacy.secagg import ServerStage, decode, keys
+from isthmus_privacy.secagg import Roster, ServerStage, decode, keys
 
 STAGES = [stage for stage in ServerStage if stage is not ServerStage.FINISHED]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def remembered_signatures():
-    """All clients of a round verify the same signatures; here each is verified once."""
+def worked_out_once():
+    """All clients of a round hash the same roster and verify the same signatures, and both ends of
+    a pair work out the same key, some of them twice; here each is worked out once.
+    """
+    agree, agreed = keys.OneTimeKey.agree, {}
+
+    def agree_once(key, public, *purpose):
+        pair = frozenset((key.public, public)), *purpose
+        if pair not in agreed:
+            agreed[pair] = agree(key, public, *purpose)
+        return agreed[pair]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Roster, "hash", functools.cache(Roster.hash))
         patch.setattr(keys, "verify", functools.cache(keys.verify))
+        patch.setattr(keys.OneTimeKey, "agree", agree_once)
         yield
 
 
