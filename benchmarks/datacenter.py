@@ -94,7 +94,7 @@ def _machine() -> dict[str, str | int | float]:
 
 
 def _cpu_cases(quick: bool) -> list[Case]:
-    shape = {"device": "cpu", "ranks": 2, "steps": 10, "stretches": 8 if quick else 24}
+    shape = {"device": "cpu", "ranks": 2, "steps": 5, "stretches": 7 if quick else 24}
     return [
         Case(
             name=f"small-{peer}",
