@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from isthmus.lifetime import die_with_parent
 from isthmus_datacenter.template import IMPORTED

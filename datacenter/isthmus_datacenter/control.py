@@ -15,7 +15,11 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in an __all__
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 BEAT_SECONDS = 0.5
 """How often each rank says that it is alive."""
