@@ -29,6 +29,8 @@ from isthmus_server.callers import (
     PUMPS_EACH,
     SPOKEN,
     STREAMS_EACH,
+    caller_of,
+    certificate_of,
     greet,
     listen,
     listening_options,
@@ -65,7 +67,7 @@ class Link:
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
-        self._streams: Counter[str] = Counter()
+        self._streams: Counter[bytes] = Counter()
 
     async def start(
         self,
@@ -181,21 +183,18 @@ class Link:
     # -- one stream --------------------------------------------------------------------------------
 
     async def _connect(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
-        certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
-        caller = "" if certificate is None else certificate.decode()
+        caller = caller_of(context)
         if caller and self._streams[caller] >= STREAMS_EACH:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many open streams")
         self._streams[caller] += 1
         try:
-            await self._serve(Stream(context), context, certificate)
+            await self._serve(Stream(context), context)
         finally:
             self._streams[caller] -= 1
             if not self._streams[caller]:
                 del self._streams[caller]
 
-    async def _serve(
-        self, stream: Stream, context: grpc.aio.ServicerContext, certificate: bytes | None
-    ) -> None:
+    async def _serve(self, stream: Stream, context: grpc.aio.ServicerContext) -> None:
         peer: Peer | None = None
         try:
             hello = await stream.receive(timeout=HELLO_SECONDS)
@@ -203,9 +202,10 @@ class Link:
             if hello is None or refusal:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
             assert hello is not None
-            subject = self.enrolments.admit(hello.hello, certificate)
+            subject = self.enrolments.admit(hello.hello, certificate_of(context))
             peer = await self._enter(hello.hello, subject, stream, context)
             await stream.send(link_pb2.Envelope(welcome=self._welcome(version, hello.hello, peer)))
+            del hello
             stream.beat(self.lease_seconds / 3)
             if peer.fresh:
                 peer.fresh = False

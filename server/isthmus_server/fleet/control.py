@@ -16,6 +16,7 @@ from isthmus import tls
 from isthmus.errors import IsthmusError, Refused
 from isthmus.job import read_job
 from isthmus.wire import operator_pb2
+from isthmus_server.callers import certificate_of
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.runner import Runner
 from isthmus_server.fleet.server import FleetServer
@@ -120,7 +121,7 @@ class Control:
         return grpc.unary_unary_rpc_method_handler(call)
 
     async def _enter(self, context: grpc.aio.ServicerContext) -> tls.Subject:
-        certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+        certificate = certificate_of(context)
         try:
             if certificate is None:
                 raise Refused("this server wants a certificate")
