@@ -18,6 +18,8 @@ from google.protobuf.message import DecodeError
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
+_PING = link_pb2.Envelope(ping=link_pb2.Ping()).SerializeToString()
+
 log = logging.getLogger(__name__)
 
 GONE = (
@@ -49,6 +51,7 @@ class Stream:
         self._call = call
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._beating: asyncio.TimerHandle | None = None
 
     async def send(self, message: link_pb2.Envelope | bytes) -> None:
         """Send one message; returns when the transport has room for the next."""
@@ -86,17 +89,23 @@ class Stream:
         return task
 
     def beat(self, every: float) -> None:
-        """Send a ping every so many seconds, for as long as the stream lives."""
+        """Send a ping every so many seconds, for as long as the stream lives.
 
-        async def beating() -> None:
-            while True:
-                await asyncio.sleep(every)
-                await self.send(link_pb2.Envelope(ping=link_pb2.Ping()))
+        In between there is a timer and no task: a server does this for everybody who is idle.
+        """
+        loop = asyncio.get_running_loop()
 
-        self.spawn(beating())
+        def tick() -> None:
+            self._beating = loop.call_later(every, tick)
+            if not self._sending.locked():  # whoever is sending is heard without a ping
+                self.spawn(self.send(_PING))
+
+        self._beating = loop.call_later(every, tick)
 
     def close(self) -> None:
         """Stop everything that was spawned. End the call first, or a write of theirs may hang."""
+        if self._beating is not None:
+            self._beating.cancel()
         for task in self._tasks:
             task.cancel()
 
