@@ -76,6 +76,9 @@ class Settings(Section):
     transfer_share: Annotated[float, Field(gt=0)] = 0.1
     """What the datacenter's gradient may cost at most, as part of what the devices of a round do:
     with dearer steps it is the mean of fewer batches."""
+    transfer_caution: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of the job's `transfer_weight` that is used at most. The gradient is that of the public
+    data, and nobody can tell from here whether these are as the target is."""
     branches: bool = False
     """Whether the datacenter may train while the devices are away. Off: what such a branch wins at
     the start of the devices' hours, their rounds mostly win without it by the end of them."""
@@ -130,7 +133,9 @@ class Adaptive:
     def __init__(self, strategy: StrategySection) -> None:
         self.settings = settings_of(strategy, Settings)
         self.share = strategy.target_edge_share
-        self.weight = transfer_weight(strategy)
+        self.weight = min(
+            transfer_weight(strategy), self.settings.transfer_caution * strategy.transfer_weight
+        )
 
     def plan(self, observation: Observation) -> Answer:
         """One step of the machine above."""
