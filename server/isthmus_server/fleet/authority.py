@@ -94,7 +94,10 @@ class Authority:
     """Signs certificates and enrolments with the keys in a state directory."""
 
     def __init__(
-        self, directory: Path, participant_life: datetime.timedelta = PARTICIPANT_LIFE
+        self,
+        directory: Path,
+        participant_life: datetime.timedelta = PARTICIPANT_LIFE,
+        server_life: datetime.timedelta = SERVER_LIFE,
     ) -> None:
         """Read the keys.
 
@@ -103,6 +106,7 @@ class Authority:
         """
         self.directory = directory
         self.participant_life = participant_life
+        self.server_life = server_life
         try:
             for name in (_AUTHORITY, _ENROLLER):
                 tls.check_private(directory / name)
@@ -171,7 +175,7 @@ class Authority:
         data = path.read_bytes()
         certificate = tls.read_certificate(data)
         left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-        if left < SERVER_LIFE / 3:
+        if left < self.server_life / 3:
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
             self.renew_server(names.value)
             data = path.read_bytes()
@@ -182,7 +186,7 @@ class Authority:
         """Make the server's next key and certificate, for the names it is dialled by."""
         key = tls.new_key()
         certificate = (
-            _builder(SERVER_LIFE)
+            _builder(self.server_life)
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus server")]))
             .issuer_name(self.certificate.subject)
             .public_key(key.public_key())

@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import resource
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,8 +26,8 @@ LEASE_SECONDS = 10.0
 _WATCH_SECONDS = 0.2
 """How soon a revocation that another process wrote cuts a live stream."""
 
-_CERTIFICATE_SECONDS = 3600.0
-"""Between two looks at whether the server's own certificate ends soon."""
+_LOOKS = 100
+"""At the server's own certificate, in its life: it is renewed when a third is left."""
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,9 @@ class FleetServer:
 
     Guarantees:
       * nobody is on the link without a certificate of this authority that is in the registry;
-      * who joins, or is revoked, changes nothing for the others.
+      * who joins, or is revoked, changes nothing for the others;
+      * its own certificate is renewed in time: new connections meet the new one, and those that
+        are open stay.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class FleetServer:
         self.joining = JoinService(self.members)
         self.link_port = 0
         self.join_port = 0
+        self._pair = (b"", b"")
+        """Key and certificate that are shown to whoever connects now."""
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
@@ -68,19 +71,20 @@ class FleetServer:
         """
         _allow_many_files()
         lock = _locked(self.members.directory)
-        watching: asyncio.Task[None] | None = None
+        self._pair = self.members.certifier.server_pair()
+        tasks: list[asyncio.Task[None]] = []
         try:
             self.link_port = await self.link.start(host, port, self._credentials(known=True))
             self.joining.link_port = self.link_port
             self.join_port = await self.joining.start(
                 host, port + 1 if port else 0, self._credentials(known=False)
             )
-            watching = asyncio.create_task(self._watch())
+            tasks = [asyncio.create_task(work) for work in (self._watch(), self._renew())]
             yield
         finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.joining.stop()
             await self.link.stop()
             self.members.close()
@@ -94,24 +98,35 @@ class FleetServer:
                 log.exception("could not look whether somebody was revoked")
             await asyncio.sleep(_WATCH_SECONDS)
 
-    def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
-        """The server's certificate, renewed while it runs; `known` callers must show theirs."""
-        roots = tls.pem(self.members.certifier.certificate) if known else None
-        looked = time.monotonic()
+    async def _renew(self) -> None:
+        """Have a certificate of our own that is good for a while, without a restart."""
+        certifier = self.members.certifier
+        while True:
+            await asyncio.sleep(certifier.server_life.total_seconds() / _LOOKS)
+            try:
+                pair = await asyncio.to_thread(certifier.server_pair)
+            except Exception:
+                log.exception("the server's own certificate could not be renewed")
+                continue
+            if pair != self._pair:
+                self._pair = pair
+                log.info("the server has a new certificate")
 
-        def current() -> grpc.ServerCertificateConfiguration:
-            pair = self.members.certifier.server_pair()
-            return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+    def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
+        """The server's certificate, as it is at each handshake; `known` callers must show theirs."""
+        roots = tls.pem(self.members.certifier.certificate) if known else None
+        shown = self._pair
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal looked
-            if time.monotonic() - looked < _CERTIFICATE_SECONDS:
-                return None
-            looked = time.monotonic()
-            return current()
+            nonlocal shown
+            if shown is self._pair:
+                return None  # gRPC goes on with what it has
+            shown = self._pair
+            return grpc.ssl_server_certificate_configuration([shown], root_certificates=roots)
 
+        first = grpc.ssl_server_certificate_configuration([shown], root_certificates=roots)
         return grpc.dynamic_ssl_server_credentials(
-            current(), fetch, require_client_authentication=known
+            first, fetch, require_client_authentication=known
         )
 
 

@@ -8,7 +8,6 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from isthmus import tls
 from isthmus.errors import Refused, UserError
-from isthmus_server.fleet import authority as module
 from isthmus_server.fleet.authority import Authority, initialise
 
 
@@ -44,11 +43,11 @@ def test_the_server_has_a_certificate_for_what_it_is_dialled_by(state):
     assert tls.issued_by(certificate, Authority(state).certificate)
 
 
-def test_the_server_renews_its_own_certificate_for_the_same_names(state, monkeypatch):
+def test_the_server_renews_its_own_certificate_for_the_same_names(state):
     before = Authority(state).server_pair()
     assert Authority(state).server_pair() == before
-    monkeypatch.setattr(module, "SERVER_LIFE", datetime.timedelta(days=365))  # little is left
-    after = Authority(state).server_pair()
+    little_is_left = Authority(state, server_life=datetime.timedelta(days=365))
+    after = little_is_left.server_pair()
     old, new = (tls.read_certificate(chain) for _, chain in (before, after))
     assert new.not_valid_after_utc > old.not_valid_after_utc
     assert new.extensions.get_extension_for_class(

@@ -6,9 +6,10 @@ import datetime
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
 from tests.server.test_link import answering, payload_of, train, waiting
 
-from isthmus import tls
+from isthmus import joining, tls
 from isthmus.contents import describe, into
 from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
 from isthmus.membership import Membership
@@ -198,6 +199,35 @@ async def test_a_certificate_that_runs_out_while_connected_ends_the_stream(fleet
         code, sentence = await refusal(call)
     assert code == grpc.StatusCode.PERMISSION_DENIED
     assert sentence == "the certificate of 'phone-0' is over; join again"
+
+
+async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet):
+    """New connections meet the new one, on both ports; those that are open stay."""
+
+    def shown(port):
+        return asyncio.to_thread(joining._presented, "localhost", port)
+
+    authority = Authority(fleet.state, server_life=datetime.timedelta(seconds=3))
+    authority.renew_server([x509.DNSName("localhost")])
+    server = await fleet.listen(authority=authority)
+    await fleet.join("phone-0", answering(examples=5))
+    stream = fleet.link.peers["phone-0"].stream
+    first = await shown(server.link_port)
+    while (await shown(server.link_port)) == first:
+        await asyncio.sleep(0.05)
+    again = await shown(server.join_port)
+    assert tls.issued_by(again, authority.certificate)
+    assert again.not_valid_after_utc > first.not_valid_after_utc
+    assert again.extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    ) == first.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    left = first.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert left.total_seconds() > 0  # in time
+    await asyncio.sleep(left.total_seconds() + 0.1)
+    await fleet.join("phone-1", answering(examples=6))
+    assert fleet.link.peers["phone-0"].stream is stream
+    for name, examples in (("phone-0", 5), ("phone-1", 6)):
+        assert (await fleet.link.ask(name, train(fleet.link))).trained.examples == examples
 
 
 async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
