@@ -113,7 +113,7 @@ class FleetServer:
                 log.info("the server has a new certificate")
 
     def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
-        """The server's certificate, as it is at each handshake; `known` callers must show theirs."""
+        """Our certificate as it is at each handshake; `known` callers must show theirs."""
         roots = tls.pem(self.members.certifier.certificate) if known else None
         shown = self._pair
 

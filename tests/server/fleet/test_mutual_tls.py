@@ -212,10 +212,10 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet):
     server = await fleet.listen(authority=authority)
     await fleet.join("phone-0", answering(examples=5))
     stream = fleet.link.peers["phone-0"].stream
-    first = await shown(server.link_port)
-    while (await shown(server.link_port)) == first:
-        await asyncio.sleep(0.05)
-    again = await shown(server.join_port)
+    pair, first = server._pair, await shown(server.link_port)
+    await fleet.until(lambda: server._pair != pair)
+    again = await shown(server.link_port)
+    assert again == await shown(server.join_port)
     assert tls.issued_by(again, authority.certificate)
     assert again.not_valid_after_utc > first.not_valid_after_utc
     assert again.extensions.get_extension_for_class(
