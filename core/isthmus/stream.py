@@ -60,7 +60,7 @@ class Stream:
             # gRPC does not bear a second write beside one that was given up.
             await to_the_end(self._call.write(data))
 
-    async def send_quietly(self, message: link_pb2.Envelope) -> None:
+    async def send_quietly(self, message: link_pb2.Envelope | bytes) -> None:
         """Send, unless the stream is gone: what is pending is sent again on the next one."""
         await _unless_gone(self.send(message))
 

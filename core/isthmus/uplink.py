@@ -294,9 +294,12 @@ class Uplink:
             await self._renewed(message.renewed)
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
-            if job is not None:
+            if job is not None and job.reply is not None:  # it did not arrive, and never will
+                del self._jobs[message.cancel.id]
+                self.worker.settled(job.request, False, message.cancel.reason)
+            elif job is not None:
                 self.worker.cancel(job.request, message.cancel.reason)
-                if job.task is None and job.reply is None:
+                if job.task is None:
                     del self._jobs[message.cancel.id]  # it still waits for its model
         # Anything else is a ping, or news from a newer server that is no business of ours.
 

@@ -48,6 +48,7 @@ class Link:
       * `ask` and `fetch` end: with a result, or with `ParticipantLost` one lease after the stream
         broke; a stream on which nothing is heard for a lease counts as broken;
       * a reply to a request that nobody waits for any more is refused, never used;
+      * what became of a request is told until it has been heard, whatever breaks in between;
       * nothing is read from the network beyond `MAX_FROM_PARTICIPANT` at a time, and no caller has
         more than `STREAMS_EACH` streams or `PUMPS_EACH` transfers;
       * with TLS, who speaks is who the certificate says, and may say only what its role says.
@@ -129,7 +130,7 @@ class Link:
             if request.id in peer.unsettled:
                 self.settle(name, request.id, False, "too late: nobody waits for it")
             else:
-                self._tell(peer, link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
+                peer.tell(link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
             raise
         finally:
             peer.asked.pop(request.id, None)
@@ -160,7 +161,7 @@ class Link:
         if peer is not None:
             peer.unsettled.discard(request_id)
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
-            self._tell(peer, link_pb2.Envelope(receipt=receipt))
+            peer.tell(link_pb2.Envelope(receipt=receipt))
 
     def publish(self, content: link_pb2.Content, payload: Buffer) -> None:
         """Serve a content to whoever wants it, straight from `payload`, until `retract`."""
@@ -175,10 +176,6 @@ class Link:
         if peer is None:
             raise ParticipantLost(f"{name} is not connected", reached=False)
         return peer
-
-    def _tell(self, peer: Peer, message: link_pb2.Envelope) -> None:
-        if peer.stream is not None:
-            peer.stream.spawn(peer.stream.send_quietly(message))
 
     # -- one stream --------------------------------------------------------------------------------
 
@@ -300,7 +297,9 @@ class Link:
         self.on_leave(peer, reason)
 
     async def _resume(self, peer: Peer, stream: Stream) -> None:
-        """After a reconnection: ask again for what is still pending."""
+        """After a reconnection: tell again what is over, and ask again for what is pending."""
+        for told in list(peer.told):
+            await stream.send(told)
         for request, _ in list(peer.asked.values()):
             await stream.send(link_pb2.Envelope(request=request))
         for sha256, fetch in list(peer.fetches.items()):
@@ -330,7 +329,8 @@ class Link:
         if asked is None:
             # Waiting here, so that whoever sends many and reads nothing is not read either.
             late = link_pb2.Receipt(id=reply.id, reason="too late: nobody waits for it")
-            await stream.send_quietly(link_pb2.Envelope(receipt=late))
+            peer.told.append(link_pb2.Envelope(receipt=late).SerializeToString())
+            await stream.send_quietly(peer.told[-1])
             return
         request, waiting = asked
         outcome = reply.WhichOneof("outcome")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 
 from isthmus.contents import Assembly
 from isthmus.errors import ParticipantLost
@@ -11,6 +12,10 @@ from isthmus.stream import Stream
 from isthmus.tls import Subject
 from isthmus.uplink import VERSION
 from isthmus.wire import link_pb2
+
+
+MOST_TOLD = 64
+"""Last words on requests that are kept for one participant: as many as it may have open."""
 
 
 @dataclasses.dataclass
@@ -37,6 +42,8 @@ class Peer:
         self.unsettled: set[str] = set()
         """Requests whose reply is in use."""
         self.fetches: dict[bytes, Fetch] = {}
+        self.told: deque[bytes] = deque(maxlen=MOST_TOLD)
+        """Last words on its requests (receipts, cancellations), oldest first."""
         self.given = b""
         """Name of the content that was sent to it last, and to the end."""
         self.bytes_in = 0
@@ -48,6 +55,17 @@ class Peer:
         """Why its stream is being cut."""
         self.pumps: dict[bytes, asyncio.Task[None]] = {}
         """Contents on their way to it, on its present stream."""
+
+    def tell(self, message: link_pb2.Envelope) -> None:
+        """Say the last word on a request: now, and again on every stream that is opened anew.
+
+        What was sent into a stream that was breaking, or while there was none, is not lost so; a
+        participant that has heard it passes over what it hears again.
+        """
+        data = message.SerializeToString()
+        self.told.append(data)
+        if self.stream is not None:
+            self.stream.spawn(self.stream.send_quietly(data))
 
     def lose(self, reason: str) -> None:
         """Everything that was pending with this participant fails."""

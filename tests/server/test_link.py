@@ -350,6 +350,57 @@ async def test_a_request_made_while_the_stream_is_broken_is_asked_when_it_is_bac
     assert len(guest.asked) == 2
 
 
+@pytest.mark.parametrize("break_", ["while it is told", "before it is told"])
+async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net, break_):
+    link = await net.listen()
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(b"result"), port)
+    requests = [train(link) for _ in range(3)]
+    for request in requests:
+        await link.ask("a", request)
+    if break_ == "before it is told":
+        wire.cut(for_good=True)
+        await net.until(lambda: link.peers["a"].stream is None)
+    else:
+        wire.limits["down"] = wire.carried[0]["down"] + 10  # and then they are swallowed
+    link.settle("a", requests[0].id, True)
+    link.settle("a", requests[1].id, False, "out of step")
+    if break_ == "while it is told":
+        await wire.stalled.wait()
+    assert guest.receipts == []
+    wire.cut()
+    await net.until(lambda: len(guest.receipts) == 2)
+    wire.cut()
+    link.settle("a", requests[2].id, True)
+    await net.until(lambda: len(guest.receipts) == 3)
+    assert guest.receipts == [(True, ""), (False, "out of step"), (True, "")]
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["waits for its model", "has replied"])
+async def test_what_is_cancelled_during_a_break_is_not_held_for_ever(net, done):
+    link = await net.listen()
+    payload = payload_of(2 * CHUNK_BYTES)
+    content = describe(payload)
+    link.publish(content, payload)
+    released = asyncio.Event()
+    wire, port = await net.wire()
+    if not done:
+        wire.next["down"] = CHUNK_BYTES
+    guest = await net.join("a", waiting(answering(b"result"), released), port)
+    asking = asyncio.create_task(link.ask("a", train(link, content)))
+    await net.until(lambda: guest.asked if done else guest.buffers)
+    wire.cut(for_good=True)
+    await net.until(lambda: link.peers["a"].stream is None)
+    released.set()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    wire.refusing = False
+    await net.until(lambda: guest.receipts if done else guest.cancelled)
+    assert len(guest.asked) == done
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
 async def test_a_broken_stream_is_a_loss_after_a_lease(net):
     link = await net.listen(LEASE)
     payload = payload_of(3 * CHUNK_BYTES)
