@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.contents import Buffer
 from isthmus.errors import Refused, UpdateError
-from isthmus.job import read_job
 from isthmus.membership import Membership
 from isthmus.task import Participant
 from isthmus.uplink import ReportProgress, Uplink
 from isthmus.wire import link_pb2
+from isthmus_clients.caps import Pace
 
 if TYPE_CHECKING:
     from isthmus_clients.flower import FlowerRun
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from isthmus_clients.secure import Credentials, SecureAttempt
     from isthmus_clients.training import LocalRun
     from isthmus_privacy.secagg import ClientPolicy
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class Agent:
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._memory = memory
         self._guard = guard
+        self._pace = Pace(None if guard is None else guard.policy.cpu_percent)
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._secure: SecureAttempt | None = None
@@ -96,13 +100,22 @@ class Agent:
         """The server has enrolled this device's identity."""
         self._welcome = welcome
 
-    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
         """Memory for what arrives: exactly the models that a request of an open run names.
+
+        For a package of the run's task, if its owner wants it from there; None if not.
 
         Raises:
             UpdateError: no such run is open, or the size is not that of its models.
+            Refused: its owner does not allow it.
         """
         kind = request.WhichOneof("work")
+        if kind == "open":
+            from isthmus_clients import delivery
+
+            if delivery.wanted(request.open, self.tasks, self._guard):
+                return bytearray(size)
+            return None
         self._check(request, size)
         if kind == "flower":
             return self._app(request.flower.run_id).buffer(size)
@@ -139,28 +152,28 @@ class Agent:
         kind = request.WhichOneof("work")
         if kind == "open":
             async with self._working:
-                return await asyncio.to_thread(self._open, request.open), None
+                return await asyncio.to_thread(self._open, request.open, model), None
         if kind == "train_local":
             assert isinstance(model, bytearray)
             async with self._working:
-                return await asyncio.to_thread(self._train, request, model, progress)
+                return await self._paced(self._train, request, model, progress)
         if kind == "score":
             assert isinstance(model, bytearray)
             async with self._working:
-                return await asyncio.to_thread(self._score, request.score, model), None
+                return await self._paced(self._score, request.score, model), None
         if kind == "flower":
             app = self._app(request.flower.run_id)
             if model is None:
                 self._check(request, 0)
             async with self._working:
-                answer, records = await asyncio.to_thread(app.answer, request.flower, model or b"")
+                answer, records = await self._paced(app.answer, request.flower, model or b"")
             return link_pb2.Reply(flower_replied=answer), records
         if kind == "agree":
             async with self._working:
                 return await asyncio.to_thread(self._agree_on_kept, request.agree), None
         if kind == "secure_step":
             async with self._working:
-                stepped, payload = await asyncio.to_thread(self._step, request.secure_step)
+                stepped, payload = await self._paced(self._step, request.secure_step)
             return link_pb2.Reply(secure_stepped=stepped), payload
         if kind == "close":
             self._runs.pop(request.close.run_id, None)
@@ -168,6 +181,18 @@ class Agent:
             self._kept = None
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise Refused(f"an edge client does not do {kind!r}")
+
+    async def _paced(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
+        """Work on a thread, with no more of a core than the owner gives."""
+
+        def run() -> _T:
+            self._pace.begin()
+            try:
+                return work(*args, **more)
+            finally:
+                self._pace.rest()
+
+        return await asyncio.to_thread(run)
 
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Log a refusal; there is nothing to keep."""
@@ -196,6 +221,7 @@ class Agent:
         model, *gradient = pieces(run.layout, payload)
 
         def stopped() -> bool:
+            self._pace.rest()  # this is between two steps
             return request.id in self._stopped
 
         if work.keep:
@@ -302,14 +328,14 @@ class Agent:
             raise UpdateError(f"the run {run_id!r} is not open on this device with a Flower app")
         return app
 
-    def _open(self, work: link_pb2.OpenRun) -> link_pb2.Reply:
+    def _open(self, work: link_pb2.OpenRun, package: Buffer | None) -> link_pb2.Reply:
         import torch
 
+        from isthmus_clients import delivery
         from isthmus_clients.training import LocalRun, app_of
 
         torch.set_num_threads(self.threads)
-        if self._guard is not None:
-            self._guard.check_job(read_job(work.job))
+        delivery.admit(work, package, self.tasks, self._guard)
         if app_of(work):
             from isthmus_clients.flower import FlowerRun
 

@@ -16,6 +16,7 @@ from isthmus import joining, lifetime
 from isthmus.errors import UserError
 from isthmus.membership import Membership, default_state
 from isthmus.task import Participant
+from isthmus_clients import caps
 from isthmus_clients.agent import serve
 from isthmus_clients.policy import Guard, load
 from isthmus_clients.systemd import unit
@@ -127,6 +128,7 @@ def start(
         command = [word for word in command if word != "--print-systemd"]
         click.echo(unit(command, str(Path.cwd()), policy))
         return
+    caps.hold(policy)
     guard = Guard(policy, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)
     with member.locked():
@@ -134,7 +136,7 @@ def start(
             server or member.server,
             participant,
             data,
-            threads,
+            caps.threads(threads, policy),
             hours or policy.hours,
             member,
             tasks,

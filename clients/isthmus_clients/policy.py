@@ -33,6 +33,10 @@ _NOT_METERED = (2, 4)
 """NetworkManager's NM_METERED_NO and NM_METERED_GUESS_NO."""
 
 
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""32 bytes in hexadecimal."""
+
+
 class Privacy(Section):
     """The least that this device insists on."""
 
@@ -49,6 +53,11 @@ class Policy(Section):
 
     jobs: tuple[str, ...] = ("*",)
     """Names of jobs, in which * stands for anything."""
+    digests: tuple[Digest, ...] = ()
+    """Of the only tasks that are loaded, as `isthmus task show` prints them. None:
+    all that are installed."""
+    authors: tuple[Digest, ...] = ()
+    """Public keys of those whose packages may be fetched from the server."""
     hours: tuple[str, ...] = ()
     """When it works, in UTC: 22:00-06:00, or sat,sun 08:00-18:00; several add up."""
     charging_only: bool = False
@@ -60,9 +69,9 @@ class Policy(Section):
     bytes_per_day: Annotated[int, Field(ge=1)] | None = None
     """Of models that come and updates that go, in one day (UTC)."""
     cpu_percent: Annotated[int, Field(ge=1)] | None = None
-    """Of one core; enforced by the systemd unit that `--print-systemd` prints."""
+    """Of one core; see `isthmus_clients.caps`."""
     memory_mb: Annotated[int, Field(ge=128)] | None = None
-    """Enforced by that unit."""
+    """Of the process; see `isthmus_clients.caps`."""
     privacy: Privacy = Privacy()
     """The least that this device insists on."""
 
@@ -156,6 +165,19 @@ class Guard:
         Raises:
             Refused: not now, or not today any more.
         """
+        self._check_now()
+        self._use(1, 2 * size)
+
+    def check_fetch(self, size: int) -> None:
+        """Refuse that `size` bytes of code come, or note it.
+
+        Raises:
+            Refused: not now, or not today any more.
+        """
+        self._check_now()
+        self._use(0, size)
+
+    def _check_now(self) -> None:
         policy, now = self.policy, self.now()
         hours = [Hours.parse(one) for one in policy.hours]
         if hours and not any(_is_open(one, now) for one in hours):
@@ -164,11 +186,14 @@ class Guard:
             raise Refused("its owner lets it work on mains power only")
         if policy.unmetered_only and not _unmetered():
             raise Refused("its owner lets it work on unmetered networks only")
+
+    def _use(self, more_rounds: int, more_bytes: int) -> None:
+        policy = self.policy
         if policy.rounds_per_day is None and policy.bytes_per_day is None:
             return
-        today = datetime.fromtimestamp(now, UTC).date().isoformat()
+        today = datetime.fromtimestamp(self.now(), UTC).date().isoformat()
         rounds, used = self._used(today)
-        rounds, used = rounds + 1, used + 2 * size
+        rounds, used = rounds + more_rounds, used + more_bytes
         if policy.rounds_per_day is not None and rounds > policy.rounds_per_day:
             raise Refused(f"its owner allows {policy.rounds_per_day} rounds a day")
         if policy.bytes_per_day is not None and used > policy.bytes_per_day:

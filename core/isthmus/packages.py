@@ -6,7 +6,8 @@
 
 The digest is that of the manifest, which has the digests of the files; the author's Ed25519 key
 signs it. A zip file can lie about sizes, names and kinds: what is not plainly in the manifest is
-refused.
+refused. An installed folder keeps its package, so that whether it is still what was signed can be
+told (`installed`), and a server can hand it on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -28,11 +29,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from isthmus.errors import Refused, UserError
 from isthmus.tls import check_private, checked_name, private_file
 
+if TYPE_CHECKING:
+    from isthmus.job import Job
+
 MOST_BYTES = 64 << 20
 """Of a package."""
 MOST_FILES = 1000
 
 _MANIFEST, _SIGNATURE = "manifest.json", "signature"
+_KEPT = ".package"
+"""The package in the folder that it was unpacked into."""
 _MOST_MANIFEST = 1 << 20
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -50,6 +56,8 @@ class Package:
     """SHA-256 of the manifest."""
     files: Mapping[str, bytes]
     """By path, with / between its parts."""
+    data: bytes
+    """The package itself."""
 
 
 def new_author(path: Path) -> bytes:
@@ -161,7 +169,7 @@ def read(data: bytes) -> Package:
     for path, content in files.items():
         if hashlib.sha256(content).hexdigest() != about[path]["sha256"]:
             raise Refused(f"the package was changed: {path!r} is not what its author signed")
-    return Package(name, author, digest, files)
+    return Package(name, author, digest, files, data)
 
 
 def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
@@ -184,12 +192,51 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
                 place = whole / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
+            (whole / _KEPT).write_bytes(package.data)
             if target.exists():
                 target.rename(old)
             whole.rename(target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
     return target
+
+
+def name_of(job: Job) -> str:
+    """The package that devices load a job's code from: its folder in a directory of tasks."""
+    flower = job.federated.flower
+    source = job.task.source if flower is None or flower.app is None else flower.app
+    return source.partition("/")[0]
+
+
+def installed(tasks: Path, name: str) -> Package | None:
+    """The package that a folder of tasks was unpacked from; None for files put there by hand.
+
+    Raises:
+        Refused: the folder's files are not those of its package any more.
+        UserError: it cannot be read.
+    """
+    folder = tasks / name
+    try:
+        kept = folder / _KEPT
+        if not _is_plain(name) or not kept.is_file() or kept.stat().st_size > MOST_BYTES:
+            return None
+        package = read(kept.read_bytes())
+        code = {
+            path.relative_to(folder).as_posix()
+            for path in folder.rglob("*.py")
+            if path.is_file() or path.is_symlink()
+        }
+        changed = sorted(code - package.files.keys())
+        for path, content in package.files.items():
+            if not (folder / path).is_file() or (folder / path).read_bytes() != content:
+                changed.append(path)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}") from None
+    if changed:
+        raise Refused(
+            f"{folder / changed[0]} is not what the author of {name!r} signed; install it again"
+        )
+    return package
 
 
 def _check_directory(data: bytes) -> None:

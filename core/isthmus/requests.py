@@ -13,6 +13,8 @@ def failure(reason: str) -> link_pb2.Reply:
 def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
     """The content that a worker needs for a request, if any."""
     kind = request.WhichOneof("work")
+    if kind == "open":
+        return request.open.package.content
     if kind == "train_local":
         return request.train_local.model
     if kind == "score":

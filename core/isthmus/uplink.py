@@ -73,8 +73,11 @@ ReportProgress = Callable[[link_pb2.Progress], None]
 class Worker(Protocol):
     """What a participant does with what it is asked for."""
 
-    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        """Memory of `size` bytes for the model of a request; an error is a `Failure` reply."""
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
+        """Memory of `size` bytes for the model of a request; an error is a `Failure` reply.
+
+        None for what is not wanted: the work is done without it.
+        """
         ...
 
     async def work(
@@ -238,6 +241,8 @@ class Uplink:
             raise Refused("the server names another authority than the one that was joined")
         if self._welcome is not None and welcome.instance != self._welcome.instance:
             self._forget("the server was started anew")
+        elif welcome.anew:
+            self._forget("the server did not hear of this participant for too long")
         self.on_welcome(welcome)
         self._welcome = welcome
 
@@ -318,7 +323,8 @@ class Uplink:
                     reason = str(error) if known else f"no room for its model: {error!r}"
                     await self._answer(job, failure(reason), None)
                     return
-                job.assembly = Assembly(content, into(job.buffer))
+                if job.buffer is not None:
+                    job.assembly = Assembly(content, into(job.buffer))
         if job.reply is not None:
             await stream.send(link_pb2.Envelope(reply=job.reply))
         elif job.task is None:

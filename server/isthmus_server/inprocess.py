@@ -97,7 +97,8 @@ class InProcessLink(Link):
                 if published is None:
                     raise UpdateError("the server does not hold the model any more")
                 buffer = worker.buffer(request, content.size)
-                buffer[:] = published
+                if buffer is not None:
+                    buffer[:] = published
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
             reply, payload = link_pb2.Reply(failure=link_pb2.Failure(reason=str(error))), None

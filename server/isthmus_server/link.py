@@ -239,6 +239,7 @@ class Link:
             authority=self.enrolments.authority,
             enrolment=self.enrolments.enrol(peer.name, hello.identity, end),
             instance=self._instance,
+            anew=peer.fresh,
         )
 
     def _start_lease(self, peer: Peer) -> None:

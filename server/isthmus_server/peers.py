@@ -13,7 +13,6 @@ from isthmus.tls import Subject
 from isthmus.uplink import VERSION
 from isthmus.wire import link_pb2
 
-
 MOST_TOLD = 64
 """Last words on requests that are kept for one participant: as many as it may have open."""
 

@@ -6,9 +6,12 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from isthmus.errors import JobError, ParticipantLost, UserError
+from isthmus import packages
+from isthmus.contents import describe
+from isthmus.errors import IsthmusError, JobError, ParticipantLost, UserError
 from isthmus.job import Job, RegimeName
 from isthmus.section import Hours
 from isthmus.wire import link_pb2
@@ -49,7 +52,10 @@ class Roster:
         run: link_pb2.OpenRun,
         note: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
-        """`note(kind, data)` is told of everyone who joins, leaves or declines."""
+        """`note(kind, data)` is told of everyone who joins, leaves or declines.
+
+        The package that the task was installed from goes to the devices that want it.
+        """
         self.link = link
         self.job = job
         self.run = run
@@ -61,9 +67,16 @@ class Roster:
         self.rests: Callable[[str], bool] = lambda name: False
         """Whether a device that is here may not be asked now."""
         self._changed = asyncio.Event()
+        self._package = _installed(job, Path(run.base))
+        if self._package is not None:
+            package = self._package
+            run.package.content.CopyFrom(describe(package.data))
+            run.package.digest, run.package.author = package.digest, package.author
 
     def start(self) -> None:
         """From now on the run is opened on everyone."""
+        if self._package is not None:
+            self.link.publish(self.run.package.content, memoryview(self._package.data))
         self.link.on_join = self._joined
         self.link.on_leave = self._left
         for peer in list(self.link.peers.values()):
@@ -80,6 +93,7 @@ class Roster:
         names = [*self.clients, *self.datacenters]
         closing = [asyncio.create_task(self._close(name)) for name in names]
         await asyncio.gather(*closing)
+        self.link.retract(self.run.package.content)
 
     def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
         """Somebody who was expected will not come."""
@@ -211,6 +225,15 @@ class Roster:
             log.debug("%s did not close the run: %s", name, error)
         else:
             self.link.settle(name, request.id, True)
+
+
+def _installed(job: Job, base: Path) -> packages.Package | None:
+    """The package that a job's task was installed from, to be handed on."""
+    try:
+        return packages.installed(base, packages.name_of(job))
+    except IsthmusError as error:
+        log.warning("devices are not offered the task: %s", error)
+        return None
 
 
 def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:

@@ -1,7 +1,11 @@
 import os
+import subprocess
+import sys
+import time
 from datetime import UTC, datetime
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from isthmus.errors import Refused, UserError
@@ -9,6 +13,7 @@ from isthmus.exchange import Layout
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent
+from isthmus_clients.caps import Pace
 from isthmus_clients.commands import client
 from isthmus_clients.policy import Guard, Policy, load, parse
 from isthmus_clients.systemd import unit
@@ -199,6 +204,75 @@ def test_the_unit_holds_the_device_to_its_caps():
     assert "ExecStart=isthmus client start --data 'my 100%% data'" in lines
     assert {"CPUQuota=50%", "MemoryMax=900M", "WorkingDirectory=/s"} <= set(lines)
     assert "RestartPreventExitStatus=1" in lines
+
+
+class Worker:
+    """Uses as much CPU time as it takes, unless it rests."""
+
+    def __init__(self, cores):
+        self.cores = cores
+        self.time = self.cpu = 0.0
+
+    def work(self, seconds):
+        self.time += seconds
+        self.cpu += seconds * self.cores
+
+    def sleep(self, seconds):
+        self.time += seconds
+
+    def pace(self, percent):
+        return Pace(percent, used=lambda: self.cpu, now=lambda: self.time, sleep=self.sleep)
+
+
+@pytest.mark.parametrize(
+    ("percent", "cores", "takes"), [(50, 1, 20.0), (50, 2, 40.0), (150, 2, 13.3), (100, 1, 10.0)]
+)
+def test_training_rests_so_that_the_cap_on_cpu_holds_on_average(percent, cores, takes):
+    worker = Worker(cores)
+    pace = worker.pace(percent)
+    for _ in range(10):
+        worker.work(1.0)
+        pace.rest()
+    assert worker.time == pytest.approx(takes, rel=0.01)
+    worker.time += 1000.0  # idle time is not saved up
+    pace.begin()
+    began = worker.time
+    worker.work(1.0)
+    pace.rest()
+    assert worker.time - began == pytest.approx(max(takes / 10, 1.0), rel=0.01)
+
+
+async def test_the_cap_on_cpu_holds_in_a_round(guard, write_task, make_job, tmp_path):
+    write_task()
+    held = guard("cpu_percent = 60\n[privacy]\nsecure_aggregation = false")
+    agent = Agent(Participant(name="a", regime="federated"), None, guard=held)
+    job = make_job("federated.local_steps=20").model_dump_json()
+    work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
+    await agent.work(link_pb2.Request(open=work), None, lambda progress: None)
+    request = link_pb2.Request(train_local=link_pb2.TrainLocal(run_id="run"))
+    began, used = time.monotonic(), time.process_time()
+    model = bytearray(LAYOUT.encode(torch.zeros(LAYOUT.size)))
+    await agent.work(request, model, lambda progress: None)
+    took, used = time.monotonic() - began, time.process_time() - used
+    assert used < 0.7 * took  # with what this test itself used meanwhile
+
+
+def test_the_cap_on_memory_is_the_kernel_s(tmp_path):
+    """In a process of its own: there is no way back."""
+    code = """
+import os
+from isthmus_clients import caps
+from isthmus_clients.policy import Policy
+caps.hold(Policy(memory_mb=256))
+print(os.nice(0))
+try:
+    bytearray(300 << 20)
+except MemoryError:
+    print("refused")
+bytearray(100 << 20)
+"""
+    found = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert found == "10\nrefused\n"
 
 
 def test_a_device_that_has_not_joined_has_no_policy(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import Refused, UserError
-from isthmus.packages import install, new_author, pack, read, read_author
+from isthmus.packages import install, installed, new_author, pack, read, read_author
 from isthmus.task_commands import task
 
 AUTHOR = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -47,8 +47,36 @@ def test_what_was_packed_is_installed_and_not_executed(package, tmp_path):
     assert (found.name, found.author, dict(found.files)) == ("keyboard", PUBLIC, FILES)
     target = install(found, tmp_path / "tasks", [PUBLIC])
     assert target == tmp_path / "tasks/keyboard"
-    assert {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()} == FILES.keys()
+    files = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
+    assert files == FILES.keys() | {".package"}
     assert [path.name for path in (tmp_path / "tasks").iterdir()] == ["keyboard"]
+
+
+def test_an_installed_folder_is_what_its_author_signed_or_it_is_not(package, tmp_path):
+    tasks = tmp_path / "tasks"
+    target = install(read(package), tasks, [PUBLIC])
+    assert installed(tasks, "keyboard") == read(package)
+    (target / "__pycache__").mkdir()
+    (target / "notes.txt").write_text("what is no code may be there")
+    assert installed(tasks, "keyboard") == read(package)
+    words = (target / "data/words.txt").read_bytes()
+    for path, data in (("data/words.txt", b"c\n"), ("task.py", None), ("torch.py", b"1")):
+        before = (target / path).read_bytes() if (target / path).exists() else None
+        (target / path).unlink(missing_ok=True)
+        if data is not None:
+            (target / path).write_bytes(data)
+        with pytest.raises(Refused, match=rf"{path} is not what the author of 'keyboard' signed"):
+            installed(tasks, "keyboard")
+        (target / path).unlink(missing_ok=True)
+        if before is not None:
+            (target / path).write_bytes(before)
+    assert (target / "data/words.txt").read_bytes() == words
+    (target / ".package").write_bytes(package[:-1])
+    with pytest.raises(Refused, match="this is not a package of a task"):
+        installed(tasks, "keyboard")
+    (target / ".package").unlink()
+    for name in ("keyboard", "another", "..", ""):
+        assert installed(tasks, name) is None
 
 
 def test_the_same_files_are_the_same_package(folder, package):

@@ -303,6 +303,19 @@ async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
     assert left == []
 
 
+async def test_who_was_away_for_longer_than_a_lease_holds_on_to_nothing(net):
+    link = await net.listen(LEASE)
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(b"result"), port)
+    await link.ask("a", train(link))  # never settled
+    wire.cut(for_good=True)
+    await net.until(lambda: "a" not in link.peers)
+    wire.refusing = False
+    await net.until(lambda: guest.receipts)
+    assert guest.receipts == [(False, "the server did not hear of this participant for too long")]
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
 async def test_a_server_that_was_started_anew_gets_answers_to_its_own_requests_only(net):
     link = await net.listen()
     released = asyncio.Event()

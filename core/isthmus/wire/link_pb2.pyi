@@ -61,18 +61,20 @@ class Hello(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance")
+    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "anew")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     ENROLMENT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     version: int
     lease_seconds: float
     authority: bytes
     enrolment: bytes
     instance: str
-    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ...) -> None: ...
+    anew: bool
+    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., anew: _Optional[bool] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()
@@ -133,16 +135,28 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
-    __slots__ = ("run_id", "job", "base", "layout")
+    __slots__ = ("run_id", "job", "base", "layout", "package")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PACKAGE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     job: str
     base: str
     layout: bytes
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    package: Package
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ...) -> None: ...
+
+class Package(_message.Message):
+    __slots__ = ("content", "digest", "author")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    AUTHOR_FIELD_NUMBER: _ClassVar[int]
+    content: Content
+    digest: bytes
+    author: bytes
+    def __init__(self, content: _Optional[_Union[Content, _Mapping]] = ..., digest: _Optional[bytes] = ..., author: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep")
