@@ -177,7 +177,8 @@ def _a_name_of(certificate: x509.Certificate) -> str:
     """Any name that a certificate is for, to satisfy the check of a certificate we pinned."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        return names.get_values_for_type(x509.DNSName)[0]
+        addresses = map(str, names.get_values_for_type(x509.IPAddress))
+        return [*names.get_values_for_type(x509.DNSName), *addresses][0]
     except (x509.ExtensionNotFound, ValueError, IndexError):
         raise Refused("what answers there is not an Isthmus server") from None
 

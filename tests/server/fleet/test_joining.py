@@ -42,6 +42,16 @@ def request_of(member, token, **changes):
     return join_pb2.JoinRequest(**{**fields, **changes})
 
 
+async def test_a_server_without_a_name_is_joined_by_its_address(fleet):
+    fleet.state = fleet.folder / "nameless"
+    initialise(fleet.state, ["127.0.0.1"])
+    server = await fleet.listen()
+    fleet.url = f"127.0.0.1:{server.join_port}"
+    fleet.address = f"127.0.0.1:{server.link_port}"
+    await fleet.join("phone-0", answering(examples=5))
+    assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 5
+
+
 async def test_joining_makes_a_participant_whose_keys_never_left_it(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")

@@ -1,0 +1,120 @@
+"""Records what a device and a server of this checkout say to each other in a small job.
+
+    python tests/server/recordings/record.py > tests/server/recordings/link-N.jsonl
+
+Run once for each version N of the link, by the last code that speaks no newer one; the file is then
+kept as it is. Each line has who spoke and the serialised envelope. It uses nothing of the tests, so
+that it also runs in old checkouts.
+"""
+
+import asyncio
+import base64
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from isthmus import uplink
+from isthmus.job import parse_job
+from isthmus.stream import Stream
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_clients.agent import Agent
+from isthmus_server.coordinator import Coordinator
+from isthmus_server.link import Link
+from isthmus_server.store import Store
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import isthmus
+
+
+class Learn(isthmus.Task):
+    def model(self):
+        return nn.Linear(4, 3)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.argmax(-1) == target).float()}
+
+    def local_data(self, participant):
+        return rows(20, seed=1)
+
+    def eval_data(self):
+        return rows(30, seed=0)
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+def rows(count, seed):
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, inputs.argmax(1).clamp(max=2))
+"""
+
+JOB = """
+name = "table"
+seed = 3
+rounds = 2
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "federated"
+[federated]
+clients = 0
+cohort = 1
+quorum = 1
+secure_aggregation = false
+[datacenter]
+ranks = 0
+"""
+
+
+class Recorded(Stream):
+    """A device's stream, written down."""
+
+    async def send(self, message):
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        write("device", data)
+        await super().send(data)
+
+    async def receive(self, timeout):  # noqa: ASYNC109 - as its base has it
+        message = await super().receive(timeout)
+        if message is not None:
+            write("server", message.SerializeToString())
+        return message
+
+
+def write(speaker, data):
+    kind = link_pb2.Envelope.FromString(data).WhichOneof("body")
+    if kind != "ping":
+        said = base64.b64encode(data).decode()
+        print(json.dumps({"from": speaker, "kind": kind, "envelope": said}), flush=True)
+
+
+async def main(folder):
+    (folder / "task.py").write_text(TASK)
+    uplink.Stream = Recorded
+    link = Link(30.0)
+    port = await link.start("127.0.0.1", 0)
+    agent = Agent(Participant(name="phone", regime="federated"), None)
+    known = {"identity": agent.identity, "on_welcome": agent.welcomed}
+    device = uplink.Uplink(f"127.0.0.1:{port}", "phone", link_pb2.CLIENT, agent, **known)
+    dialling = asyncio.create_task(device.run())
+    store = Store.create(folder / "run", parse_job(JOB), folder)
+    await Coordinator(store, link, lambda kind, data: None).run()
+    store.close()
+    dialling.cancel()
+    await asyncio.gather(dialling, return_exceptions=True)
+    await link.stop()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "")
+    with tempfile.TemporaryDirectory() as made:
+        asyncio.run(main(Path(made)))
