@@ -298,8 +298,17 @@ def parse_job(text: str, overrides: Iterable[str] = (), *, origin: str = "job") 
         raise JobError(f"{origin}: {'; '.join(_sentences(error))}") from None
 
 
+def write_job(job: Job) -> str:
+    """A job as it is sent, in JSON: only what is not at its default.
+
+    So whoever is one version behind, and lacks a new key, can read a job that makes no use of it.
+    A default is therefore part of the format: change one with the version of the link only.
+    """
+    return job.model_dump_json(exclude_defaults=True)
+
+
 def read_job(text: str) -> Job:
-    """A job as a server sends it, in JSON.
+    """A job as `write_job` wrote it.
 
     Raises:
         JobError: it cannot be read by this version.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
+from isthmus.job import write_job
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
 from isthmus_server.attempt import Trained, Trainer
@@ -103,7 +104,7 @@ class Coordinator:
             self.job,
             link_pb2.OpenRun(
                 run_id=store.run_id,
-                job=self.job.model_dump_json(),
+                job=write_job(self.job),
                 base=str(store.base),
                 layout=self.model.layout.header,
             ),

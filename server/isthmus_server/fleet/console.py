@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import Refused, UserError
-from isthmus.job import Job, load_job
+from isthmus.job import Job, load_job, write_job
 from isthmus.membership import Membership, default_state
 from isthmus.uplink import CHANNEL_OPTIONS
 from isthmus.wire import operator_pb2 as pb
@@ -77,7 +77,7 @@ class Server:
         Raises:
             Refused: the server says no, or did not answer twice.
         """
-        asked = pb.SubmitRequest(job=job.model_dump_json(), key=uuid.uuid4().hex)
+        asked = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex)
         data = asked.SerializeToString()
         call = self._channel.unary_unary(_SERVICE + "Submit")
         try:
