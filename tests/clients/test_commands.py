@@ -1,5 +1,14 @@
+import asyncio
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tests.server.conftest import Net, until
 
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
@@ -37,3 +46,46 @@ async def test_a_server_that_refuses_ends_the_client():
             )
     finally:
         await link.stop()
+
+
+def resident(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0])
+
+
+async def test_an_idle_device_is_small():
+    """Until a run is opened PyTorch is not loaded; and little else is installed for a device."""
+    net = Net()
+    link = await net.listen()
+    start = ["-m", "isthmus.cli", "client", "start", "--name", "phone"]
+    device = await asyncio.create_subprocess_exec(
+        sys.executable, *start, "--server", f"127.0.0.1:{net.port}"
+    )
+    try:
+        await until(lambda: "phone" in link.peers)
+        assert resident(device.pid) < 120e6
+    finally:
+        device.kill()
+        await device.wait()
+        await net.close()
+
+
+def test_a_device_needs_less_than_60_mb_of_packages_besides_pytorch():
+    needed, wanted = set(), ["isthmus"]
+    while wanted:
+        found = importlib.metadata.distribution(wanted.pop())
+        for line in found.requires or ():
+            requirement = Requirement(line)
+            name = canonicalize_name(requirement.name)
+            marker = requirement.marker is None or requirement.marker.evaluate({"extra": "client"})
+            if marker and name != "torch" and name not in needed:
+                needed.add(name)
+                wanted.append(name)
+    assert needed >= {"click", "cryptography", "grpcio", "protobuf", "pydantic"}
+    size = sum(
+        Path(str(found.locate_file(file))).stat().st_size
+        for found in map(importlib.metadata.distribution, needed)
+        for file in found.files or ()
+        if file.suffix != ".pyc" and Path(str(found.locate_file(file))).is_file()
+    )
+    assert size < 60e6
