@@ -170,8 +170,10 @@ class Service:
 
     # -- the worker's side of the link ----------------------------------------------------------
 
-    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
         """A mapped file, where the ranks can read what the link writes: one model of the open run.
+
+        None for a package of the task: here its owner installs it.
 
         Raises:
             UserError: no such run is open.
@@ -179,6 +181,8 @@ class Service:
             OSError: there is no room for it.
         """
         kind = request.WhichOneof("work")
+        if kind == "open":
+            return None
         layout = self._opened(getattr(request, kind).run_id).layout
         if size != layout.nbytes:
             raise UpdateError(

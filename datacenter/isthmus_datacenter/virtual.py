@@ -46,9 +46,9 @@ class VirtualDatacenter:
         self.step_seconds = step_seconds
         self._run: _Run | None = None
 
-    def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        """Memory for an arriving model."""
-        return bytearray(size)
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
+        """Memory for an arriving model; the task is loaded from where it is."""
+        return None if request.HasField("open") else bytearray(size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress

@@ -146,6 +146,8 @@ def test_room_is_made_for_exactly_one_model_of_the_open_run(opened: tuple[Servic
             service.buffer(asking(), size)
     with pytest.raises(UserError, match="'other' is not open"):
         service.buffer(asking("other"), nbytes)
+    package = link_pb2.OpenRun(run_id="run")
+    assert service.buffer(link_pb2.Request(id="two", open=package), 1 << 50) is None
     assert not list((service.state / "exchange").iterdir())
     assert len(service.buffer(asking(), nbytes)) == nbytes
     (file,) = (service.state / "exchange").iterdir()
