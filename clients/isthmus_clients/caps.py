@@ -20,7 +20,7 @@ _LONGEST_REST = 60.0
 
 
 def hold(policy: Policy) -> None:
-    """Put this process behind others, and under the cap on memory.
+    """Put this process behind others if there is a cap on CPU, and under the cap on memory.
 
     Memory is what the kernel calls data: heap and private mappings, which is nearly all that a
     device has. Beyond the cap an allocation fails, and the work with it.
@@ -28,7 +28,8 @@ def hold(policy: Policy) -> None:
     Raises:
         UserError: the cap is above one that is in force already, or below what is in use.
     """
-    os.nice(max(_NICENESS - os.nice(0), 0))
+    if policy.cpu_percent is not None:
+        os.nice(max(_NICENESS - os.nice(0), 0))
     if policy.memory_mb is None:
         return
     size = policy.memory_mb << 20

@@ -263,7 +263,7 @@ def test_the_cap_on_memory_is_the_kernel_s(tmp_path):
 import os
 from isthmus_clients import caps
 from isthmus_clients.policy import Policy
-caps.hold(Policy(memory_mb=256))
+caps.hold(Policy(cpu_percent=50, memory_mb=256))
 print(os.nice(0))
 try:
     bytearray(300 << 20)
