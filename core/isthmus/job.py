@@ -15,6 +15,7 @@ Unknown keys are errors, so a typing mistake never silently falls back to a defa
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -307,18 +308,39 @@ def write_job(job: Job) -> str:
     return job.model_dump_json(exclude_defaults=True)
 
 
+_RENAMED = {
+    ("federated", "buffer", "staleness"): "staleness_exponent",
+    ("federated", "utility", "staleness"): "uncertainty",
+}
+"""Keys that a server of the version of the link before has under other names."""
+
+
 def read_job(text: str) -> Job:
-    """A job as `write_job` wrote it.
+    """A job as `write_job` wrote it, or that of the version before.
 
     Raises:
         JobError: it cannot be read by this version.
     """
     try:
-        return Job.model_validate_json(text)
+        return Job.model_validate_json(_with_new_names(text))
     except ValidationError as error:
         raise JobError(
             f"the job cannot be read here, maybe it is of a newer version: {_sentences(error)[0]}"
         ) from None
+
+
+def _with_new_names(text: str) -> str:
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # what is wrong with it is said when it is validated
+    for (*path, old), new in _RENAMED.items():
+        inner = table
+        for part in path:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and old in inner:
+            inner[new] = inner.pop(old)
+    return json.dumps(table)
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
