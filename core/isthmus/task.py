@@ -188,17 +188,30 @@ def load_named(source: str, key: str, *, base: Path) -> Any:
     Raises:
         TaskError: no such file, module or name, or the code of the module raised.
     """
-    where, separator, name = source.rpartition(":")
+    check_named(source, key, base=base)
+    where, _, name = source.rpartition(":")
     asked = f"{key}={source!r}"
-    if not separator or not where or not name.isidentifier():
-        raise TaskError(f"{asked} is not of the form path/to/file.py:Name or package.module:Name")
-    module = (
-        _load_file(base / where, asked) if where.endswith(".py") else _load_module(where, asked)
-    )
+    module = _load_file(base / where) if where.endswith(".py") else _load_module(where, asked)
     found = getattr(module, name, None)
     if found is None:
         raise TaskError(f"{asked}: {where} has no {name!r}")
     return found
+
+
+def check_named(source: str, key: str, *, base: Path) -> None:
+    """Refuse what `load_named` would, as far as that can be told without loading anything.
+
+    Raises:
+        TaskError: it is not of the form `path/to/file.py:Name` or `package.module:Name`, or there
+            is no such file.
+    """
+    where, separator, name = source.rpartition(":")
+    asked = f"{key}={source!r}"
+    if not separator or not where or not name.isidentifier():
+        raise TaskError(f"{asked} is not of the form path/to/file.py:Name or package.module:Name")
+    path = (base / where).resolve()
+    if where.endswith(".py") and not path.is_file():
+        raise TaskError(f"{asked}: there is no file {path}")
 
 
 def check_installed(source: str, tasks: Path, key: str = "task.source") -> None:
@@ -216,10 +229,8 @@ def check_installed(source: str, tasks: Path, key: str = "task.source") -> None:
         )
 
 
-def _load_file(path: Path, asked: str) -> Any:
+def _load_file(path: Path) -> Any:
     path = path.resolve()
-    if not path.is_file():
-        raise TaskError(f"{asked}: there is no file {path}")
     name = f"isthmus_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a .py path always has a loader

@@ -17,6 +17,7 @@ from rich.console import Console
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job
 from isthmus.lifetime import return_freed_memory
+from isthmus.task import check_named
 from isthmus.tls import split_address
 
 _SET = click.option(
@@ -64,7 +65,7 @@ def run(
             raise UserError(f"{run_dir} does not hold a run to go on with")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
-    loaded = load_job(job, overrides) if job is not None and not resume else None
+    loaded = _loaded(job, overrides) if job is not None and not resume else None
     host, port = split_address(address, "--address")
     console = Console()
     # Before anything is opened.
@@ -105,7 +106,7 @@ def compare(
     """Train JOB under several policies and print what each reaches for the same cost."""
     from isthmus_server.template import Template
 
-    loaded = load_job(job, overrides)
+    loaded = _loaded(job, overrides)
     # Before anything is opened.
     with Template.fork(ranks=loaded.datacenter.ranks > 0) as template:
         prepare()
@@ -186,6 +187,13 @@ def prepare() -> None:
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.getLogger("isthmus").setLevel(logging.WARNING)
     logging.getLogger("isthmus_server").setLevel(logging.WARNING)
+
+
+def _loaded(path: Path, overrides: tuple[str, ...]) -> Job:
+    """A job; a task that is not there is said before PyTorch is loaded, which takes seconds."""
+    job = load_job(path, overrides)
+    check_named(job.task.source, "task.source", base=path.resolve().parent)
+    return job
 
 
 def _fresh_directory(job: Job, prefix: str = "") -> Path:
