@@ -88,6 +88,10 @@ class Agent:
         self._secure: SecureAttempt | None = None
         self._kept: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
         """An update that waits to be summed with others', and what it was asked and came to."""
+        self._sent: tuple[str, Buffer] | None = None
+        """A request whose update went out in plain, and its memory."""
+        self._spare: Buffer | None = None
+        """Memory for the next model: fresh memory costs more time than filling it."""
         self._working = asyncio.Lock()
         self._stopped: set[str] = set()
 
@@ -133,7 +137,8 @@ class Agent:
                 f"{count} models in {size} bytes were announced where one of this run's takes "
                 f"{run.layout.nbytes}"
             )
-        return bytearray(size)
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and len(spare) == size else bytearray(size)
 
     def _check(self, request: link_pb2.Request, size: int) -> None:
         """Ask the owner's policy, before memory is taken for what comes."""
@@ -154,11 +159,11 @@ class Agent:
             async with self._working:
                 return await asyncio.to_thread(self._open, request.open, model), None
         if kind == "train_local":
-            assert isinstance(model, bytearray)
+            assert model is not None
             async with self._working:
                 return await self._paced(self._train, request, model, progress)
         if kind == "score":
-            assert isinstance(model, bytearray)
+            assert model is not None
             async with self._working:
                 return await self._paced(self._score, request.score, model), None
         if kind == "flower":
@@ -178,7 +183,7 @@ class Agent:
         if kind == "close":
             self._runs.pop(request.close.run_id, None)
             self._apps.pop(request.close.run_id, None)
-            self._kept = None
+            self._kept = self._sent = self._spare = None
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise Refused(f"an edge client does not do {kind!r}")
 
@@ -197,6 +202,8 @@ class Agent:
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Log a refusal; there is nothing to keep."""
         self._stopped.discard(request.id)
+        if self._sent is not None and self._sent[0] == request.id:
+            self._spare, self._sent = self._sent[1], None
         if not accepted:
             log.warning("the server did not use our result: %s", reason)
 
@@ -205,7 +212,7 @@ class Agent:
         self._stopped.add(request.id)
 
     def _train(
-        self, request: link_pb2.Request, payload: bytearray, progress: ReportProgress
+        self, request: link_pb2.Request, payload: Buffer, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         """Train, and send the update; or keep it here, and send the keys it will be masked with.
 
@@ -230,6 +237,7 @@ class Agent:
             return link_pb2.Reply(trained=link_pb2.Trained(seconds=trained.seconds)), None
         if not work.secure:
             trained = run.train(work, model, progress, stopped, *gradient)
+            self._sent = request.id, payload
             return link_pb2.Reply(trained=trained), model
         attempt = self._agree((work.run_id, work.round, work.attempt), work.secure, work.model)
         trained = run.train(work, model, lambda progress: None, stopped, *gradient)
@@ -265,7 +273,7 @@ class Agent:
         answer = link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
         return link_pb2.Reply(trained=answer)
 
-    def _score(self, work: link_pb2.Score, payload: bytearray) -> link_pb2.Reply:
+    def _score(self, work: link_pb2.Score, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores stay here until they are masked."""
         from isthmus import paired
         from isthmus_clients.training import local_seed

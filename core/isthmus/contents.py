@@ -8,13 +8,14 @@ with chunks. The same two messages serve both directions, a first transfer and a
 >>> copy = bytearray(name.size)
 >>> assembly = Assembly(name, into(copy))
 >>> for message in chunks(name.sha256, payload, offset=0, chunk_bytes=1000):
-...     assembly.add(link_pb2.Envelope.FromString(message).chunk)
+...     assembly.add(piece_of(message))
 >>> assembly.complete, copy == payload
 (True, True)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 
@@ -32,15 +33,18 @@ MAX_MESSAGE_BYTES = MOST_CHUNK_BYTES + (64 << 20)
 
 Buffer = bytearray | memoryview
 
-Write = Callable[[int, bytes], object]
+Write = Callable[[int, bytes | memoryview], object]
 """Where arriving bytes go: called with an offset and the bytes, in order."""
+
+_PIECE_BODY, _PIECE_SHA256, _PIECE_OFFSET, _PIECE_DATA = 0x2A, b"\x0a\x20", 0x10, 0x1A
+"""Tags of `Envelope.chunk`, and of a chunk's fields; that of the digest with its length."""
 
 
 def into(buffer: Buffer) -> Write:
     """Write arriving bytes into memory."""
     view = memoryview(buffer)
 
-    def write(offset: int, data: bytes) -> None:
+    def write(offset: int, data: bytes | memoryview) -> None:
         view[offset : offset + len(data)] = data
 
     return write
@@ -72,10 +76,42 @@ def chunks(
     while offset < len(view):
         data = view[offset : offset + chunk_bytes]
         head = link_pb2.Chunk(sha256=sha256, offset=offset).SerializeToString()
-        tail = b"\x1a" + _varint(len(data))
+        tail = bytes((_PIECE_DATA,)) + _varint(len(data))
         size = len(head) + len(tail) + len(data)
-        yield b"".join((b"\x2a", _varint(size), head, tail, data))
+        yield b"".join((bytes((_PIECE_BODY,)), _varint(size), head, tail, data))
         offset += len(data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A `Chunk` whose data is still in the message that it came in."""
+
+    sha256: bytes
+    offset: int
+    data: memoryview
+    absent: bool = False
+
+
+def piece_of(message: bytes) -> Piece | None:
+    """The chunk in a serialised envelope, if it has the form that `chunks` gives it.
+
+    What protobuf would read of it, without the two copies of every byte that it makes.
+    """
+    if len(message) < 2 or message[0] != _PIECE_BODY:
+        return None
+    offset = 0
+    size, at = _read_varint(message, 1)
+    if size != len(message) - at or message[at : at + 2] != _PIECE_SHA256:
+        return None
+    sha256, at = message[at + 2 : at + 34], at + 34
+    if message[at : at + 1] == bytes((_PIECE_OFFSET,)):
+        offset, at = _read_varint(message, at + 1)
+    if message[at : at + 1] != bytes((_PIECE_DATA,)):
+        return None
+    size, at = _read_varint(message, at + 1)
+    if offset < 0 or size != len(message) - at:
+        return None
+    return Piece(sha256, offset, memoryview(message)[at:])
 
 
 class Assembly:
@@ -93,7 +129,7 @@ class Assembly:
         self._write = write
         self._hash = hashlib.sha256()
 
-    def add(self, chunk: link_pb2.Chunk) -> None:
+    def add(self, chunk: link_pb2.Chunk | Piece) -> None:
         """Take the next chunk; one that was already taken (after a resume) is passed over.
 
         Raises:
@@ -126,3 +162,13 @@ def _varint(value: int) -> bytes:
         value >>= 7
     parts.append(value)
     return bytes(parts)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of up to 64 bits and where it ends; a negative one if there is none."""
+    value = 0
+    for count, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * count
+        if byte < 0x80:
+            return (value if value < 1 << 64 else -1), at + count + 1
+    return -1, at

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from isthmus.contents import Piece, piece_of
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
@@ -64,8 +65,8 @@ class Stream:
         """Send, unless the stream is gone: what is pending is sent again on the next one."""
         await _unless_gone(self.send(message))
 
-    async def receive(self, timeout: float) -> link_pb2.Envelope | None:  # noqa: ASYNC109 - the lease
-        """The next message, or None at the end.
+    async def receive(self, timeout: float) -> link_pb2.Envelope | Piece | None:  # noqa: ASYNC109 - the lease
+        """The next message, or None at the end; a chunk may come as a `Piece`.
 
         Raises:
             TimeoutError: nothing came for `timeout` seconds.
@@ -75,6 +76,9 @@ class Stream:
             data = await self._call.read()
         if data is grpc.aio.EOF:
             return None
+        piece = piece_of(data)
+        if piece is not None:
+            return piece
         try:
             return link_pb2.Envelope.FromString(data)
         except DecodeError:

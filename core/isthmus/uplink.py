@@ -19,7 +19,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, chunks, into
+from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.membership import Membership, check_dialling
 from isthmus.requests import content_of, failure, model_of
@@ -212,7 +212,7 @@ class Uplink:
                 # Not waited for: where nothing is read, what ends it is that no welcome comes.
                 stream.spawn(stream.send(self._hello()))
                 first = await stream.receive(timeout=_WELCOME_SECONDS)
-                if first is None or first.WhichOneof("body") != "welcome":
+                if not isinstance(first, link_pb2.Envelope) or not first.HasField("welcome"):
                     raise UpdateError("the server's first message was not a welcome")
                 lease = first.welcome.lease_seconds
                 self._welcomed(first.welcome)
@@ -283,7 +283,10 @@ class Uplink:
         welcome.enrolment = renewed.enrolment
         self.on_welcome(welcome)
 
-    async def _take(self, stream: Stream, message: link_pb2.Envelope) -> None:
+    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        if isinstance(message, Piece):
+            self._chunk(stream, message)
+            return
         kind = message.WhichOneof("body")
         if kind == "request":
             await self._request(stream, message.request)
@@ -335,7 +338,7 @@ class Uplink:
                 want = link_pb2.Want(sha256=job.assembly.content.sha256, offset=job.assembly.offset)
                 await stream.send(link_pb2.Envelope(want=want))
 
-    def _chunk(self, stream: Stream, chunk: link_pb2.Chunk) -> None:
+    def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
         for job in self._jobs.values():
             assembly = job.assembly
             if assembly is None or job.task is not None or job.wanted_on is not stream:
@@ -402,6 +405,8 @@ class Uplink:
                 continue
             if content_of(job.reply).sha256 == want.sha256:
                 for message in chunks(want.sha256, job.payload, offset=want.offset):
+                    if self._jobs.get(job.request.id) is not job:
+                        return  # settled: its memory may hold something else by now
                     await stream.send(message)
                 return
         absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)

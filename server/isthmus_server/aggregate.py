@@ -7,19 +7,24 @@ the weights the cohort declared, so that no sum can wrap.
 
 >>> import torch
 >>> total = WeightedSum(size=2, declared_weight=30)
->>> total.add([(0, torch.tensor([1.0, 2.0]))], weight=10)
->>> total.add([(0, torch.tensor([4.0, 5.0]))], weight=20)
+>>> total.hold(10)
+>>> total.add(0, torch.tensor([1.0, 2.0]), weight=10)
+>>> total.hold(20)
+>>> total.add(0, torch.tensor([4.0, 5.0]), weight=20)
 >>> total.mean()
 tensor([3., 4.])
+
+An update is added while it arrives, so that nothing is left to be done when the last one is here;
+one that does not come to count is subtracted again, which is exact too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import mmap
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,53 +54,72 @@ class WeightedSum:
       * the sum cannot wrap: weights beyond twice what was declared are refused.
     """
 
-    def __init__(self, size: int, declared_weight: int) -> None:
-        """`size` is N; `declared_weight` the sum of examples the cohort said it has."""
+    def __init__(self, size: int, declared_weight: int, memory: torch.Tensor | None = None) -> None:
+        """`size` is N; `declared_weight` the sum of examples the cohort said it has.
+
+        `memory`, int64 (N), is what the sum is kept in, whatever it holds.
+        """
         self.most_weight = 2 * max(declared_weight, 1)
         self.fraction_bits = 63 - MAGNITUDE_BITS - self.most_weight.bit_length()
         self.weight = 0
-        self._sum = torch.empty(size, dtype=torch.int64)  # the first update fills it
+        self._sum = torch.empty(size, dtype=torch.int64) if memory is None else memory
+        self._begun = bytearray(-(-size // TILE))
+        """Which tiles hold a sum: the first update writes over what is there."""
         self._scaled = torch.empty(TILE)
         self._fixed = torch.empty(TILE, dtype=torch.int64)
+        self._adding = threading.Lock()
+        self._leaving = 0
+        """Updates that are being taken back."""
 
-    def check_weight(self, weight: int) -> None:
-        """Refuse a weight that could not be added.
+    def hold(self, weight: int) -> None:
+        """Count a weight whose update is about to be added.
 
         Raises:
             UpdateError: not positive, or more than was declared before the round.
         """
-        if weight < 1 or self.weight + weight > self.most_weight:
-            raise UpdateError(
-                f"its weight={weight} does not fit: it must be at least 1, and all weights "
-                f"together at most {self.most_weight}, twice the examples declared at the start"
-            )
+        with self._adding:
+            if weight < 1 or self.weight + weight > self.most_weight:
+                raise UpdateError(
+                    f"its weight={weight} does not fit: it must be at least 1, and all weights "
+                    f"together at most {self.most_weight}, twice the examples declared at the start"
+                )
+            self.weight += weight
 
-    def add(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
-        """Add `weight * update`, the update given as `(offset, stretch of it)` in any order."""
-        for offset, tile in tiles:
-            self.add_tile(offset, tile, weight)
-        self.weight += weight
+    def add(self, offset: int, tile: torch.Tensor, weight: int) -> None:
+        """Add `weight` times a tile of an update, from any thread.
 
-    def add_tile(self, offset: int, tile: torch.Tensor, weight: int) -> None:
-        """Add a stretch of at most `TILE` elements; its `weight` counts when all of it is in."""
-        # Scaling by a power of two and rounding to a whole number are exact in float32 as well.
-        scaled = torch.mul(tile, 2.0**self.fraction_bits, out=self._scaled[: len(tile)])
-        fixed = self._fixed[: len(tile)].copy_(scaled.round_())
-        part = self._sum[offset : offset + len(tile)]
-        if self.weight:
-            part.add_(fixed, alpha=weight)
-        else:
-            torch.mul(fixed, weight, out=part)
+        `offset` is a multiple of `TILE`, and all but the last tile have `TILE` elements.
+        """
+        with self._adding:
+            # Scaling by a power of two and rounding to a whole number are exact in float32 as well.
+            scaled = torch.mul(tile, 2.0**self.fraction_bits, out=self._scaled[: len(tile)])
+            fixed = self._fixed[: len(tile)].copy_(scaled.round_())
+            part = self._sum[offset : offset + len(tile)]
+            if self._begun[offset // TILE]:
+                part.add_(fixed, alpha=weight)
+            else:
+                torch.mul(fixed, weight, out=part)
+                self._begun[offset // TILE] = True
 
     def take_back(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
-        """Undo `add_tile` for an update that turned out to be bad further on."""
-        if self.weight:  # else the next first update writes over it
-            for offset, tile in tiles:
-                self.add_tile(offset, tile, -weight)
+        """Undo `hold`, and `add` of these stretches; until it ends well there is no mean."""
+        with self._adding:
+            self._leaving += 1
+        for offset, tile in tiles:
+            self.add(offset, tile, -weight)
+        with self._adding:
+            self._leaving -= 1
+            self.weight -= weight
 
     def mean(self) -> torch.Tensor:
-        """The weighted mean, float32 (N), in the memory of the sum, which is gone with it."""
+        """The weighted mean, float32 (N), in the memory of the sum, which is gone with it.
+
+        Raises:
+            OSError: an update that was to be taken back could not be read any more.
+        """
         assert self.weight > 0
+        if self._leaving:
+            raise OSError("an update that does not count could not be taken out of the sum")
         scale = 2.0**-self.fraction_bits / self.weight
         # Each tile of the mean takes the place of sums that have been read already.
         mean = self._sum.view(torch.float32)[: len(self._sum)]
@@ -120,28 +144,11 @@ class Spool:
     def write(self) -> Write:
         """Where `Link.fetch` puts the bytes; they come in order."""
 
-        def write(offset: int, data: bytes) -> None:
+        def write(offset: int, data: bytes | memoryview) -> None:
             assert offset == self._file.tell()
             self._file.write(data)
 
         return write
-
-    def add_to(self, total: WeightedSum, layout: Layout, weight: int, scale: float = 1.0) -> None:
-        """Check the update and add it, times `scale` (of 0 to 1): all of it or nothing.
-
-        Raises:
-            UpdateError: another layout, a value that is not finite or out of range, or a weight
-                that does not fit.
-        """
-        total.check_weight(weight)
-        self._check_header(layout)
-        for count, (offset, tile) in enumerate(self._tiles(layout, scale)):
-            if not _in_range(tile):
-                reason = _explain(layout, offset, tile)
-                total.take_back(itertools.islice(self._tiles(layout, scale), count), weight)
-                raise UpdateError(reason)
-            total.add_tile(offset, tile, weight)
-        total.weight += weight
 
     def read(self, layout: Layout) -> torch.Tensor:
         """The update, checked: a new float32 vector (N).
@@ -151,9 +158,8 @@ class Spool:
         """
         self._check_header(layout)
         vector = torch.empty(layout.size)
-        for offset, tile in self._tiles(layout):
-            if not _in_range(tile):
-                raise UpdateError(_explain(layout, offset, tile))
+        for offset, tile in self.tiles(layout, layout.size):
+            _check(layout, offset, tile)
             vector[offset : offset + len(tile)] = tile
         return vector
 
@@ -166,15 +172,14 @@ class Spool:
                 f"{layout.nbytes} are expected)"
             )
 
-    def _tiles(self, layout: Layout, scale: float = 1.0) -> Iterator[tuple[int, torch.Tensor]]:
-        """All of it, stretch by stretch, each in the memory of the one before."""
+    def tiles(self, layout: Layout, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first `end` elements, stretch by stretch, each in the memory of the one before."""
         self._file.seek(len(layout.header))
-        raw = memoryview(bytearray(4 * min(TILE, layout.size)))
-        for start in range(0, layout.size, TILE):
-            part = raw[: 4 * min(TILE, layout.size - start)]
+        raw = memoryview(bytearray(4 * min(TILE, max(end, 1))))
+        for start in range(0, end, TILE):
+            part = raw[: 4 * min(TILE, end - start)]
             self._file.readinto(part)
-            tile = torch.frombuffer(part, dtype=torch.float32)
-            yield start, tile if scale == 1 else tile.mul_(scale)
+            yield start, torch.frombuffer(part, dtype=torch.float32)
 
     @contextlib.contextmanager
     def view(self) -> Iterator[memoryview]:
@@ -199,9 +204,84 @@ class Spool:
         self._file.close()
 
 
-def _in_range(tile: torch.Tensor) -> bool:
+class Adding:
+    """An update that is spooled, checked and added while it arrives.
+
+    Guarantees:
+      * it is in the sum, all of it, when all its bytes were written, and out of it after
+        `take_back`, which may be called at any time after a write.
+    """
+
+    def __init__(
+        self, spool: Spool, total: WeightedSum, layout: Layout, weight: int, scale: float = 1.0
+    ) -> None:
+        """`scale`, of 0 to 1, is what it is multiplied with.
+
+        Raises:
+            UpdateError: its weight does not fit.
+        """
+        total.hold(weight)
+        self._spool = spool
+        self._total = total
+        self._layout = layout
+        self._weight = weight
+        self._scale = scale
+        self._header = 0
+        """Bytes of it that have come."""
+        self._added = 0
+        """Elements."""
+        self._tile = memoryview(bytearray(4 * min(TILE, max(layout.size, 1))))
+        self._filled = 0
+        """Bytes of the next tile that have come."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Take the next bytes: where `Link.fetch` puts them, in order.
+
+        Raises:
+            UpdateError: another layout, or a value that is not finite or out of range.
+        """
+        self._spool.write(offset, data)
+        left = memoryview(data)
+        if self._header < len(self._layout.header):
+            expected = self._layout.header[self._header : self._header + len(left)]
+            if left[: len(expected)] != expected:
+                raise UpdateError("it is not an update of this exchange set: its header differs")
+            self._header += len(expected)
+            left = left[len(expected) :]
+        while left:
+            wanted = 4 * min(TILE, self._layout.size - self._added)
+            part = left[: wanted - self._filled]
+            self._tile[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            left = left[len(part) :]
+            if self._filled == wanted:
+                self._add(torch.frombuffer(self._tile[:wanted], dtype=torch.float32))
+                self._filled = 0
+
+    def take_back(self) -> None:
+        """Have it not count, what was added of it and its weight."""
+        tiles = self._spool.tiles(self._layout, self._added)
+        scaled = ((offset, self._scaled(tile)) for offset, tile in tiles)
+        self._total.take_back(scaled, self._weight)
+
+    @property
+    def whole(self) -> bool:
+        """All of it is in the sum."""
+        return self._added == self._layout.size
+
+    def _add(self, tile: torch.Tensor) -> None:
+        _check(self._layout, self._added, tile)
+        self._total.add(self._added, self._scaled(tile), self._weight)
+        self._added += len(tile)
+
+    def _scaled(self, tile: torch.Tensor) -> torch.Tensor:
+        return tile if self._scale == 1 else tile.mul_(self._scale)
+
+
+def _check(layout: Layout, offset: int, tile: torch.Tensor) -> None:
     least, most = (float(value) for value in torch.aminmax(tile))
-    return -MOST < least <= most < MOST  # not so for nan
+    if not -MOST < least <= most < MOST:  # nor is nan
+        raise UpdateError(_explain(layout, offset, tile))
 
 
 def _explain(layout: Layout, offset: int, tile: torch.Tensor) -> str:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.federated import FederatedSection, buffer_name
-from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_server.aggregate import Spool, WeightedSum
+from isthmus_server.aggregate import Adding, Spool
 from isthmus_server.outcome import AttemptFailed, FederatedResult
+from isthmus_server.plain import added
 from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import FOR_TRAINING, SecureAttempt, agreement
 
@@ -150,9 +150,8 @@ class Filling:
         self.order = sorted(self.idle)
         seed = f"isthmus/buffer/{self.fleet.job.seed}/{round_}"
         random.Random(seed).shuffle(self.order)  # noqa: S311 - chosen, not secret
-        self.total = WeightedSum(
-            self.fleet.layout.size, sum(at_work.values()) + sum(self.idle.values())
-        )
+        declared = sum(at_work.values()) + sum(self.idle.values())
+        self.total = self.fleet.weighted_sum(declared)
         self.receipts: dict[str, Receipt] = {}
         self.losses: list[tuple[float, int]] = []
         self.asked: list[_Working] = []
@@ -299,17 +298,13 @@ class Filling:
                 f"its update has {trained.result.size} bytes where this exchange set takes "
                 f"{layout.nbytes}"
             )
-        with Spool(self.fleet.spool) as spool:
-            await self.fleet.link.fetch(one.name, trained.result, spool.write)
-            await to_the_end(self._put(one, trained, spool, stale))
-
-    async def _put(
-        self, one: _Working, trained: link_pb2.Trained, spool: Spool, stale: int
-    ) -> None:
-        """Into the sum and onto its receipt: one without the other never happens."""
         scale = self.settings.buffer.discount(stale)
-        layout = self.fleet.layout
-        await asyncio.to_thread(spool.add_to, self.total, layout, trained.examples, scale)
+        with Spool(self.fleet.spool) as spool:
+            adding = Adding(spool, self.total, layout, trained.examples, scale)
+            async with added(self.fleet.link, one.name, trained.result, adding):
+                self._accept(one, trained, stale)
+
+    def _accept(self, one: _Working, trained: link_pb2.Trained, stale: int) -> None:
         self._note(
             one,
             "accepted",

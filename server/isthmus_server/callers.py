@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import grpc
 import grpc.aio
 
+from isthmus.contents import Piece
 from isthmus.errors import UserError
 from isthmus.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
@@ -107,9 +108,9 @@ def caller_of(context: grpc.aio.ServicerContext) -> bytes:
     return b"" if certificate is None else hashlib.sha256(certificate).digest()
 
 
-def greet(first: link_pb2.Envelope | None) -> tuple[int, str]:
+def greet(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
     """The version to speak, or why there is none."""
-    if first is None or first.WhichOneof("body") != "hello":
+    if not isinstance(first, link_pb2.Envelope) or not first.HasField("hello"):
         return 0, "the first message must be a hello"
     hello = first.hello
     if not hello.name or len(hello.name) > 128 or not hello.instance:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -42,9 +43,11 @@ class Checkpoints:
     ) -> Saved:
         """Write an encoded model durably, as `<kind>-<round>.safetensors`."""
         name = f"{kind}-{round_:06d}.safetensors"
-        with replacing(self.directory / name) as file:
-            file.write(payload)
-        return Saved(name, file.hash.hexdigest())
+        with ThreadPoolExecutor(1) as beside:  # hashing takes as long as the disk does
+            hashed = beside.submit(hashlib.sha256, payload)
+            with replacing(self.directory / name) as file:
+                file.write(payload)
+            return Saved(name, hashed.result().hexdigest())
 
     def read_model(self, saved: Saved, payload: bytearray) -> None:
         """Fill `payload` from a checkpoint.
@@ -82,7 +85,8 @@ class Checkpoints:
                 )
         layout = Layout.from_shapes({name: tuple(value.shape) for name, value in tensors.items()})
         name = f"optimizer-{round_:06d}.safetensors"
-        with replacing(self.directory / name) as file:
+        with replacing(self.directory / name) as replaced:
+            file = _Hashed(replaced)
             file.write(layout.header)
             for entry in layout.entries:
                 piece = bytearray(4 * entry.count)
@@ -129,11 +133,11 @@ class _Hashed:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[_Hashed]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file that appears under its name complete and durable, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
-        yield _Hashed(file)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

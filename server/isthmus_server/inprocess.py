@@ -122,7 +122,7 @@ class InProcessLink(Link):
         if payload is None:
             raise UpdateError(f"{name} does not hold the content it named")
         peer.bytes_in += len(payload)
-        write(0, bytes(payload))
+        write(0, memoryview(payload))
 
     def settle(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Tell a worker what became of its reply."""

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from isthmus.contents import Assembly, Buffer, Write, chunks
+from isthmus.contents import Assembly, Buffer, Piece, Write, chunks
 from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
-from isthmus.stream import Stream
+from isthmus.stream import Stream, to_the_end
 from isthmus.tls import Subject, is_loopback
 from isthmus.wire import link_pb2
 from isthmus_server.callers import (
@@ -136,7 +136,7 @@ class Link:
             peer.asked.pop(request.id, None)
 
     async def fetch(self, name: str, content: link_pb2.Content, write: Write) -> None:
-        """Pull a content from a participant, piece by piece, into `write`.
+        """Pull a content from a participant, piece by piece, into `write`, perhaps in threads.
 
         Raises:
             ParticipantLost: it went away before everything was here.
@@ -146,7 +146,7 @@ class Link:
             return
         peer = self._peer(name)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        peer.fetches[content.sha256] = Fetch(Assembly(content, write), done)
+        fetch = peer.fetches[content.sha256] = Fetch(Assembly(content, write), done)
         try:
             if peer.stream is not None:
                 want = link_pb2.Want(sha256=content.sha256)
@@ -154,6 +154,7 @@ class Link:
             await done
         finally:
             peer.fetches.pop(content.sha256, None)
+            await to_the_end(fetch.idle())
 
     def settle(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Tell a participant what became of its reply, so that it can let go of its content."""
@@ -196,9 +197,9 @@ class Link:
         try:
             hello = await stream.receive(timeout=HELLO_SECONDS)
             version, refusal = greet(hello)
-            if hello is None or refusal:
+            if refusal:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-            assert hello is not None
+            assert isinstance(hello, link_pb2.Envelope)
             subject = self.enrolments.admit(hello.hello, certificate_of(context))
             peer = await self._enter(hello.hello, subject, stream, context)
             await stream.send(link_pb2.Envelope(welcome=self._welcome(version, hello.hello, peer)))
@@ -304,15 +305,19 @@ class Link:
         for request, _ in list(peer.asked.values()):
             await stream.send(link_pb2.Envelope(request=request))
         for sha256, fetch in list(peer.fetches.items()):
+            await fetch.idle()
             want = link_pb2.Want(sha256=sha256, offset=fetch.assembly.offset)
             await stream.send(link_pb2.Envelope(want=want))
 
-    async def _take(self, peer: Peer, stream: Stream, message: link_pb2.Envelope) -> None:
+    async def _take(self, peer: Peer, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        if isinstance(message, Piece):
+            await self._chunk(peer, message)
+            return
         kind = message.WhichOneof("body")
         if kind is not None and kind not in SPOKEN:
             raise Refused(f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}")
         if kind == "chunk":
-            self._chunk(peer, message.chunk)
+            await self._chunk(peer, message.chunk)
         elif kind == "want":
             self._start_pump(peer, stream, message.want)
         elif kind == "reply":
@@ -356,19 +361,15 @@ class Link:
         enrolment = self.enrolments.enrol(subject.name, subject.identity, subject.not_after)
         return link_pb2.Renewed(certificate=certificate, enrolment=enrolment)
 
-    def _chunk(self, peer: Peer, chunk: link_pb2.Chunk) -> None:
+    async def _chunk(self, peer: Peer, chunk: link_pb2.Chunk | Piece) -> None:
         fetch = peer.fetches.get(chunk.sha256)
         if fetch is None or fetch.done.done():
             return
         peer.bytes_in += len(chunk.data)
-        try:
-            if chunk.absent:
-                raise UpdateError(f"{peer.name} does not hold the content it named")
-            fetch.assembly.add(chunk)
-            if fetch.assembly.complete:
-                fetch.done.set_result(None)
-        except (UpdateError, OSError) as error:
-            fetch.done.set_exception(error)
+        if not chunk.absent:
+            await fetch.take(chunk)
+            return
+        fetch.done.set_exception(UpdateError(f"{peer.name} does not hold the content it named"))
 
     def _start_pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
         """Send a content from where it is wanted; one that is on its way starts anew from there."""

@@ -6,15 +6,17 @@ import asyncio
 import dataclasses
 from collections import deque
 
-from isthmus.contents import Assembly
-from isthmus.errors import ParticipantLost
-from isthmus.stream import Stream
+from isthmus.contents import Assembly, Piece
+from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.stream import Stream, to_the_end
 from isthmus.tls import Subject
 from isthmus.uplink import VERSION
 from isthmus.wire import link_pb2
 
 MOST_TOLD = 64
 """Last words on requests that are kept for one participant: as many as it may have open."""
+IN_A_THREAD = 512 << 10
+"""Bytes of a chunk from which on it is worth a thread's while to hash and write it."""
 
 
 @dataclasses.dataclass
@@ -23,6 +25,32 @@ class Fetch:
 
     assembly: Assembly
     done: asyncio.Future[None]
+    taking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while a chunk is being written."""
+
+    async def take(self, chunk: link_pb2.Chunk | Piece) -> None:
+        """Write the next chunk; returns when its memory is not needed any more."""
+        await to_the_end(self._take(chunk))
+
+    async def _take(self, chunk: link_pb2.Chunk | Piece) -> None:
+        async with self.taking:
+            if self.done.done():
+                return
+            try:
+                if len(chunk.data) < IN_A_THREAD:
+                    self.assembly.add(chunk)
+                else:
+                    await asyncio.to_thread(self.assembly.add, chunk)
+                if self.assembly.complete and not self.done.done():
+                    self.done.set_result(None)
+            except (UpdateError, OSError) as error:
+                if not self.done.done():  # it may have been lost meanwhile
+                    self.done.set_exception(error)
+
+    async def idle(self) -> None:
+        """Return when no chunk is being written."""
+        async with self.taking:
+            pass
 
 
 class Peer:

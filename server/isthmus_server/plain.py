@@ -6,7 +6,8 @@ For jobs that ask for it: to look at single updates, or with too few devices for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
 from isthmus.federated import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_server.aggregate import Spool, WeightedSum
+from isthmus_server.aggregate import Adding, Spool, WeightedSum
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import UPLOADS_AT_ONCE
 
 if TYPE_CHECKING:
     from isthmus_server.flower.guest import Gathering
+    from isthmus_server.link import Link
     from isthmus_server.regimes import Fleet
 
 
@@ -47,11 +49,11 @@ class PlainAttempt:
         self.cohort = cohort
         self.settings = settings
         self.with_gradient = with_gradient
-        self.total = gathering or WeightedSum(fleet.layout.size, sum(cohort.values()))
+        self.total = gathering or fleet.weighted_sum(sum(cohort.values()))
         self.receipts: dict[str, Receipt] = {}
         self.losses: dict[str, tuple[float, int]] = {}
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
-        self.adding = asyncio.Lock()
+        self.showing = asyncio.Lock()
 
     @property
     def accepted(self) -> int:
@@ -159,33 +161,42 @@ class PlainAttempt:
             )
         async with self.uploads:
             with Spool(self.fleet.spool) as spool:
-                await self.fleet.link.fetch(name, trained.result, spool.write)
-                await to_the_end(self._add(name, trained, spool))
+                if isinstance(self.total, WeightedSum):
+                    adding = Adding(spool, self.total, layout, trained.examples)
+                    async with added(self.fleet.link, name, trained.result, adding):
+                        self._accept(name, trained)
+                else:
+                    await self.fleet.link.fetch(name, trained.result, spool.write)
+                    await to_the_end(self._show(self.total, name, trained, spool))
 
-    async def _add(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
-        async with self.adding:
-            if self.accepted >= self.settings.cohort:
-                raise UpdateError("enough updates were in")
-            if isinstance(self.total, WeightedSum):
-                await asyncio.to_thread(
-                    spool.add_to, self.total, self.fleet.layout, trained.examples
-                )
-            else:
-                await asyncio.to_thread(self.total.take, name, trained, spool)
-            self.receipts[name] = self._receipt(
-                name,
-                "accepted",
-                "",
-                sent=True,
-                examples=trained.examples,
-                steps=trained.steps,
-                seconds=trained.seconds,
-                loss=trained.training.get("loss"),
-                bytes_in=trained.result.size,
-                bytes_out=self.model.size,
-            )
-            if "loss" in trained.training:
-                self.losses[name] = (trained.training["loss"], trained.examples)
+    async def _show(
+        self, gathering: Gathering, name: str, trained: link_pb2.Trained, spool: Spool
+    ) -> None:
+        async with self.showing:
+            self._check_wanted()
+            await asyncio.to_thread(gathering.take, name, trained, spool)
+            self._accept(name, trained)
+
+    def _check_wanted(self) -> None:
+        if self.accepted >= self.settings.cohort:
+            raise UpdateError("enough updates were in")
+
+    def _accept(self, name: str, trained: link_pb2.Trained) -> None:
+        self._check_wanted()
+        self.receipts[name] = self._receipt(
+            name,
+            "accepted",
+            "",
+            sent=True,
+            examples=trained.examples,
+            steps=trained.steps,
+            seconds=trained.seconds,
+            loss=trained.training.get("loss"),
+            bytes_in=trained.result.size,
+            bytes_out=self.model.size,
+        )
+        if "loss" in trained.training:
+            self.losses[name] = (trained.training["loss"], trained.examples)
 
     def _receipt(self, name: str, status: Status, reason: str, **more: Any) -> Receipt:
         return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)
@@ -197,3 +208,22 @@ class PlainAttempt:
         if not weight:
             return {}
         return {"loss": sum(loss * examples for loss, examples in listed) / weight}
+
+
+@asynccontextmanager
+async def added(
+    link: Link, name: str, result: link_pb2.Content, adding: Adding
+) -> AsyncIterator[None]:
+    """An update is fetched and in its sum within the block, and stays there if the block ends well.
+
+    Raises:
+        ParticipantLost: it did not come.
+        UpdateError: it is not what was named, or cannot be added.
+    """
+    try:
+        await link.fetch(name, result, adding.write)
+        assert adding.whole
+        yield
+    except BaseException:
+        await to_the_end(asyncio.to_thread(adding.take_back))
+        raise

@@ -20,6 +20,7 @@ from isthmus.federated import FederatedSection
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory
+from isthmus_server.aggregate import WeightedSum
 from isthmus_server.buffered import Buffered
 from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
@@ -51,6 +52,7 @@ class Fleet:
             self.guest = Guest(job.federated, layout)
         self.buffered = Buffered(self) if job.federated.mode == "buffered" else None
         self._running: FlowerAttempt | PlainAttempt | SecureAttempt | Buffered | None = None
+        self._sum: torch.Tensor | None = None
 
     async def train(
         self,
@@ -111,6 +113,12 @@ class Fleet:
                 self, round_, attempt, model, cohort, settings, gathering, with_gradient
             )
         return await self._running.run()
+
+    def weighted_sum(self, declared_weight: int) -> WeightedSum:
+        """An empty sum, in the memory of the last one and its mean: fresh memory costs time."""
+        if self._sum is None:
+            self._sum = torch.empty(self.layout.size, dtype=torch.int64)
+        return WeightedSum(self.layout.size, declared_weight, self._sum)
 
     async def _train_app(
         self,

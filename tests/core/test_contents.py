@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.contents import CHUNK_BYTES, Assembly, chunks, describe, into
+from isthmus.contents import CHUNK_BYTES, Assembly, chunks, describe, into, piece_of
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
@@ -44,6 +44,50 @@ def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset
         for start in range(offset, len(payload), chunk_bytes)
     ]
     assert ours == theirs
+
+
+def fields(chunk):
+    return chunk.sha256, chunk.offset, bytes(chunk.data), chunk.absent
+
+
+@given(payloads, chunk_sizes)
+def test_every_chunk_is_read_without_protobuf(payload, chunk_bytes):
+    messages = list(chunks(bytes(range(32)), payload, offset=0, chunk_bytes=chunk_bytes))
+    found = [fields(piece_of(message)) for message in messages]
+    assert found == [fields(chunk) for chunk in read(messages)]
+
+
+@given(st.binary(max_size=80), st.integers(0, 300), st.data())
+def test_what_is_read_by_hand_is_what_protobuf_reads(payload, offset, data):
+    whole = bytes(offset) + payload
+    message = bytearray(next(chunks(bytes(32), whole, offset=offset, chunk_bytes=90), b""))
+    for _ in range(data.draw(st.integers(0, 3))):
+        if message:
+            message[data.draw(st.integers(0, min(50, len(message)) - 1))] = data.draw(
+                st.integers(0, 255)
+            )
+    message = bytes(message[: data.draw(st.integers(0, len(message)))]) + data.draw(
+        st.binary(max_size=2)
+    )
+    piece = piece_of(message)
+    if piece is not None:
+        (chunk,) = read([message])
+        assert fields(piece) == fields(chunk)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\x2a",
+        b"\x2a" + b"\xff" * 12,
+        link_pb2.Envelope(ping=link_pb2.Ping()).SerializeToString(),
+        link_pb2.Envelope(chunk=link_pb2.Chunk(sha256=bytes(32), absent=True)).SerializeToString(),
+        link_pb2.Envelope(chunk=link_pb2.Chunk(sha256=b"short", data=b"x")).SerializeToString(),
+    ],
+)
+def test_anything_else_is_left_to_protobuf(message):
+    assert piece_of(message) is None
 
 
 def test_a_full_chunk_is_protobufs_own_too():

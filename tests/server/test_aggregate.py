@@ -1,14 +1,15 @@
+import contextlib
 import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UpdateError
 from isthmus.exchange import Layout
-from isthmus_server.aggregate import TILE, Spool, WeightedSum
+from isthmus_server.aggregate import TILE, Adding, Spool, WeightedSum
 
 LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
 
@@ -16,24 +17,33 @@ values = st.floats(-4095, 4095, width=32)
 updates = st.tuples(st.tuples(values, values, values), st.integers(1, 1000))
 
 
-def spooled(tmp_path, payload, in_memory=1 << 20):
-    spool = Spool(tmp_path, in_memory)
-    for start in range(0, len(payload), 7):
-        spool.write(start, bytes(payload[start : start + 7]))
-    return spool
+def send(write, payload, piece=7, end=None):
+    for start in range(0, len(payload) if end is None else end, piece):
+        write(start, bytes(payload[start : start + piece]))
 
 
-def add(tmp_path, total, vector, weight, layout=LAYOUT, in_memory=1 << 20):
+def add(tmp_path, total, vector, weight, layout=LAYOUT, in_memory=1 << 20, scale=1.0):
     payload = layout.encode(torch.as_tensor(vector, dtype=torch.float32))
-    with spooled(tmp_path, payload, in_memory) as spool:
-        spool.add_to(total, layout, weight)
+    with Spool(tmp_path, in_memory) as spool:
+        adding = Adding(spool, total, layout, weight, scale)
+        try:
+            send(adding.write, payload, 7 if layout is LAYOUT else 12345)
+        except UpdateError:
+            adding.take_back()
+            raise
+        assert adding.whole
 
 
 def mean_of(listed):
     total = WeightedSum(3, sum(weight for _, weight in listed))
     for vector, weight in listed:
-        total.add([(0, torch.tensor(vector, dtype=torch.float32))], weight)
+        put(total, torch.tensor(vector, dtype=torch.float32), weight)
     return total
+
+
+def put(total, vector, weight):
+    total.hold(weight)
+    total.add(0, vector, weight)
 
 
 @given(st.lists(updates, min_size=1, max_size=8), st.randoms(use_true_random=False))
@@ -59,8 +69,8 @@ def test_the_mean_is_the_weighted_mean(listed):
 def test_the_largest_values_and_weights_do_not_wrap(declared):
     total = WeightedSum(2, declared)
     most = torch.tensor([4095.999, -4095.999])
-    total.add([(0, most)], declared)
-    total.add([(0, most)], declared)
+    put(total, most, declared)
+    put(total, most, declared)
     torch.testing.assert_close(total.mean(), most)
 
 
@@ -74,7 +84,8 @@ def test_an_update_is_spooled_and_added(tmp_path, in_memory):
 
 
 def test_a_large_update_waits_in_a_file_without_a_name(tmp_path):
-    with spooled(tmp_path, LAYOUT.encode(torch.zeros(3)), in_memory=16):
+    with Spool(tmp_path, in_memory=16) as spool:
+        send(spool.write, LAYOUT.encode(torch.zeros(3)))
         opened = [
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
         ]
@@ -117,17 +128,62 @@ def test_a_bad_update_is_refused_and_leaves_the_sum_as_it_was(tmp_path, vector, 
 
 
 def test_a_payload_of_another_size_or_header_is_refused(tmp_path):
-    total = WeightedSum(3, 10)
     payload = LAYOUT.encode(torch.ones(3))
     other = Layout.from_shapes({"bias": (2,), "weight": (1,)}).encode(torch.ones(3))
     assert len(other) == len(payload)
+    refused = pytest.raises(UpdateError, match=r"^it is not an update of this exchange set")
     for wrong in (b"", payload[:-1], payload + b"\0", other):
-        with (
-            spooled(tmp_path, wrong) as spool,
-            pytest.raises(UpdateError, match=r"^it is not an update of this exchange set"),
-        ):
-            spool.add_to(total, LAYOUT, 1)
+        with Spool(tmp_path) as spool, refused:
+            send(spool.write, wrong)
+            spool.read(LAYOUT)
+    total = WeightedSum(3, 10)
+    with Spool(tmp_path) as spool:
+        adding = Adding(spool, total, LAYOUT, 1)
+        with refused:
+            send(adding.write, other)
+        adding.take_back()
     assert total.weight == 0
+
+
+LARGE = Layout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
+
+
+@given(st.lists(st.integers(0, LARGE.nbytes), max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_taken_back_at_any_time_was_never_there(tmp_path, ends, random):
+    """Updates arrive mixed; those that stop somewhere leave the bytes of the others' sum."""
+    vectors = [torch.randn(LARGE.size) for _ in range(len(ends) + 1)]
+    total, alone = (WeightedSum(LARGE.size, 100) for _ in range(2))
+    with contextlib.ExitStack() as stack:
+        under_way = []
+        for vector, end in zip(vectors, [LARGE.nbytes, *ends], strict=True):
+            spool = stack.enter_context(Spool(tmp_path))
+            adding = Adding(spool, total, LARGE, 3, scale=0.7)
+            under_way.append((adding, bytes(LARGE.encode(vector)[:end]), [0]))
+        while left := [one for one in under_way if one[2][0] < len(one[1])]:
+            adding, payload, at = random.choice(left)
+            piece = payload[at[0] : at[0] + 200_001]
+            adding.write(at[0], piece)
+            at[0] += len(piece)
+        for adding, _, _ in under_way[1:]:
+            adding.take_back()
+    add(tmp_path, alone, vectors[0], 3, LARGE, scale=0.7)
+    assert total.weight == 3
+    assert torch.equal(total.mean(), alone.mean())
+
+
+def test_a_sum_that_an_update_could_not_be_taken_out_of_has_no_mean(tmp_path):
+    total = WeightedSum(3, 10)
+    add(tmp_path, total, [1.0, 2.0, 3.0], 1)
+    spool = Spool(tmp_path)
+    adding = Adding(spool, total, LAYOUT, 1)
+    send(adding.write, LAYOUT.encode(torch.ones(3)))
+    with spool:
+        pass
+    with pytest.raises(ValueError, match="closed file"):
+        adding.take_back()
+    with pytest.raises(OSError, match="could not be taken out of the sum"):
+        total.mean()
 
 
 def test_nothing_is_left_of_an_update_that_is_done_with(tmp_path):
@@ -137,10 +193,11 @@ def test_nothing_is_left_of_an_update_that_is_done_with(tmp_path):
 
 
 def test_tiles_in_any_order_give_the_same_sum():
-    vector = torch.tensor([1.5, -2.25, 3.0])
-    sums = []
+    vector = torch.arange(2 * TILE + 3, dtype=torch.float32) / 128
+    used = torch.full((len(vector),), 77)
     for order in itertools.permutations(range(3)):
-        total = WeightedSum(3, 7)
-        total.add([(i, vector[i : i + 1]) for i in order], 7)
-        sums.append(total.mean().tolist())
-    assert sums == [[1.5, -2.25, 3.0]] * 6
+        total = WeightedSum(len(vector), 7, used)
+        total.hold(7)
+        for i in order:
+            total.add(i * TILE, vector[i * TILE : (i + 1) * TILE], 7)
+        assert torch.equal(total.mean(), vector)

@@ -9,7 +9,8 @@ from isthmus.contents import describe
 from isthmus.errors import JobError
 from isthmus.exchange import Layout
 from isthmus.wire import link_pb2
-from isthmus_server.aggregate import Spool
+from isthmus_server import peers
+from isthmus_server.aggregate import Adding
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.regimes import AttemptFailed, Fleet
 from isthmus_server.report import document
@@ -175,19 +176,20 @@ async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, 
     await fleet.stop()
 
 
-async def test_an_update_that_is_being_added_when_the_time_is_over_is_accepted(
+async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_count(
     begin, net, monkeypatch
 ):
     fleet, devices, guests, train = await begin(names="ab")
     adding, go_on = threading.Event(), threading.Event()
-    add_to = Spool.add_to
+    write = Adding.write
 
     def held_up(*arguments):
+        write(*arguments)
         adding.set()
-        go_on.wait()
-        add_to(*arguments)
+        assert go_on.wait(10)
 
-    monkeypatch.setattr(Spool, "add_to", held_up)
+    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    monkeypatch.setattr(Adding, "write", held_up)
     devices["a"].go.set()
     filling = asyncio.create_task(train(1))
     await net.until(adding.is_set)
@@ -195,10 +197,11 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_is_accepted(
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await filling
-    assert fleet.buffered.filling.total.mean().tolist() == [1.0, 1.0, 0.0]
+    assert fleet.buffered.filling.total.weight == 0
     (receipt,) = (r for r in fleet.stopped("the time is over") if r.participant == "a")
-    assert (receipt.status, receipt.loss) == ("accepted", 2.0)
-    await net.until(lambda: guests["a"].receipts == [(True, "")])
+    why = "the round's time was over before its update was here"
+    assert (receipt.status, receipt.reason) == ("dropped", why)
+    await net.until(lambda: guests["a"].receipts == [(False, why)])
     await fleet.stop()
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import grpc
 import grpc.aio
@@ -9,6 +10,7 @@ from isthmus.contents import CHUNK_BYTES, describe, into
 from isthmus.errors import ParticipantLost, Refused, TaskError, UpdateError, UserError
 from isthmus.uplink import METHOD
 from isthmus.wire import link_pb2
+from isthmus_server import peers
 from isthmus_server.callers import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
 from isthmus_server.link import Link
 
@@ -282,6 +284,31 @@ async def test_a_result_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
     assert back == payload
     assert len(guest.asked) == 1
     assert wire.carried[1]["up"] < 3.5 * CHUNK_BYTES
+
+
+async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
+    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    link = await net.listen()
+    payload = payload_of(3 * CHUNK_BYTES)
+    await net.join("a", answering(payload))
+    reply = await link.ask("a", train(link))
+    writing, released, written = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def write(offset, data):
+        loop.call_soon_threadsafe(writing.set)
+        assert released.wait(10)
+        written.append(offset)
+
+    fetching = asyncio.create_task(link.fetch("a", reply.trained.result, write))
+    await writing.wait()
+    fetching.cancel()
+    done, _ = await asyncio.wait([fetching], timeout=0.05)
+    assert not done
+    released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert written == [0]
 
 
 async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
