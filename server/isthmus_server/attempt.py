@@ -157,7 +157,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _published(self) -> AsyncIterator[link_pb2.Content]:
-        content = self.model.content
+        content = await asyncio.to_thread(lambda: self.model.content)
         self.link.publish(content, self.model.payload)
         try:
             yield content

@@ -192,7 +192,7 @@ class Filling:
         if secure:
             return await self._sum_securely(deadline)
         return FederatedResult(
-            pseudo_gradient=self.total.mean(),
+            pseudo_gradient=await asyncio.to_thread(self.total.mean),
             training=self._training(),
             receipts=self._with_mine(()),
         )

@@ -28,13 +28,18 @@ async def published(
     with tempfile.TemporaryFile(dir=spool) as file:
         file.truncate(count * layout.nbytes)
         payload = memoryview(mmap.mmap(file.fileno(), count * layout.nbytes))
-        for at, vector in zip(range(count), vectors, strict=True):
-            piece = payload[at * layout.nbytes : (at + 1) * layout.nbytes]
-            piece[: len(layout.header)] = layout.header
-            layout.decode(piece).copy_(vector)
-        content = await asyncio.to_thread(describe, payload)
+        content = await asyncio.to_thread(_fill, payload, layout, vectors)
         link.publish(content, payload)
         try:
             yield content
         finally:
             link.retract(content)
+
+
+def _fill(payload: memoryview, layout: Layout, vectors: Iterable[torch.Tensor]) -> link_pb2.Content:
+    pieces = range(0, len(payload), layout.nbytes)
+    for at, vector in zip(pieces, vectors, strict=True):
+        piece = payload[at : at + layout.nbytes]
+        piece[: len(layout.header)] = layout.header
+        layout.decode(piece).copy_(vector)
+    return describe(payload)

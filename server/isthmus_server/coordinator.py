@@ -134,6 +134,8 @@ class Coordinator:
                 await self.clock.sleep(0.0)  # whoever came meanwhile is heard first
                 decision = await self._decide()
                 stop = await self._round(decision)
+                if lasting.done():
+                    lasting.result()  # it failed: the disk is full, say
                 if stop is not None:
                     reason = stop.reason
                     seen = {"round": self.at.round + 1, "observation": decision.seen}
@@ -230,7 +232,7 @@ class Coordinator:
         if not work.model_is_there:
             await self._stand_at(plan.start)
         trained = await self.trainer.train(work)
-        self.trainer.merge(work, trained)
+        await asyncio.to_thread(self.trainer.merge, work, trained)
         evaluation, saved = await asyncio.gather(
             self._evaluate(work, trained), asyncio.to_thread(self._save, work)
         )
@@ -299,7 +301,8 @@ class Coordinator:
         if {CURRENT, SERVED} & set(start.split("+")):
             await self._bring_home()
         if start != CURRENT:
-            self.model.restart(self.snapshots.read(start, self.at.models))
+            model = await asyncio.to_thread(self.snapshots.read, start, self.at.models)
+            await asyncio.to_thread(self.model.restart, model)
 
     async def _bring_home(self) -> None:
         """Fetch the committed model from the datacenter, if only it has it."""

@@ -103,7 +103,7 @@ class PlainAttempt:
 
     async def _result(self, receipts: list[Receipt]) -> torch.Tensor:
         if isinstance(self.total, WeightedSum):
-            return self.total.mean()
+            return await asyncio.to_thread(self.total.mean)
         try:
             return await asyncio.to_thread(self.total.aggregate)
         except RoundFailed as error:

@@ -1,12 +1,13 @@
 """Devices compare models for a policy: what comes back, what it costs, and what a crash leaves."""
 
 import asyncio
+import sqlite3
 import statistics
 
 import pytest
 
 from isthmus import uplink
-from isthmus.errors import TaskError
+from isthmus.errors import TaskError, UserError
 from isthmus.exchange import Layout
 from isthmus.scoring import score
 from isthmus.task import Participant, load_task
@@ -240,3 +241,20 @@ async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw
     assert (stopped["reason"], stopped["round"]) == ("it is late", 1)
     assert 100 <= stopped["observation"]["elapsed"] < 150
     assert stopped["observation"]["budget"] == 9
+
+
+async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp_path, monkeypatch):
+    await place.listen()
+    name = f"short_{tmp_path.name.replace('-', '_')}"
+    brief = WAITING.replace("3600.0", "0.02").replace("< 50", "< 0.1")
+    (tmp_path / f"{name}.py").write_text(brief)
+    store = place.create("run", f"strategy.policy={name}:Waiting", "budget=9")
+    monkeypatch.setattr(coordinator_module, "NOTED_EVERY", 0.01)
+
+    def full(elapsed):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    store.lasted = full
+    with pytest.raises(UserError, match="could not be used: database or disk is full; see to it"):
+        await Coordinator(store, place.link).run()
+    assert store.status()[0] == "failed"
