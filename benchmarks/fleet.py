@@ -48,9 +48,7 @@ from fleet_cuts import resume
 from fleet_devices import Drivers, News, value
 from fleet_place import Place, kill, report, settled_memory
 from processes import memory, reset_peak
-from safetensors.torch import load_file
-
-from isthmus_server.fleet.server import LEASE_SECONDS
+from safetensors.numpy import load_file
 
 DRIVERS = 2
 """Processes that the devices are in."""
@@ -63,7 +61,7 @@ class Sizes:
     """How much of everything."""
 
     idle: int = 5000
-    idle_leases: float = 2.0
+    idle_seconds: float = 20.0
     broadcast: int = 1000
     rounds: int = 5
     storm: int = 1000
@@ -74,7 +72,7 @@ class Sizes:
 
 QUICK = Sizes(
     idle=300,
-    idle_leases=0.5,
+    idle_seconds=5.0,
     broadcast=100,
     rounds=3,
     storm=100,
@@ -124,8 +122,7 @@ def idle(sizes: Sizes) -> Found:
             with _devices(place, members) as devices:
                 devices.until("all are welcome", lambda news: news.welcomes >= count, 600.0)
                 cpu = server.tree.cpu_seconds()
-                seconds = sizes.idle_leases * LEASE_SECONDS
-                time.sleep(seconds)
+                time.sleep(sizes.idle_seconds)
                 cpu = server.tree.cpu_seconds() - cpu
                 after = memory(pid, "VmRSS")
                 _check_nobody_left(devices.news(), count)
@@ -135,7 +132,7 @@ def idle(sizes: Sizes) -> Found:
             f"{count} idle connections, each",
             f"{each / 1000:.1f} KB",
             f"server {before / 1e6:.0f} MB before, {after / 1e6:.0f} MB after; "
-            f"heartbeats take {100 * cpu / seconds:.0f} % of a core",
+            f"heartbeats take {100 * cpu / sizes.idle_seconds:.0f} % of a core",
         )
     ]
 

@@ -15,7 +15,7 @@ from typing import Any
 from fleet_devices import Crowd, Device, value
 from fleet_place import Place, report
 from processes import Program
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from isthmus.contents import Buffer, chunk_size
 from isthmus.membership import Membership
