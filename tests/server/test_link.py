@@ -392,7 +392,7 @@ async def test_a_request_made_while_the_stream_is_broken_is_asked_when_it_is_bac
 
 @pytest.mark.parametrize("break_", ["while it is told", "before it is told"])
 async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net, break_):
-    link = await net.listen()
+    link = await net.listen(60.0)
     wire, port = await net.wire()
     guest = await net.join("a", answering(b"result"), port)
     requests = [train(link) for _ in range(3)]
@@ -419,7 +419,7 @@ async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net
 
 @pytest.mark.parametrize("done", [False, True], ids=["waits for its model", "has replied"])
 async def test_what_is_cancelled_during_a_break_is_not_held_for_ever(net, done):
-    link = await net.listen()
+    link = await net.listen(60.0)
     payload = payload_of(2 * CHUNK_BYTES)
     content = describe(payload)
     link.publish(content, payload)
