@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from isthmus import uplink
+from isthmus.contents import Piece
 from isthmus.job import parse_job
 from isthmus.stream import Stream
 from isthmus.task import Participant
@@ -86,8 +87,15 @@ class Recorded(Stream):
     async def receive(self, timeout):  # noqa: ASYNC109 - as its base has it
         message = await super().receive(timeout)
         if message is not None:
-            write("server", message.SerializeToString())
+            write("server", envelope_of(message).SerializeToString())
         return message
+
+
+def envelope_of(message):
+    if not isinstance(message, Piece):
+        return message
+    chunk = link_pb2.Chunk(sha256=message.sha256, offset=message.offset, data=bytes(message.data))
+    return link_pb2.Envelope(chunk=chunk)
 
 
 def write(speaker, data):
