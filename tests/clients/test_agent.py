@@ -69,6 +69,19 @@ async def test_memory_is_given_for_exactly_one_model_of_an_open_run(agent, openi
     assert len(agent.buffer(train(), LAYOUT.nbytes)) == LAYOUT.nbytes
 
 
+async def test_the_next_model_takes_the_memory_of_an_update_that_is_settled(agent, opening):
+    await agent.work(opening(), None, ignore)
+    model = agent.buffer(train(), LAYOUT.nbytes)
+    model[:] = LAYOUT.encode(torch.zeros(LAYOUT.size))
+    reply, content = await agent.work(train(), model, ignore)
+    meanwhile = agent.buffer(train(id_="other"), LAYOUT.nbytes)
+    meanwhile[:] = bytes(LAYOUT.nbytes)
+    assert describe(content) == reply.trained.result  # the server may still want it
+    agent.settled(train(), True, "")
+    assert agent.buffer(train(id_="next"), LAYOUT.nbytes) is model
+    assert agent.buffer(train(id_="next but one"), LAYOUT.nbytes) is not model
+
+
 def score(candidates, secure=b""):
     listed = [link_pb2.Candidate(of=of) for of in candidates]
     work = link_pb2.Score(run_id="run", visit=1, attempt=1, candidates=listed, secure=secure)
