@@ -311,6 +311,34 @@ async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
     assert written == [0]
 
 
+async def test_a_content_is_not_sent_on_after_it_was_settled(net, monkeypatch):
+    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    link = await net.listen()
+    payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
+    guest = await net.join("a", answering(payload))
+    reply = await link.ask("a", train(link))
+    writing, released, written = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def write(offset, data):
+        loop.call_soon_threadsafe(writing.set)
+        assert released.wait(10)
+        written.append(offset)
+
+    fetching = asyncio.create_task(link.fetch("a", reply.trained.result, write))
+    await writing.wait()
+    link.settle("a", reply.id, True)
+    await net.until(lambda: guest.receipts)
+    released.set()
+    for _ in range(64):  # replies and chunks take turns
+        asked = train(link)
+        await link.ask("a", asked)
+        link.settle("a", asked.id, True)
+    fetching.cancel()
+    await asyncio.gather(fetching, return_exceptions=True)
+    assert 0 < len(written) < 32
+
+
 async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
     link = await net.listen()
     released = asyncio.Event()
