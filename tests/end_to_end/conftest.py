@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from isthmus_server.commands import report
 
 TASK = '''
 import os
@@ -180,7 +183,7 @@ def report_of(folder: Path) -> Any:
     """`isthmus report --json`, as a program would read it."""
 
     def read(name: str) -> Any:
-        command = [sys.executable, "-m", "isthmus.cli", "report", name, "--json"]
-        return json.loads(subprocess.check_output(command, cwd=folder))
+        asked = CliRunner().invoke(report, [str(folder / name), "--json"], catch_exceptions=False)
+        return json.loads(asked.output)
 
     return read
