@@ -358,7 +358,7 @@ class Adaptive:
         """Batches of the gradient that devices take along."""
         step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
         most = self.settings.transfer_share * seen.price("federated") / step
-        return max(1, min(seen.datacenter_steps, int(most)))
+        return max(1, int(min(seen.datacenter_steps, most)))
 
 
 def _has_hours(seen: Observation) -> bool:
