@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 
+@pytest.mark.timeout(240)  # only a very busy machine needs it
 def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, report_of: Any) -> None:
     """kill -9 of the coordinator after a datacenter, a hybrid and a federated round."""
     whole = start("job.toml", "--run-dir", "whole")
