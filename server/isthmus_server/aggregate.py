@@ -135,10 +135,12 @@ class Spool:
     Many updates can be under way at once without their vectors being in memory at once.
     """
 
-    def __init__(self, directory: Path, in_memory: int = 1 << 20) -> None:
-        """`in_memory`: bytes up to which no file is made."""
+    def __init__(self, directory: Path, in_memory: int = 1 << 20, *, expected: int = 0) -> None:
+        """`in_memory`: bytes up to which no file is made; one is at once if more are `expected`."""
         self._in_memory = in_memory
         self._file = tempfile.SpooledTemporaryFile(max_size=in_memory, dir=str(directory))  # noqa: SIM115 - closed by `close`
+        if expected > in_memory:
+            self._file.rollover()
 
     @property
     def write(self) -> Write:

@@ -299,7 +299,7 @@ class Filling:
                 f"{layout.nbytes}"
             )
         scale = self.settings.buffer.discount(stale)
-        with Spool(self.fleet.spool) as spool:
+        with Spool(self.fleet.spool, expected=layout.nbytes) as spool:
             adding = Adding(spool, self.total, layout, trained.examples, scale)
             async with added(self.fleet.link, one.name, trained.result, adding):
                 self._accept(one, trained, stale)

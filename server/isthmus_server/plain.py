@@ -160,7 +160,7 @@ class PlainAttempt:
                 f"{layout.nbytes}"
             )
         async with self.uploads:
-            with Spool(self.fleet.spool) as spool:
+            with Spool(self.fleet.spool, expected=layout.nbytes) as spool:
                 if isinstance(self.total, WeightedSum):
                     adding = Adding(spool, self.total, layout, trained.examples)
                     async with added(self.fleet.link, name, trained.result, adding):

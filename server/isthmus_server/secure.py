@@ -290,7 +290,7 @@ class SecureAttempt:
                 f"{self.config.payload_bytes}"
             )
         async with self.uploads:
-            with Spool(self.fleet.spool) as spool:
+            with Spool(self.fleet.spool, expected=stepped.masked.size) as spool:
                 await self.fleet.link.fetch(name, stepped.masked, spool.write)
                 async with self.adding:
                     with spool.view() as payload:

@@ -93,6 +93,17 @@ def test_a_large_update_waits_in_a_file_without_a_name(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_large_update_takes_no_memory_while_it_arrives(tmp_path):
+    with Spool(tmp_path, in_memory=16, expected=17) as spool:
+        spool.write(0, b"x")
+        opened = [
+            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        ]
+        assert [name for name in opened if name.startswith(str(tmp_path))]
+        with spool.view() as view:
+            assert view == b"x"
+
+
 def test_an_update_of_more_than_one_tile(tmp_path):
     layout = Layout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
     vector = torch.arange(layout.size, dtype=torch.float32) / 128
