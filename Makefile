@@ -5,9 +5,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Much of a test is waiting for processes: three at once keep two cores busy. Files stay whole, for
-# their tests share warm ranks.
-TOGETHER := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Much of a test is waiting for processes; files stay whole, for their tests share warm ranks.
+TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # The suite starts some two hundred processes of ours: the first compiles, the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
