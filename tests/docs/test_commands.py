@@ -156,5 +156,6 @@ def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> No
     assert [row["regime"] for row in found["rounds"]] == ["datacenter"] * 2 + ["federated"] * 3
     for row in found["rounds"][2:]:
         accepted = {one["participant"] for one in row["receipts"] if one["status"] == "accepted"}
-        assert accepted == {f"phone-{number}" for number in range(4)}
+        assert accepted <= {f"phone-{number}" for number in range(4)}
+        assert len(accepted) >= 3, accepted  # the quorum: one may still be about to dial again
     assert found["final"]["metrics"]["accuracy"] > 0.5
