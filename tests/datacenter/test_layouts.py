@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp2-zero2": ("Language", ADAMW, layout(2)),
     "dp2-zero3": (*UNEVEN, layout(2, stage=3)),
     "dp2-zero0-accumulate": ("Gpt", ADAMW, layout(2, stage=0, accumulate=2)),
-    "dp2-zero1-accumulate": ("Gpt", SGD, layout(2, stage=1, accumulate=2)),
+    "dp2-zero1-compiled": ("Gpt", SGD, layout(2, stage=1, accumulate=2, compile=True)),
     "dp2-zero2-accumulate": ("Gpt", ADAMW, layout(2, accumulate=4)),
     "dp2-zero3-recompute": (
         "Gpt",
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp4-zero3": ("Language", ADAMW, layout(4, stage=3)),
     "dp2-tp2-zero0": ("Gpt", SGD, layout(2, 2, stage=0)),
     "dp2-tp2-zero1": ("Gpt", PLAN, layout(2, 2, stage=1, accumulate=2)),
-    "dp2-tp2-zero2-compiled": ("Gpt", SGD, layout(2, 2, compile=True)),
+    "dp2-tp2-zero2": ("Gpt", SGD, layout(2, 2)),
     "dp2-tp2-zero3": ("Gpt", ADAMW, layout(2, 2, stage=3)),
     "dp2-pp2-zero0": ("Gpt", ADAMW, layout(2, pp=2, stage=0)),
     "dp2-pp2-zero1": ("Gpt", SGD, layout(2, pp=2, stage=1)),
