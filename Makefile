@@ -11,7 +11,7 @@ TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suite pairs coverage lint format proto clean
+.PHONY: help demo test pairs coverage lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -38,11 +38,7 @@ demo: .venv/ready
 	@echo
 	@$(BIN)/isthmus compare examples/digits/job.toml
 
-# The tests wait for processes now and then, and mypy does not.
-test: .venv/ready-dev
-	@$(MAKE) --no-print-directory --jobs 2 lint suite
-
-suite: .venv/ready-dev
+test: .venv/ready-dev lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
 # The suite tries a few pairs for each layout; the pairs are printed.
