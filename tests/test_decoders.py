@@ -29,7 +29,7 @@ from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
 from tests.privacy.parties import Parties, enrolment, make_config
 from tests.server.conftest import Net, until
-from tests.server.test_link import answering, train
+from tests.server.work import answering, train
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 

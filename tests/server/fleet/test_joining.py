@@ -6,7 +6,7 @@ import stat
 import grpc
 import grpc.aio
 import pytest
-from tests.server.test_link import answering, train
+from tests.server.work import answering, train
 
 from isthmus import joining, tls
 from isthmus.errors import Refused, UserError

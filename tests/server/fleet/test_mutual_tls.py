@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 from cryptography import x509
-from tests.server.test_link import answering, payload_of, train, waiting
+from tests.server.work import answering, payload_of, train, waiting
 
 from isthmus import joining, tls
 from isthmus.contents import describe, into

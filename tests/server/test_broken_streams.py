@@ -1,0 +1,371 @@
+"""The link when streams break, stall, or what is on its way is not wanted any more."""
+
+import asyncio
+import threading
+
+import pytest
+from tests.server.work import answering, pattern, payload_of, train, waiting
+
+from isthmus import uplink
+from isthmus.contents import CHUNK_BYTES, describe, into
+from isthmus.errors import ParticipantLost
+from isthmus.wire import link_pb2
+from isthmus_server import peers
+
+LEASE = 0.3
+
+
+class HeldWrite:
+    """Where arriving bytes go, in a thread that is kept there until it is released."""
+
+    def __init__(self):
+        self.begun, self.released = asyncio.Event(), threading.Event()
+        self.written = []
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, offset, data):
+        self._loop.call_soon_threadsafe(self.begun.set)
+        assert self.released.wait(10)
+        self.written.append(offset)
+
+
+async def test_a_model_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
+    link = await net.listen()
+    payload = payload_of(5 * CHUNK_BYTES)
+    content = describe(payload)
+    link.publish(content, payload)
+    wire, port = await net.wire()
+    wire.next["down"] = 5 * CHUNK_BYTES // 2
+    guest = await net.join("a", answering(), port)
+    asking = asyncio.create_task(link.ask("a", train(link, content)))
+    await wire.stalled.wait()
+    arrived = 2 * CHUNK_BYTES
+    await net.until(lambda: guest.buffers[0][:arrived] == payload[:arrived])
+    wire.cut()
+    reply = await asking
+    assert reply.WhichOneof("outcome") == "trained"
+    assert guest.buffers == [payload]
+    assert len(guest.asked) == 1
+    assert wire.carried[1]["down"] < 3.5 * CHUNK_BYTES
+
+
+async def test_a_result_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
+    link = await net.listen()
+    payload = payload_of(5 * CHUNK_BYTES)
+    wire, port = await net.wire()
+    wire.next["up"] = 5 * CHUNK_BYTES // 2
+    guest = await net.join("a", answering(payload), port)
+    reply = await link.ask("a", train(link))
+    back = bytearray(len(payload))
+    fetching = asyncio.create_task(link.fetch("a", reply.trained.result, into(back)))
+    await wire.stalled.wait()
+    await net.until(lambda: link.peers["a"].bytes_in >= 2 * CHUNK_BYTES)
+    wire.cut()
+    await fetching
+    assert back == payload
+    assert len(guest.asked) == 1
+    assert wire.carried[1]["up"] < 3.5 * CHUNK_BYTES
+
+
+async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
+    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    link = await net.listen()
+    payload = payload_of(3 * CHUNK_BYTES)
+    await net.join("a", answering(payload))
+    reply = await link.ask("a", train(link))
+    held = HeldWrite()
+    fetching = asyncio.create_task(link.fetch("a", reply.trained.result, held))
+    await held.begun.wait()
+    fetching.cancel()
+    done, _ = await asyncio.wait([fetching], timeout=0.05)
+    assert not done
+    held.released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert held.written == [0]
+
+
+async def test_a_content_is_not_sent_on_after_it_was_settled(net, monkeypatch):
+    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    link = await net.listen()
+    payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
+    guest = await net.join("a", answering(payload))
+    reply = await link.ask("a", train(link))
+    held = HeldWrite()
+    fetching = asyncio.create_task(link.fetch("a", reply.trained.result, held))
+    await held.begun.wait()
+    link.settle("a", reply.id, True)
+    await net.until(lambda: guest.receipts)
+    held.released.set()
+    for _ in range(64):  # replies and chunks take turns
+        asked = train(link)
+        await link.ask("a", asked)
+        link.settle("a", asked.id, True)
+    fetching.cancel()
+    await asyncio.gather(fetching, return_exceptions=True)
+    assert 0 < len(held.written) < 32
+
+
+async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
+    link = await net.listen()
+    released = asyncio.Event()
+    wire, port = await net.wire()
+    guest = await net.join("a", waiting(answering(examples=3), released), port)
+    left = []
+    link.on_leave = lambda peer, reason: left.append(reason)
+    asking = asyncio.create_task(link.ask("a", train(link)))
+    await net.until(lambda: guest.asked)
+    wire.cut(for_good=True)
+    await net.until(lambda: link.peers["a"].stream is None)
+    released.set()
+    wire.refusing = False
+    reply = await asking
+    assert reply.trained.examples == 3
+    assert len(guest.asked) == 1
+    assert left == []
+
+
+async def test_who_was_away_for_longer_than_a_lease_holds_on_to_nothing(net):
+    link = await net.listen(LEASE)
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(b"result"), port)
+    await link.ask("a", train(link))  # never settled
+    wire.cut(for_good=True)
+    await net.until(lambda: "a" not in link.peers)
+    wire.refusing = False
+    await net.until(lambda: guest.receipts)
+    assert guest.receipts == [(False, "the server did not hear of this participant for too long")]
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+async def test_a_server_that_was_started_anew_gets_answers_to_its_own_requests_only(net):
+    link = await net.listen()
+    released = asyncio.Event()
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(examples=3), port)
+    done = train(link)
+    await link.ask("a", done)  # never settled
+    guest.answer = waiting(answering(examples=4), released)
+    running = train(link)
+    asking = asyncio.create_task(link.ask("a", running))
+    await net.until(lambda: len(guest.asked) == 2)
+    wire.cut(for_good=True)
+    asking.cancel()
+    await link.stop()
+
+    again = await net.listen()
+    wire.target = net.port
+    wire.refusing = False
+    await net.until(lambda: "a" in again.peers)
+    await net.until(lambda: guest.cancelled == [running.id])
+    assert guest.receipts == [(False, "the server was started anew")]
+    released.set()
+    await net.until(lambda: len(guest.receipts) == 2)
+    guest.answer = answering(examples=5)
+    for request in (train(again), train(again)):
+        assert request.id not in (done.id, running.id)
+        assert (await again.ask("a", request)).trained.examples == 5
+    assert len(guest.asked) == 4
+
+
+async def test_a_request_made_while_the_stream_is_broken_is_asked_when_it_is_back(net):
+    link = await net.listen()
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(b"result"), port)
+    await link.ask("a", train(link))
+    wire.cut(for_good=True)
+    await net.until(lambda: link.peers["a"].stream is None)
+    asking = asyncio.create_task(link.ask("a", train(link)))
+    back = bytearray(6)
+    fetching = asyncio.create_task(link.fetch("a", describe(b"result"), into(back)))
+    wire.refusing = False
+    await asking
+    await fetching
+    assert back == b"result"
+    assert len(guest.asked) == 2
+
+
+@pytest.mark.parametrize("break_", ["while it is told", "before it is told"])
+async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net, break_):
+    link = await net.listen(60.0)
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(b"result"), port)
+    requests = [train(link) for _ in range(3)]
+    for request in requests:
+        await link.ask("a", request)
+    if break_ == "before it is told":
+        wire.cut(for_good=True)
+        await net.until(lambda: link.peers["a"].stream is None)
+    else:
+        wire.limits["down"] = wire.carried[0]["down"] + 10  # and then they are swallowed
+    link.settle("a", requests[0].id, True)
+    link.settle("a", requests[1].id, False, "out of step")
+    if break_ == "while it is told":
+        await wire.stalled.wait()
+    assert guest.receipts == []
+    wire.cut()
+    await net.until(lambda: len(guest.receipts) == 2)
+    wire.cut()
+    link.settle("a", requests[2].id, True)
+    await net.until(lambda: len(guest.receipts) == 3)
+    assert guest.receipts == [(True, ""), (False, "out of step"), (True, "")]
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["waits for its model", "has replied"])
+async def test_what_is_cancelled_during_a_break_is_not_held_for_ever(net, done):
+    link = await net.listen(60.0)
+    payload = payload_of(2 * CHUNK_BYTES)
+    content = describe(payload)
+    link.publish(content, payload)
+    released = asyncio.Event()
+    wire, port = await net.wire()
+    if not done:
+        wire.next["down"] = CHUNK_BYTES
+    guest = await net.join("a", waiting(answering(b"result"), released), port)
+    asking = asyncio.create_task(link.ask("a", train(link, content)))
+    await net.until(lambda: guest.asked if done else guest.buffers)
+    wire.cut(for_good=True)
+    await net.until(lambda: link.peers["a"].stream is None)
+    released.set()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    wire.refusing = False
+    await net.until(lambda: guest.receipts if done else guest.cancelled)
+    assert len(guest.asked) == done
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+async def test_a_broken_stream_is_a_loss_after_a_lease(net):
+    link = await net.listen(LEASE)
+    payload = payload_of(3 * CHUNK_BYTES)
+    wire, port = await net.wire()
+    guest = await net.join("a", answering(payload), port)
+    left = asyncio.Queue()
+    link.on_leave = lambda peer, reason: left.put_nowait((peer.name, reason))
+    reply = await link.ask("a", train(link))
+    wire.limits["up"] = 0
+    fetching = asyncio.create_task(
+        link.fetch("a", reply.trained.result, into(bytearray(len(payload))))
+    )
+    guest.answer = waiting(answering(), asyncio.Event())
+    asking = asyncio.create_task(link.ask("a", train(link)))
+    await net.until(lambda: len(guest.asked) == 2)
+    wire.cut(for_good=True)
+    for pending in (asking, fetching):
+        with pytest.raises(ParticipantLost, match=r"^lost: silent for longer than the lease of 0"):
+            await pending
+    assert await left.get() == ("a", "lost: silent for longer than the lease of 0.3 s")
+    assert link.peers == {}
+
+
+async def test_a_participant_that_is_connected_and_silent_is_lost(net):
+    link = await net.listen(LEASE)
+    async with net.raw() as (_, _, receive):
+        await receive("welcome")
+        asking = asyncio.create_task(link.ask("raw", train(link)))
+        await receive("request")
+        with pytest.raises(ParticipantLost, match="silent for longer than the lease"):
+            await asking
+
+
+async def test_pings_keep_both_sides_alive(net):
+    link = await net.listen(LEASE)
+    released = asyncio.Event()
+    left = []
+    link.on_leave = lambda peer, reason: left.append(reason)
+    guest = await net.join("a", waiting(answering(), released))
+    peer = link.peers["a"]
+    stream = peer.stream
+    asking = asyncio.create_task(link.ask("a", train(link)))
+    asyncio.get_running_loop().call_later(4 * LEASE, released.set)
+    await asking
+    assert left == []
+    assert peer.stream is stream
+    assert len(guest.asked) == 1
+
+
+async def test_a_server_that_is_silent_is_dialled_again(net):
+    link = await net.listen(LEASE)
+    wire, port = await net.wire()
+    await net.join("a", answering(), port)
+    await link.ask("a", train(link))  # it has had its welcome
+    wire.limits["down"] = 0
+    await net.until(lambda: len(wire.carried) >= 2)
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+async def test_a_server_that_is_silent_from_the_start_is_dialled_again(net, monkeypatch):
+    monkeypatch.setattr(uplink, "_WELCOME_SECONDS", LEASE)
+    link = await net.listen(LEASE)
+    wire, port = await net.wire()
+    wire.next["down"] = 20  # less than what gRPC wants to hear first
+    await net.join("a", answering(), port)
+    assert len(wire.carried) >= 2
+    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+
+
+async def test_a_participant_that_comes_back_as_a_new_process_has_lost_its_work(net):
+    link = await net.listen()
+    guest = await net.join("a", waiting(answering(), asyncio.Event()))
+    joined, left = [], []
+    link.on_join = lambda peer: joined.append(peer.instance)
+    link.on_leave = lambda peer, reason: left.append(reason)
+    asking = asyncio.create_task(link.ask("a", train(link)))
+    await net.until(lambda: guest.asked)
+    await guest.leave()
+    await net.until(lambda: link.peers["a"].stream is None)
+    await net.join("a", answering(examples=5))
+    with pytest.raises(ParticipantLost, match=r"^lost: its process ended, and a new one has come"):
+        await asking
+    await net.until(lambda: joined)
+    assert len(left) == len(joined) == 1
+    assert (await link.ask("a", train(link))).trained.examples == 5
+
+
+async def test_a_reply_that_comes_twice_is_used_once(net):
+    # As when a participant finishes just while the server, after a break, asks again.
+    link = await net.listen()
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        request = train(link)
+        asking = asyncio.create_task(link.ask("raw", request))
+        await receive("request")
+        reply = link_pb2.Reply(id=request.id, trained=link_pb2.Trained(result=describe(b"x")))
+        await send(reply=reply)
+        await asking
+        await send(reply=reply)
+        fetching = asyncio.create_task(link.fetch("raw", describe(b"x"), into(bytearray(1))))
+        want = await receive("want")
+        await send(chunk=link_pb2.Chunk(sha256=want.sha256, data=b"x"))
+        await fetching
+        link.settle("raw", request.id, True)
+        assert (await receive("receipt")).accepted
+        await send(reply=reply)
+        assert not (await receive("receipt")).accepted
+
+
+async def test_a_download_nobody_wants_any_more_does_not_disturb_the_next(net):
+    link = await net.listen()
+    payload = payload_of(5 * CHUNK_BYTES)
+    content = describe(payload)
+    link.publish(content, payload)
+    wire, port = await net.wire()
+    wire.next["down"] = CHUNK_BYTES // 2
+    guest = await net.join("a", answering(), port)
+    first = asyncio.create_task(link.ask("a", train(link, content)))
+    await wire.stalled.wait()
+    await net.until(lambda: guest.buffers)
+    wire.cut(for_good=True)
+    await net.until(lambda: link.peers["a"].stream is None)
+    first.cancel()
+    wire.next["down"] = 5 * CHUNK_BYTES // 2
+    wire.stalled.clear()
+    wire.refusing = False
+    second = asyncio.create_task(link.ask("a", train(link, content)))
+    await wire.stalled.wait()
+    await net.until(lambda: guest.buffers[-1][: 2 * CHUNK_BYTES] == payload[: 2 * CHUNK_BYTES])
+    wire.cut()
+    await second
+    assert len(guest.asked) == 1
+    assert len(wire.carried) == 3

@@ -1,0 +1,189 @@
+"""Who may come into the link, and what each may say there."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from tests.server.work import answering, train
+
+from isthmus import uplink
+from isthmus.contents import describe
+from isthmus.errors import Refused
+from isthmus.uplink import METHOD
+from isthmus.wire import link_pb2
+from isthmus_server.callers import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
+
+LEASE = 0.3
+
+
+async def test_a_name_is_taken_until_its_owner_is_gone(net):
+    link = await net.listen()
+    first = await net.join("a", answering(examples=1))
+    async with net.raw(name="a", instance="another") as (call, _, _):
+        code, sentence = await net.refusal(call)
+        assert code == grpc.StatusCode.ABORTED
+        assert sentence == "a participant named 'a' is connected"
+    assert (await link.ask("a", train(link))).trained.examples == 1
+    mine = link.peers["a"].instance
+    second = await net.join("a", answering(examples=2))  # keeps trying
+    await first.leave()
+    await net.until(lambda: link.peers["a"].instance != mine)
+    assert (await link.ask("a", train(link))).trained.examples == 2
+    assert len(second.asked) == 1
+
+
+async def test_another_version_of_the_link_is_refused_for_good(net, monkeypatch):
+    await net.listen()
+    monkeypatch.setattr(uplink, "VERSION", 9)
+    monkeypatch.setattr(uplink, "OLDEST_VERSION", 8)
+    with pytest.raises(Refused) as caught:
+        await net.call(None, "a")
+    assert str(caught.value) == (
+        "the server refused 'a': link version 8 to 9 is spoken there and 1 to 2 here; "
+        "upgrade the older side"
+    )
+
+
+async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net, monkeypatch):
+    await net.listen()
+    async with net.raw(version_max=3) as (_, _, receive):
+        assert (await receive("welcome")).version == 2
+
+
+@pytest.mark.parametrize(
+    ("hello", "sentence"),
+    [
+        ({"name": ""}, "a hello needs a name of 1 to 128 characters and an instance"),
+        ({"name": "x" * 129}, "a hello needs a name of 1 to 128 characters and an instance"),
+        ({"instance": ""}, "a hello needs a name of 1 to 128 characters and an instance"),
+        ({"role": 0}, "role=0 is not one this server knows"),
+        ({"role": 77}, "role=77 is not one this server knows"),
+        ({"version_min": 2, "version_max": 1}, "link version 2 to 1 is spoken there and 1 to 2"),
+    ],
+)
+async def test_a_hello_that_makes_no_sense_is_refused(net, hello, sentence):
+    link = await net.listen()
+    async with net.raw(**hello) as (call, _, _):
+        code, told = await net.refusal(call)
+        assert code == grpc.StatusCode.FAILED_PRECONDITION
+        assert told.startswith(sentence)
+    assert link.peers == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "sentence"),
+    [
+        (link_pb2.Envelope(ping=link_pb2.Ping()), "the first message must be a hello"),
+        (link_pb2.Envelope(), "the first message must be a hello"),
+        (None, "what came is not a message of this link"),
+    ],
+)
+async def test_a_first_message_that_is_no_hello_is_refused(net, first, sentence):
+    link = await net.listen()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{net.port}") as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"\xff\xff\xff" if first is None else first.SerializeToString())
+        assert (await net.refusal(call))[1] == sentence
+    assert link.peers == {}
+
+
+async def test_noise_on_a_stream_ends_that_stream_and_no_other(net):
+    link = await net.listen(LEASE)
+    await net.join("a", answering(examples=4))
+    async with net.raw() as (call, _, receive):
+        await receive("welcome")
+        await call.write(b"\xff\xff\xff")
+        code, sentence = await net.refusal(call)
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert sentence == "what came is not a message of this link"
+        await net.until(lambda: "raw" not in link.peers)
+    assert (await link.ask("a", train(link))).trained.examples == 4
+
+
+async def test_chunks_and_replies_nobody_asked_for_are_passed_over(net):
+    link = await net.listen()
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        await send(chunk=link_pb2.Chunk(sha256=b"x" * 32, data=b"y" * 1000))
+        await send(ping=link_pb2.Ping())
+        await send(progress=link_pb2.Progress(id="r999"))
+        await send(reply=link_pb2.Reply(id="r999"))
+        assert (await receive("receipt")).id == "r999"
+        assert link.peers["raw"].bytes_in == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"hello": link_pb2.Hello()},
+        {"welcome": link_pb2.Welcome()},
+        {"request": link_pb2.Request()},
+        {"receipt": link_pb2.Receipt()},
+        {"cancel": link_pb2.Cancel()},
+        {"renewed": link_pb2.Renewed()},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+async def test_what_only_a_server_says_ends_the_stream_of_a_participant(net, body):
+    await net.listen()
+    async with net.raw() as (call, send, receive):
+        await receive("welcome")
+        await send(**body)
+        code, sentence = await net.refusal(call)
+        assert code == grpc.StatusCode.PERMISSION_DENIED
+        assert sentence == f"a client may not send '{next(iter(body))}'"
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"exported": link_pb2.Exported()},  # what a datacenter answers, to another question
+        {"opened": link_pb2.Opened()},
+        {"secure_stepped": link_pb2.SecureStepped()},
+        {},
+    ],
+    ids=lambda outcome: next(iter(outcome), "nothing"),
+)
+async def test_an_answer_to_another_question_is_a_failure(net, outcome):
+    link = await net.listen(LEASE)
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        asking = asyncio.create_task(link.ask("raw", train(link)))
+        request = await receive("request")
+        await send(reply=link_pb2.Reply(id=request.id, **outcome))
+        reply = await asking
+    assert reply.failure.reason.startswith("it answered something else than was asked")
+
+
+def test_every_question_has_its_answers():
+    asked, answered = link_pb2.Request.DESCRIPTOR, link_pb2.Reply.DESCRIPTOR
+    assert {field.name for field in asked.oneofs_by_name["work"].fields} == ANSWERS.keys()
+    known = {field.name for field in answered.oneofs_by_name["outcome"].fields}
+    assert set().union(*ANSWERS.values()) == known - {"failure"}
+
+
+async def test_a_caller_gets_a_few_transfers_at_a_time(net):
+    link = await net.listen()
+    payloads = [bytearray([number]) * (4 << 20) for number in range(PUMPS_EACH + 1)]
+    for payload in payloads:
+        link.publish(describe(payload), payload)
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        for payload in payloads:  # and nothing is read: all of them are under way
+            await send(want=link_pb2.Want(sha256=describe(payload).sha256))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await receive("receipt")
+        assert caught.value.details() == "more than 4 transfers were asked for at a time"
+
+
+async def test_a_message_that_is_too_large_is_never_read(net):
+    link = await net.listen(LEASE)
+    async with net.raw() as (_, send, receive):
+        await receive("welcome")
+        await send(chunk=link_pb2.Chunk(sha256=bytes(32), data=bytes(MAX_FROM_PARTICIPANT)))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await receive("chunk")
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    await net.join("a", answering(examples=4))
+    assert (await link.ask("a", train(link))).trained.examples == 4
