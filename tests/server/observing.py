@@ -3,7 +3,8 @@
 import json
 
 from isthmus_server.strategy import Compare, Observation, Plan, load_policy
-from isthmus_server.strategy.policy import Comparison, PastRound, checked_answer
+from isthmus_server.strategy.contract import checked_answer
+from isthmus_server.strategy.policy import Comparison, PastRound
 
 MODELS = ("current", "served", "initial")
 

@@ -11,8 +11,9 @@ from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
 from isthmus_server.strategy.constraints import Refused, hold
+from isthmus_server.strategy.contract import checked_answer
 from isthmus_server.strategy.policies import BUILT_IN
-from isthmus_server.strategy.policy import KINDS, Forecast, PastRound, checked_answer
+from isthmus_server.strategy.policy import KINDS, Forecast, PastRound
 
 from .observing import MODELS, compared, observe
 

@@ -18,6 +18,7 @@ from typing import Any
 from isthmus.errors import JobError, RoundFailed
 from isthmus_server.clock import Clock
 from isthmus_server.strategy.constraints import Refused, hold
+from isthmus_server.strategy.contract import checked_answer
 from isthmus_server.strategy.policy import (
     Compare,
     Observation,
@@ -25,7 +26,6 @@ from isthmus_server.strategy.policy import (
     Policy,
     Stop,
     Wait,
-    checked_answer,
 )
 
 MOST_VISITS = 3
