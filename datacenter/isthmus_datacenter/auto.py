@@ -18,7 +18,7 @@ import os
 
 import torch
 
-from isthmus.job import DatacenterSection
+from isthmus.datacenter import DatacenterSection
 from isthmus_datacenter.layout import LayoutError
 
 _FOR_STATE = 0.6

@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from isthmus.datacenter import DatacenterSection
 from isthmus.errors import UserError
-from isthmus.job import DatacenterSection
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Precision = Literal["fp32", "bf16", "fp16"]

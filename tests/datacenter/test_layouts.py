@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.job import DatacenterSection
+from isthmus.datacenter import DatacenterSection
 from isthmus.scoring import build_model, evaluate, losses
 from isthmus.task import Participant
 from isthmus_datacenter.data import Order
