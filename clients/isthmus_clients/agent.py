@@ -367,38 +367,16 @@ def _may_speak_plainly(run: LocalRun) -> None:
         )
 
 
-async def serve(
-    address: str,
-    participant: Participant,
-    data: Path | None,
-    threads: int,
-    hours: Sequence[str] = (),
-    membership: Membership | None = None,
-    tasks: Path | None = None,
-    guard: Guard | None = None,
-) -> None:
+async def serve(address: str, agent: Agent, membership: Membership | None = None) -> None:
     """Dial in and work until cancelled.
 
     Raises:
         Refused: the server does not want this device.
         UserError: the server is on another machine, and this device has not joined it.
     """
-    if membership is None:
-        agent = Agent(participant, data, threads, hours)
-    else:
-        agent = Agent(
-            participant,
-            data,
-            threads,
-            hours,
-            signing_key=membership.identity,
-            memory=membership.rounds,
-            tasks=tasks or membership.tasks,
-            guard=guard,
-        )
     uplink = Uplink(
         address,
-        participant.name,
+        agent.participant.name,
         link_pb2.CLIENT,
         agent,
         identity=agent.identity,

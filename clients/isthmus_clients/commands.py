@@ -17,7 +17,7 @@ from isthmus.errors import UserError
 from isthmus.membership import Membership, default_state
 from isthmus.task import Participant
 from isthmus_clients import caps
-from isthmus_clients.agent import serve
+from isthmus_clients.agent import Agent, serve
 from isthmus_clients.policy import Guard, load
 from isthmus_clients.systemd import unit
 
@@ -119,7 +119,8 @@ def start(
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
-        asyncio.run(_until_stopped(serve(server, participant, data, threads, hours), name))
+        agent = Agent(participant, data, threads, hours)
+        asyncio.run(_until_stopped(serve(server, agent), name))
         return
     member = Membership(state)
     policy = load(policy_file or state / "policy.toml")
@@ -132,16 +133,17 @@ def start(
     guard = Guard(policy, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)
     with member.locked():
-        work = serve(
-            server or member.server,
+        agent = Agent(
             participant,
             data,
             caps.threads(threads, policy),
             hours or policy.hours,
-            member,
-            tasks,
-            guard,
+            signing_key=member.identity,
+            memory=member.rounds,
+            tasks=tasks or member.tasks,
+            guard=guard,
         )
+        work = serve(server or member.server, agent, member)
         asyncio.run(_until_stopped(work, member.name))
 
 

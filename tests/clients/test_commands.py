@@ -12,7 +12,7 @@ from tests.server.conftest import Net, until
 
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
-from isthmus_clients.agent import serve
+from isthmus_clients.agent import Agent, serve
 from isthmus_clients.commands import client
 
 
@@ -42,7 +42,7 @@ async def test_a_server_that_refuses_ends_the_client():
     try:
         with pytest.raises(Refused, match=r"a hello needs a name of 1 to 128 characters"):
             await serve(
-                f"127.0.0.1:{port}", Participant(name="x" * 200, regime="federated"), None, 1
+                f"127.0.0.1:{port}", Agent(Participant(name="x" * 200, regime="federated"), None)
             )
     finally:
         await link.stop()
