@@ -2,22 +2,17 @@
 
 import asyncio
 import random
-import re
-import sys
 
 import numpy as np
 import pytest
 
 from isthmus import flower  # before flwr
 from isthmus.contents import describe
-from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent
 from isthmus_clients.flower import FlowerRun
-from isthmus_server.coordinator import Coordinator
 from isthmus_server.flower.grid import LinkGrid
-from isthmus_server.report import document
 
 APP = '''
 import numpy as np
@@ -299,159 +294,3 @@ async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):
     ids, replies = await asyncio.to_thread(push_and_pull)
     assert sorted(ids) == sorted(reply.metadata.reply_to_message_id for reply in replies)
     assert all(reply.has_content() for reply in replies)
-
-
-# -- as a job --------------------------------------------------------------------------------------
-
-TORCH_APP = """
-import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-
-
-@app.train()
-def train(message, context):
-    model = torch.nn.Linear(4, 3)
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    name = context.node_config["name"]
-    if name in str(context.run_config.get("fails", "")):
-        raise RuntimeError("out of memory")
-    draw = torch.Generator().manual_seed(sum(name.encode()))
-    inputs = torch.randn(20, 4, generator=draw)
-    target = inputs.argmax(1).clamp(max=2)
-    for _ in range(5):
-        loss = torch.nn.functional.cross_entropy(model(inputs), target)
-        model.zero_grad()
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.data -= context.run_config.get("lr", 0.5) * parameter.grad
-    if name in str(context.run_config.get("spoils", "")):
-        model.bias.data[0] = float("nan")
-    metrics = MetricRecord({"num-examples": 20, "loss": float(loss.detach())})
-    if name in str(context.run_config.get("renames", "")):
-        metrics["mine"] = metrics.pop("loss")
-    if name in str(context.run_config.get("boasts", "")):
-        metrics["num-examples"] = 1e30
-    arrays = ArrayRecord(model.state_dict())
-    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
-"""
-JOB = ("federated.secure_aggregation=false", 'federated.flower.app="app.py:app"')
-
-
-async def test_an_app_trains_the_tasks_model_under_a_strategy(place, tmp_path):
-    (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
-    adam = 'federated.flower.strategy={name="FedAdam", options={eta=0.1}}'
-    report, final = await place.run("run", *JOB, adam, "rounds=5")
-    losses = [row["metrics"]["loss"] for row in report["rounds"]]
-    assert losses == sorted(losses, reverse=True)
-    assert final["metrics"]["accuracy"] > 0.5
-    (row, *_) = report["rounds"]
-    assert row["training"]["federated"].keys() == {"loss"}
-    assert row["participants"]["accepted"] == 3
-    for receipt in row["receipts"]:
-        assert receipt["examples"] == 20
-        assert receipt["bytes_in"] > 60
-        assert receipt["bytes_out"] > 60
-    assert row["cost"]["device_bytes"] > 360
-
-
-async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path):
-    (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
-    adam = 'federated.flower.strategy={name="FedAdam"}'
-    whole, _ = await place.run("whole", *JOB, adam)
-    store = place.create("killed", *JOB, adam)
-
-    def kill(kind, data):
-        if (kind, data.get("round")) == ("committed", 2):
-            raise place.Killed
-
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    again = place.reopen(store)
-    await Coordinator(again, place.link).run()
-    assert document(again)["final"]["model_sha256"] == whole["final"]["model_sha256"]
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ('fails="b"', "RuntimeError: out of memory"),
-        ('spoils="b"', "the array 'bias' is not finite"),
-        ('renames="b"', "its records or figures have other names than most devices'"),
-        (
-            'boasts="b"',
-            "its num-examples=1e+30 is not a number from 0 to "
-            "federated.flower.most_examples=1000000",
-        ),
-    ],
-)
-async def test_one_devices_app_that_goes_wrong_costs_one_update(config, reason, place, tmp_path):
-    (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
-    report, _ = await place.run(
-        "run", *JOB, "federated.quorum=2", "rounds=1", f"federated.flower.config={{{config}}}"
-    )
-    (row,) = report["rounds"]
-    (rejected,) = (one for one in row["receipts"] if one["status"] != "accepted")
-    assert (rejected["participant"], rejected["status"]) == ("b", "rejected")
-    assert rejected["reason"] == reason
-
-
-async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
-    (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
-    store = place.create("run", *JOB, "attempts=1", 'federated.flower.config={fails="abc"}')
-    with pytest.raises(UserError) as failed:
-        await Coordinator(store, place.link).run()
-    assert re.fullmatch(
-        r"round 1 failed 1 times; the last time because: 0 of 3 answers were accepted and the "
-        r"quorum is 3 \(.*: RuntimeError: out of memory.*\)",
-        str(failed.value),
-    )
-
-
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("app = 3", "federated.flower.app='app.py:app' is a int, not a flwr.clientapp.ClientApp"),
-        ("", "federated.flower.app='app.py:app': app.py has no 'app'"),
-        ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
-    ],
-)
-async def test_an_app_that_cannot_be_loaded_is_why_a_device_declines(code, says, place, tmp_path):
-    (tmp_path / "app.py").write_text(code + "\n")
-    await place.listen(names=("a",))
-    store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
-    with pytest.raises(UserError, match=f"a declined: {says}"):
-        await Coordinator(store, place.link).run()
-
-
-async def test_a_device_without_flower_declines_and_says_what_to_install(
-    place, tmp_path, monkeypatch
-):
-    (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen(names=("a",))
-    store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
-    coordinator = Coordinator(store, place.link)
-    monkeypatch.setitem(sys.modules, "flwr.app", None)
-    for module in ("isthmus.flower", "isthmus.flower_wire", "isthmus_clients.flower"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(UserError, match=r"a declined: this job uses Flower, .*'isthmus\[flower\]'"):
-        await coordinator.run()
-
-
-def test_a_device_loads_no_app_that_its_owner_has_not_put_there(make_job, tmp_path):
-    (tmp_path / "app.py").write_text(TORCH_APP)
-    job = make_job('federated.flower.app="app.py:app"')
-    opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
-    one = Participant(name="a", regime="federated")
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    with pytest.raises(TaskError, match=r"^federated.flower.app='app.py:app' is not a file in .*"):
-        FlowerRun(opening, one, None, tasks)
-    (tasks / "app.py").write_text(TORCH_APP)
-    assert FlowerRun(opening, one, None, tasks).app is not None

@@ -1,0 +1,91 @@
+"""What one who was let in may not do with its stream. Every test is over real TLS."""
+
+import asyncio
+
+import pytest
+from tests.server.work import payload_of, train
+
+from isthmus.contents import describe, into
+from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.wire import link_pb2
+
+
+async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
+    """The same bytes, sent a second time by the participant itself: nobody else can send them."""
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    payload = payload_of(300_000)
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        request = train(fleet.link)
+        asking = asyncio.create_task(fleet.link.ask("phone-0", request))
+        await receive("request")
+        trained = link_pb2.Trained(result=describe(payload), examples=1)
+        record = [{"reply": link_pb2.Reply(id=request.id, trained=trained)}]
+        await send(**record[0])
+        reply = await asking
+        back = bytearray(len(payload))
+        fetching = asyncio.create_task(
+            fleet.link.fetch("phone-0", reply.trained.result, into(back))
+        )
+        want = await receive("want")
+        for start in (0, 200_000):
+            data = bytes(payload[start : start + 200_000])
+            chunk = link_pb2.Chunk(sha256=want.sha256, offset=start, data=data)
+            record.append({"chunk": chunk})
+            await send(**record[-1])
+            await send(**record[-1])  # while the transfer is under way
+        await fetching
+        assert back == payload
+        fleet.link.settle("phone-0", request.id, True)
+        assert (await receive("receipt")).accepted
+        counted = fleet.link.peers["phone-0"].bytes_in
+        for body in record:
+            await send(**body)
+        late = await receive("receipt")
+        assert (late.accepted, late.reason) == (False, "too late: nobody waits for it")
+        assert fleet.link.peers["phone-0"].bytes_in == counted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ([(0, 100), (100, 101)], "a transfer of 200 bytes went on to byte 201"),
+        ([(0, 100), (150, 50)], "a transfer has a gap: at byte 100, got 150"),
+        ([(0, 100), (100, 0)], "a transfer has a gap: at byte 100, got 100"),
+        ([(2**63, 100)], f"a transfer has a gap: at byte 0, got {2**63}"),
+    ],
+    ids=["oversized", "truncated in the middle", "empty", "far off"],
+)
+async def test_a_transfer_that_is_not_as_announced_is_refused(fleet, sizes, sentence):
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        room = bytearray(200)
+        fetching = asyncio.create_task(
+            fleet.link.fetch("phone-0", describe(bytes(200)), into(room))
+        )
+        want = await receive("want")
+        for offset, size in sizes:
+            chunk = link_pb2.Chunk(sha256=want.sha256, offset=offset, data=bytes(size))
+            await send(chunk=chunk)
+        if sizes[-1] == (100, 0):  # a chunk without bytes is as good as none
+            await send(chunk=link_pb2.Chunk(sha256=want.sha256, offset=101, data=b"x"))
+            sentence = "a transfer has a gap: at byte 100, got 101"
+        with pytest.raises(UpdateError, match=f"^{sentence}$"):
+            await fetching
+
+
+async def test_a_transfer_that_stops_is_a_loss_after_a_lease(fleet):
+    await fleet.listen(lease_seconds=0.3)
+    member = await fleet.member("phone-0")
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        fetching = asyncio.create_task(
+            fleet.link.fetch("phone-0", describe(bytes(200)), into(bytearray(200)))
+        )
+        want = await receive("want")
+        await send(chunk=link_pb2.Chunk(sha256=want.sha256, data=bytes(100)))
+        with pytest.raises(ParticipantLost, match="silent for longer than the lease"):
+            await fetching
