@@ -79,6 +79,21 @@ def add_masks(
             done.result()
 
 
+def add_payload(vector: torch.Tensor, payload: memoryview) -> None:
+    """Add received words to a ring vector of as many, in place.
+
+    Tile by tile, by way of a copy: a tensor cannot lie over received bytes, which are not writable.
+    """
+    width = vector.element_size()
+    words = bytearray(TILE * width)
+    tile = ring_vector(words, 8 * width)
+    for start in range(0, len(vector), TILE):
+        part = vector[start : start + TILE]
+        count = len(part)
+        words[: count * width] = payload[start * width : (start + count) * width]
+        part.add_(tile[:count])
+
+
 def cipher(key: bytes | bytearray, block: int = 0) -> CipherContext:
     """A keystream that begins at a 16-byte block; it is read by encrypting zeros."""
     counter = block.to_bytes(_BLOCK_BYTES, "big")

@@ -29,7 +29,7 @@ from isthmus_privacy.secagg import keys, refusal
 from isthmus_privacy.secagg.cohort import Cohort, advert_is_signed
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
-from isthmus_privacy.secagg.masking import TILE, add_masks, ring_vector
+from isthmus_privacy.secagg.masking import add_masks, add_payload, ring_vector
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
     Consent,
@@ -297,7 +297,7 @@ class ServerSession:
             )
         if hashlib.sha256(payload).digest() != message.sha256:
             refusal.refuse("masked-corrupt", f"the vector of {name!r} was changed", peer=name)
-        _add_payload(self._total, memoryview(payload))
+        add_payload(self._total, memoryview(payload))
         self._masked.add(position)
 
     def survivors(self) -> Survivors:
@@ -434,15 +434,3 @@ class ServerSession:
             if len(message.neighbours.indices & present) < threshold:
                 return self._cohort.name(dealer)
         return None
-
-
-def _add_payload(total: torch.Tensor, payload: memoryview) -> None:
-    """Add a vector of ring elements, tile by tile: received bytes are not writable."""
-    width = total.element_size()
-    words = bytearray(TILE * width)
-    tile = ring_vector(words, 8 * width)
-    for start in range(0, len(total), TILE):
-        part = total[start : start + TILE]
-        count = len(part)
-        words[: count * width] = payload[start * width : (start + count) * width]
-        part.add_(tile[:count])
