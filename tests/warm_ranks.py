@@ -1,13 +1,12 @@
 """Groups of gloo ranks, without an agent: 4 ranks meet in a fraction of a second.
 
-Processes are forked from a server that imported torch once. What they run is a function of a
+What they run is a function of a
 file, named by its path, because test modules cannot be imported by name.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import traceback
 from datetime import timedelta
@@ -22,10 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from isthmus.lifetime import die_with_parent
-from isthmus_datacenter.template import IMPORTED
-
-_COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx")
-"""What each rank would import for itself when its first block is compiled."""
+from tests import forked
 
 _SECONDS = 100.0
 """For all ranks to finish."""
@@ -75,8 +71,7 @@ class Ranks:
         self._members, self._store = [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([IMPORTED, *_COMPILER])
+        context = forked.context()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
             ours, theirs = context.Pipe()

@@ -6,15 +6,14 @@ import json
 import os
 import re
 import select
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests import forked
 
 from isthmus_server.commands import report
 
@@ -30,7 +29,10 @@ import isthmus
 
 
 class Table(isthmus.Task):
-    """Rows of eight numbers in three classes; `block` names who hangs in training."""
+    """Rows of eight numbers in three classes.
+
+    In training `block` hangs for good, and `hold` until its gate is opened.
+    """
 
     def model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -58,6 +60,10 @@ class Table(isthmus.Task):
                 marker.write_text(str(os.getpid()))
                 while True:
                     os.read(os.pipe()[0], 1)  # until somebody kills this process
+        if model.training and self.me() == self.settings.get("hold"):
+            gate = Path(self.settings["gate"])
+            if gate.is_fifo():
+                gate.read_text()  # until somebody opens it at the other end
         return model(inputs)
 
     def me(self):
@@ -110,20 +116,15 @@ class Run:
     """One `isthmus run` process."""
 
     def __init__(self, *arguments: str, cwd: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "isthmus.cli", "run", *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "400"},
-        )
+        environment = {**os.environ, "COLUMNS": "400"}
+        self.process, pipe = forked.start(("run", *arguments), cwd, environment)
+        self.stdout = os.fdopen(os.dup(pipe.fileno()), encoding="utf-8")
+        pipe.close()
         self.output = ""
 
     def until(self, pattern: str) -> re.Match[str]:
         """Read its output until a line matches; fails if it ends before."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.stdout:
             self.output += line
             if found := re.search(pattern, line):
                 return found
@@ -132,25 +133,30 @@ class Run:
     def hanging(self, marker: Path) -> int:
         """Who hangs because of `marker`, a FIFO, once it says so; nobody else will."""
         reader = os.open(marker, os.O_RDONLY | os.O_NONBLOCK)
-        handle = os.pidfd_open(self.process.pid)
+        handle = self.process.sentinel
         try:
             ready, _, _ = select.select([reader, handle], [], [])
-            assert reader in ready, self.process.stdout and self.process.stdout.read()
+            assert reader in ready, self.stdout.read()
             marker.unlink()
             return int(os.read(reader, 32))
         finally:
             os.close(reader)
-            os.close(handle)
+
+    def opened(self, log: Path, times: int) -> None:
+        """Wait until a device's log tells that it has loaded the task so often."""
+        while log.read_text().count("opened ") < times:
+            assert self.process.is_alive(), self.stdout.read()
+            time.sleep(0.02)
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
 
-    def finish(self) -> int:
+    def finish(self) -> int | None:
         """Read to the end; its exit status."""
-        assert self.process.stdout is not None
-        self.output += self.process.stdout.read()
-        return self.process.wait()
+        self.output += self.stdout.read()
+        self.process.join()
+        return self.process.exitcode
 
 
 @pytest.fixture
@@ -172,10 +178,8 @@ def start(folder: Path) -> Iterator[Any]:
 
     yield begin
     for run in started:
-        if run.process.poll() is None:
-            run.kill()
-        assert run.process.stdout is not None
-        run.process.stdout.close()
+        run.kill()
+        run.stdout.close()
 
 
 @pytest.fixture

@@ -42,14 +42,19 @@ def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, repor
 def test_a_device_killed_in_the_middle_of_a_round_is_reported_and_comes_back(
     folder: Path, start: Any, report_of: Any
 ) -> None:
-    marker = folder / "marker"
+    marker, gate = folder / "marker", folder / "gate"
     os.mkfifo(marker)
+    os.mkfifo(gate)
     run = start(
         *("job.toml", "--run-dir", "run", "--set", "strategy.policy=federated"),
         *("--set", "rounds=3", "--set", "datacenter.ranks=0"),
         *("--set", "task.settings.block=client-1", "--set", f"task.settings.marker={marker}"),
+        *("--set", "task.settings.hold=client-0", "--set", f"task.settings.gate={gate}"),
     )
     os.kill(run.hanging(marker), signal.SIGKILL)
+    run.opened(folder / "run/logs/client-1.log", times=2)
+    with gate.open("w"):
+        gate.unlink()
     assert run.finish() == 0, run.output
 
     report = report_of("run")
