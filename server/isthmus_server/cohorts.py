@@ -33,10 +33,8 @@ class Cohorts:
         self.attendance = Attendance(job.federated)
         self._pending: list[Mapping[str, Any]] = []
         roster.rests = lambda name: self._rests_for(name) > 0
-        rows = [row for state in ("failed", "committed") for row in store.attempts(state)]
-        for row in sorted(rows, key=lambda row: (row["round"], row["attempt"])):
-            outcome = row["outcome"]["round"]
-            self.failed(outcome) if "error" in outcome else self.committed(outcome)
+        for row in store.rows():
+            self.failed(row) if "error" in row else self.committed(row)
 
     def failed(self, row: Mapping[str, Any]) -> None:
         """An attempt came to nothing."""

@@ -45,7 +45,7 @@ from isthmus_server.strategy.policy import (
     Wait,
     load_policy,
 )
-from isthmus_server.visitor import Visitor, after_visit
+from isthmus_server.visitor import Visitor
 from isthmus_server.work import Work, evaluates, work_of
 
 log = logging.getLogger(__name__)
@@ -209,26 +209,9 @@ class Coordinator:
         work = work_of(
             self.job, self.at, self.roster, self.cohorts, self.fleet.at_work, plan, attempt
         )
-        self.store.plan(
-            round_,
-            attempt,
-            {
-                **dataclasses.asdict(plan),
-                "invited": sorted(work.cohort),
-                "datacenters": list(work.datacenters),
-            },
-            decision.seen,
-        )
-        self._note(
-            "round",
-            {
-                "round": round_,
-                "attempt": attempt,
-                "regime": plan.regime,
-                "reason": plan.reason,
-                "invited": len(work.cohort) + len(work.datacenters),
-            },
-        )
+        self.store.plan(round_, attempt, work.to_json(), decision.seen)
+        about = {"round": round_, "attempt": attempt, "regime": plan.regime, "reason": plan.reason}
+        self._note("round", {**about, "invited": len(work.cohort) + len(work.datacenters)})
         if not work.model_is_there:
             await self._stand_at(plan.start)
         trained = await self.trainer.train(work)
@@ -244,7 +227,7 @@ class Coordinator:
         now, able = self.clock.now(), len(self.roster.able())
         return observe(
             self.job,
-            self.at.outcomes,
+            self.at.history,
             spent=self.at.spent,
             device_bytes=self.at.device_bytes,
             state=self.at.policy_state,
@@ -280,7 +263,7 @@ class Coordinator:
         for tries in itertools.count(1):
             last = tries >= self.job.attempts
             row = await self.visitor.visit(self.at, asked, self._bring_home, last=last)
-            self.at = after_visit(self.at, row)
+            self.at = self.at.after_visit(row)
             self._note("visited", row)
             if row["error"] is None:
                 return
@@ -342,15 +325,13 @@ class Coordinator:
         saved: dict[str, Any],
         started: float,
     ) -> None:
-        plan, visits = work.plan, self.at.visits
-        row = attempt_row(
-            plan, work.round, work.attempt, trained.receipts, started, self.clock.now()
-        )
+        visits, now = self.at.visits, self.clock.now()
+        row = attempt_row(work.plan, work.round, work.attempt, trained.receipts, started, now)
         devices = sum(receipt.regime == "federated" for receipt in trained.receipts)
-        cost = self._price(devices, work.steps * len(work.datacenters))
-        moved = row["cost"]["device_bytes"]
-        # Visits belong to the round they were made for, and are in `at` already.
-        row["cost"]["price"] = cost + sum(one["price"] for one in visits)
+        # Visits belong to the round they were made for.
+        row["cost"]["price"] = self._price(devices, work.steps * len(work.datacenters)) + sum(
+            one["price"] for one in visits
+        )
         row["cost"]["device_bytes"] += sum(one["device_bytes"] for one in visits)
         row |= {
             "visits": list(visits),
@@ -358,25 +339,9 @@ class Coordinator:
             "metrics": dict(evaluation),
             **trained.to_json(),
             "model_sha256": None if work.away else saved["models"][SERVED].sha256,
+            "elapsed": now - self._began,
         }
-        self.at = dataclasses.replace(
-            self.at,
-            round=work.round,
-            attempts=0,
-            averaged=self.model.averaged,
-            **saved,
-            datacenter_step=self.at.datacenter_step + (0 if work.transfers else work.steps),
-            gradient_step=self.at.gradient_step + (work.steps if work.transfers else 0),
-            holder=work.datacenters[0] if work.alone else None,
-            model_in_datacenter=work.away,
-            policy_state=dict(plan.state),
-            outcomes=[*self.at.outcomes, row],
-            spent=self.at.spent + cost,
-            device_bytes=self.at.device_bytes + moved,
-            visits=[],
-        )
-        row["seconds"] = self.clock.now() - started
-        row["elapsed"] = self.clock.now() - self._began
+        self.at = self.at.after_round(work, row, self.model.averaged, saved)
         self.store.commit(work.round, work.attempt, {"round": row, "resume": self.at.to_json()})
         self.cohorts.committed(row)
         self._note("committed", row)
@@ -391,20 +356,15 @@ class Coordinator:
         receipts: Sequence[Receipt],
         last: bool,
     ) -> None:
-        row = attempt_row(plan, round_, attempt, receipts, started, self.clock.now())
+        now = self.clock.now()
+        row = attempt_row(plan, round_, attempt, receipts, started, now)
         # Devices that were reached have been paid for; what the ranks did is not known.
         reached = sum(r.started for r in receipts if r.regime == "federated")
         row["cost"]["price"] = self._price(reached, 0)
-        row["error"] = reason
-        row["elapsed"] = self.clock.now() - self._began
+        row |= {"error": reason, "elapsed": now - self._began}
         self.store.fail(round_, attempt, {"round": row, "last": last})
         self.cohorts.failed(row)
-        self.at = dataclasses.replace(
-            self.at,
-            attempts=attempt,
-            spent=self.at.spent + row["cost"]["price"],
-            device_bytes=self.at.device_bytes + row["cost"]["device_bytes"],
-        )
+        self.at = self.at.after_failure(row)
         self._note("attempt_failed", row)
 
     # -- beginning and end -------------------------------------------------------------------------
@@ -416,10 +376,8 @@ class Coordinator:
         except RoundFailed as error:
             raise UserError(f"the final model could not be fetched: {error}") from None
         path = self.store.write_final(self.model.served_payload)
-        last = next((row for row in reversed(self.at.outcomes) if row["metrics"]), None)
-        if last is not None and last["round"] == self.at.round:
-            metrics = last["metrics"]
-        else:
+        metrics = self.at.history[-1].metrics if self.at.history else {}
+        if not metrics:
             metrics = await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
         final = {
             "metrics": metrics,

@@ -9,7 +9,7 @@ import torch
 
 from isthmus_server.checkpoints import Checkpoints, Saved
 from isthmus_server.model import GlobalModel
-from isthmus_server.store import Resume
+from isthmus_server.resume import Resume
 from isthmus_server.strategy.policy import CURRENT, INITIAL, SERVED, Plan
 
 if TYPE_CHECKING:

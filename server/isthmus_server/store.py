@@ -14,18 +14,19 @@ belongs to it in one transaction. Files that a commit names are complete on disk
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_server.checkpoints import Checkpoints, Saved, replacing
+from isthmus_server.resume import Resume
+from isthmus_server.strategy.observation import past_round
 
 KEPT_CHECKPOINTS = 2
 """Committed models kept on disk besides the final one."""
@@ -50,61 +51,6 @@ CREATE TABLE IF NOT EXISTS events (
     at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
 );
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resume:
-    """Where a run stands after its last committed round."""
-
-    round: int
-    """Last committed round; 0 if none."""
-    attempts: int
-    """Number of the last attempt at the next round, one that a crash cut short included."""
-    models: Mapping[str, Saved]
-    """Checkpoints by name: `current`, `served` where it is another, and those that plans kept."""
-    averaged: int
-    """Models in the served average."""
-    optimizer: Saved | None
-    optimizer_numbers: Mapping[str, Any]
-    datacenter_step: int
-    """Optimizer steps the datacenter has made in committed rounds."""
-    gradient_step: int
-    """Steps whose batches have gone into gradients that devices took along."""
-    holder: str | None
-    """The datacenter that holds the committed model at that step, if one does."""
-    model_in_datacenter: bool
-    """Only that one holds it: the checkpoint of `current` is of an earlier round."""
-    policy_state: Mapping[str, Any]
-    outcomes: Sequence[Mapping[str, Any]]
-    """What each committed round came to, in order."""
-    spent: float
-    """Cost so far, failed attempts included."""
-    device_bytes: int
-    """Bytes to and from devices so far, failed attempts included."""
-    elapsed: float
-    """Seconds that the run went on for, up to when that was last written down."""
-    decided: Mapping[str, Any] | None
-    """The `plan` and `observation` of the next round, if a crash cut it short."""
-    visits: Sequence[Mapping[str, Any]]
-    """Tries at visits for the next round, in order; what they gave is not asked for again."""
-    visited: int
-    """Visits of the whole run that have ended, with a result or given up."""
-    visit_attempts: int
-    """Number of the last try at the next visit, one that a crash cut short included."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What a commit has to remember beside its round's row."""
-        return {
-            "models": {name: dataclasses.asdict(saved) for name, saved in self.models.items()},
-            "averaged": self.averaged,
-            "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
-            "optimizer_numbers": dict(self.optimizer_numbers),
-            "datacenter_step": self.datacenter_step,
-            "gradient_step": self.gradient_step,
-            "holder": self.holder,
-            "model_in_datacenter": self.model_in_datacenter,
-            "policy_state": dict(self.policy_state),
-        }
 
 
 class Store:
@@ -263,12 +209,17 @@ class Store:
             for round_, attempt, plan, seen, outcome in rows
         ]
 
-    def visits(self) -> list[dict[str, Any]]:
-        """What each try at a visit came to, oldest first."""
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What each attempt that ended came to, in order, one at a time; failed ones say `error`.
+
+        The receipts of a long run are more than memory should hold.
+        """
         rows = self._db.execute(
-            "SELECT outcome FROM visit_attempts WHERE outcome NOT NULL ORDER BY number, attempt"
+            "SELECT outcome FROM attempts WHERE state IN ('committed', 'failed') "
+            "ORDER BY round, attempt"
         )
-        return [json.loads(outcome) for (outcome,) in rows]
+        for (outcome,) in rows:
+            yield json.loads(outcome)["round"]
 
     def ended(self, after: int) -> list[tuple[int, str, dict[str, Any]]]:
         """Attempts that ended since: a number that only grows, the state, and the round's row."""
@@ -291,10 +242,10 @@ class Store:
 
     def resume_point(self) -> Resume:
         """Where the run stands."""
-        committed = self.attempts("committed")
-        failed = self.attempts("failed")
-        last = committed[-1]["outcome"]["resume"] if committed else {}
-        number = committed[-1]["round"] if committed else 0
+        newest = self._db.execute(
+            "SELECT round, outcome FROM attempts WHERE state='committed' ORDER BY round DESC"
+        ).fetchone()
+        number, last = (newest[0], json.loads(newest[1])["resume"]) if newest else (0, {})
         tried = self._db.execute(
             "SELECT attempt, plan, observation, outcome FROM attempts WHERE round=? "
             "ORDER BY attempt DESC",
@@ -304,10 +255,18 @@ class Store:
             tried is not None and tried[3] is not None and json.loads(tried[3]).get("last", False)
         )
         cut_short = tried is not None and not given_up and self.status()[0] == "running"
-        rows = [row["outcome"]["round"] for row in committed + failed]
-        tries = self.visits()
-        visits = [one for one in tries if one["round"] == number + 1]
-        visited = sum(one["over"] for one in tries)
+        history, paid, moved, elapsed = [], 0.0, 0, self._lasted()
+        for row in self.rows():
+            paid += row["cost"]["price"]
+            moved += row["cost"]["device_bytes"]
+            elapsed = max(elapsed, row["elapsed"])
+            if "error" not in row:
+                history.append(past_round(row))
+        visits, visited = [], 0
+        for visit in self._visits():
+            visited += visit["over"]
+            if visit["round"] == number + 1:
+                visits.append(visit)
         optimizer = last.get("optimizer")
         return Resume(
             round=number,
@@ -321,12 +280,10 @@ class Store:
             holder=last.get("holder"),
             model_in_datacenter=last.get("model_in_datacenter", False),
             policy_state=(visits[-1] if visits else last).get("policy_state", {}),
-            outcomes=[row["outcome"]["round"] for row in committed],
-            spent=sum(row["cost"]["price"] for row in rows)
-            + sum(visit["price"] for visit in visits),
-            device_bytes=sum(row["cost"]["device_bytes"] for row in rows)
-            + sum(visit["device_bytes"] for visit in visits),
-            elapsed=max([row["elapsed"] for row in rows] + self._lasted()),
+            history=history,
+            paid=paid,
+            moved=moved,
+            elapsed=elapsed,
             decided={
                 "plan": json.loads(tried[1]),
                 "observation": json.loads(tried[2]),
@@ -341,8 +298,17 @@ class Store:
             ).fetchone()[0],
         )
 
-    def _lasted(self) -> list[float]:
-        return [0.0] + [elapsed for (elapsed,) in self._db.execute("SELECT elapsed FROM lasted")]
+    def _visits(self) -> Iterator[dict[str, Any]]:
+        """What each try at a visit came to, oldest first."""
+        rows = self._db.execute(
+            "SELECT outcome FROM visit_attempts WHERE outcome NOT NULL ORDER BY number, attempt"
+        )
+        for (outcome,) in rows:
+            yield json.loads(outcome)
+
+    def _lasted(self) -> float:
+        found = self._db.execute("SELECT elapsed FROM lasted").fetchone()
+        return found[0] if found else 0.0
 
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
         """Write the final model beside the log."""

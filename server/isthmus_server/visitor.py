@@ -8,7 +8,7 @@ crash cut short asks the same devices again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
@@ -17,9 +17,10 @@ from isthmus_server.clock import Clock
 from isthmus_server.outcome import AttemptFailed
 from isthmus_server.receipts import Receipt
 from isthmus_server.regimes import Fleet
+from isthmus_server.resume import Resume
 from isthmus_server.roster import Roster
 from isthmus_server.snapshots import Snapshots
-from isthmus_server.store import Resume, Store
+from isthmus_server.store import Store
 from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.policy import Compare, Comparison
 from isthmus_server.visit import comparison, visit
@@ -108,16 +109,3 @@ class Visitor:
     def _price(self, asked: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)
         return reached * len(asked.models) * self.job.prices.client_evaluation
-
-
-def after_visit(at: Resume, row: Mapping[str, Any]) -> Resume:
-    """Where a run stands after a try at a visit."""
-    return dataclasses.replace(
-        at,
-        visits=[*at.visits, row],
-        visited=at.visited + row["over"],
-        visit_attempts=0 if row["over"] else row["attempt"],
-        policy_state=row["policy_state"],
-        spent=at.spent + row["price"],
-        device_bytes=at.device_bytes + row["device_bytes"],
-    )

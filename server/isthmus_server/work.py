@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from isthmus.federated import FederatedSection
 from isthmus.job import Job
 from isthmus.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.cohorts import Cohorts
+from isthmus_server.resume import Resume
 from isthmus_server.roster import Roster
-from isthmus_server.store import Resume
 from isthmus_server.strategy.policy import CURRENT, Plan
 
 
@@ -51,6 +52,11 @@ class Work:
     def away(self) -> bool:
         """The next model stays where it is made."""
         return self.alone and not self.hand_back
+
+    def to_json(self) -> dict[str, Any]:
+        """What the log has of it before it is done."""
+        asked = {"invited": sorted(self.cohort), "datacenters": list(self.datacenters)}
+        return {**dataclasses.asdict(self.plan), **asked}
 
 
 def work_of(

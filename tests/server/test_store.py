@@ -1,11 +1,14 @@
 import dataclasses
+import pickle
 
 import pytest
 import torch
 
 from isthmus.errors import UserError
 from isthmus_server.checkpoints import Saved
+from isthmus_server.receipts import Receipt, attempt_row
 from isthmus_server.store import Store
+from isthmus_server.strategy import Plan
 
 
 @pytest.fixture
@@ -36,19 +39,28 @@ def crash():
         store.close()
 
 
-def row(round_, price=1.0):
+def row(round_, price=1.0, devices=0):
+    receipts = [
+        Receipt(participant=f"phone-{number}", regime="federated", status="accepted", bytes_in=9)
+        for number in range(devices)
+    ]
+    made = attempt_row(Plan("federated", "x"), round_, 1, receipts, 0.0, 10.0)
     return {
-        "round": round_,
-        "cost": {"price": price, "device_bytes": 100},
+        **made,
+        "cost": {**made["cost"], "price": price, "device_bytes": 100},
         "elapsed": 10.0 * round_,
     }
+
+
+def failed(round_, price=1.0):
+    return {**row(round_, price), "error": "too few answered"}
 
 
 def plan(store, round_, attempt=1):
     store.plan(round_, attempt, {"regime": "federated"}, {"round": round_})
 
 
-def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, **resume):
+def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, devices=0, **resume):
     plan(store, round_, attempt)
     model = model or store.checkpoints.write_model(round_, bytes([round_]) * 8)
     optimizer = optimizer or store.checkpoints.write_tensors(round_, {"0.momentum": torch.ones(2)})
@@ -57,7 +69,7 @@ def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, **re
         "optimizer": dataclasses.asdict(optimizer),
         **resume,
     }
-    store.commit(round_, attempt, {"round": row(round_, price), "resume": resume})
+    store.commit(round_, attempt, {"round": row(round_, price, devices), "resume": resume})
 
 
 def checkpoints(store):
@@ -66,7 +78,7 @@ def checkpoints(store):
 
 def test_a_new_run_stands_before_its_first_round(create):
     at = create().resume_point()
-    assert (at.round, at.attempts, at.models, at.spent, at.outcomes) == (0, 0, {}, 0, [])
+    assert (at.round, at.attempts, at.models, at.spent, at.history) == (0, 0, {}, 0, [])
     assert (at.datacenter_step, at.model_in_datacenter, at.policy_state) == (0, False, {})
 
 
@@ -166,22 +178,31 @@ def test_failed_attempts_count_and_cost(create, crash):
     commit(store, 1, price=4.0)
     for attempt in (1, 2):
         plan(store, 2, attempt)
-        store.fail(2, attempt, {"round": row(2, 3.0)})
+        store.fail(2, attempt, {"round": failed(2, 3.0)})
     at = crash(store).resume_point()
     assert (at.round, at.attempts, at.spent) == (1, 2, 10.0)
-    assert at.outcomes == [row(1, 4.0)]
+    assert [(past.round, past.price) for past in at.history] == [(1, 4.0)]
     commit(store, 2, attempt=3, price=1.0)
     at = crash(store).resume_point()
     assert (at.round, at.attempts, at.spent) == (2, 0, 11.0)
 
 
+def test_what_is_held_of_a_round_does_not_grow_with_its_devices(create, crash):
+    store = create()
+    for round_, devices in ((1, 1), (2, 1000)):
+        commit(store, round_, devices=devices)
+    few, many = crash(store).resume_point().history
+    assert many.accepted == 1000
+    assert len(pickle.dumps(many)) < len(pickle.dumps(few)) + 10
+
+
 def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, crash):
     store = create()
     plan(store, 1, 1)
-    store.fail(1, 1, {"round": row(1), "last": False})
+    store.fail(1, 1, {"round": failed(1), "last": False})
     assert crash(store).resume_point().decided is not None
     plan(store, 1, 2)
-    store.fail(1, 2, {"round": row(1), "last": True})
+    store.fail(1, 2, {"round": failed(1), "last": True})
     store.finish("failed", "round 1 failed 2 times", None)
     store.reopen()  # somebody resumes it, and it is killed before it has decided anew
     assert crash(store).resume_point().decided is None
@@ -190,7 +211,7 @@ def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, c
 def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, crash):
     store = create()
     plan(store, 1, 1)
-    store.fail(1, 1, {"round": row(1)})
+    store.fail(1, 1, {"round": failed(1)})
     plan(store, 1, 2)
     again = crash(store)
     assert again.resume_point().attempts == 2  # devices refuse an attempt they have seen

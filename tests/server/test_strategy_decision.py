@@ -16,6 +16,7 @@ from isthmus_server.receipts import Receipt, attempt_row
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
 from isthmus_server.strategy.decision import MOST_VISITS, Decision, decide
 from isthmus_server.strategy.observation import observe as observe_run
+from isthmus_server.strategy.observation import past_round
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Forecast, load_policy
 
@@ -194,18 +195,20 @@ def row(round_, regime="federated", metrics=(("loss", 1.0),), **more):
     return {**made, "metrics": dict(metrics), "training": {}, **more}
 
 
+GIVEN = {
+    "spent": 4.0,
+    "device_bytes": 1400,
+    "state": {},
+    "clients_ready": 5,
+    "datacenters": 1,
+    "model_bytes": 100,
+    "now": 20 * 3600.0,
+    "elapsed": 10_000.0,
+}
+
+
 def see(outcomes, **changes):
-    given = {
-        "spent": 4.0,
-        "device_bytes": 1400,
-        "state": {},
-        "clients_ready": 5,
-        "datacenters": 1,
-        "model_bytes": 100,
-        "now": 20 * 3600.0,
-        "elapsed": 10_000.0,
-    }
-    return observe_run(JOB, outcomes, **{**given, **changes})
+    return observe_run(JOB, [past_round(one) for one in outcomes], **{**GIVEN, **changes})
 
 
 def test_an_observation_says_what_is_left_and_what_things_cost():
@@ -255,14 +258,16 @@ def test_the_figures_of_one_device_are_not_in_it():
 
 
 def test_a_policy_that_changes_what_it_was_given_changes_nothing():
-    outcomes, state = [row(1)], {"turn": 1}
-    before = copy.deepcopy(outcomes)
-    seen = see(outcomes, state=state)
+    comparisons = [dataclasses.asdict(compared(JUST_SO, [0.1]))]
+    history, state = [past_round(row(1, comparisons=comparisons))], {"turn": 1}
+    before = copy.deepcopy(history)
+    seen = observe_run(JOB, history, **{**GIVEN, "state": state})
     seen.history[0].metrics["loss"] = 0.0
     seen.history[0].training["federated"] = {"loss": 0.0}
+    seen.history[0].comparisons[0].score["initial"] = 0.0
+    seen.history[0].comparisons.clear()
     seen.state["turn"] = 2
-    assert (outcomes, state) == (before, {"turn": 1})
-    assert see(outcomes).history[0].metrics == {"loss": 1.0}
+    assert (history, state) == (before, {"turn": 1})
     with pytest.raises(dataclasses.FrozenInstanceError):
         seen.spent = 0.0
 

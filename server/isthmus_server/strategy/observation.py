@@ -5,6 +5,7 @@ Everything is copied: a policy that changes what it was given changes nothing.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from isthmus_server.strategy.windows import forecast
 
 def observe(
     job: Job,
-    outcomes: Sequence[Mapping[str, Any]],
+    history: Sequence[PastRound],
     *,
     spent: float,
     device_bytes: int,
@@ -41,7 +42,7 @@ def observe(
 
     Args:
         job: limits, prices, windows and what a round is made of.
-        outcomes: rows of all committed rounds, oldest first (`receipts.attempt_row`).
+        history: all committed rounds, oldest first.
         spent: price of everything so far, failed attempts included.
         device_bytes: bytes to and from devices so far, failed attempts included.
         state: what the policy's last committed plan had.
@@ -57,9 +58,9 @@ def observe(
     """
     left = None if job.seconds is None else job.seconds - elapsed
     return Observation(
-        round=len(outcomes) + 1,
+        round=len(history) + 1,
         rounds=job.rounds,
-        history=[past_round(row) for row in outcomes],
+        history=[_copy_of(past) for past in history],
         clients_ready=clients_ready,
         clients_resting=clients_resting,
         enough_in=enough_in,
@@ -75,7 +76,7 @@ def observe(
         client_price=job.prices.client_update,
         step_price=job.prices.datacenter_step,
         visit_price=job.prices.client_evaluation,
-        client_bytes=_bytes_of_a_device(outcomes, model_bytes),
+        client_bytes=_bytes_of_a_device(history, model_bytes),
         model_bytes=model_bytes,
         now=now,
         elapsed=elapsed,
@@ -103,6 +104,7 @@ def restored(seen: Mapping[str, Any]) -> Observation:
 def past_round(row: Mapping[str, Any]) -> PastRound:
     """A committed round, from its row in the log."""
     cost = row["cost"]
+    devices = [receipt for receipt in row["receipts"] if receipt["regime"] == "federated"]
     return PastRound(
         round=row["round"],
         regime=row["regime"],
@@ -112,6 +114,7 @@ def past_round(row: Mapping[str, Any]) -> PastRound:
         accepted=row["participants"]["accepted"],
         bytes_up=cost["bytes_up"],
         bytes_down=cost["bytes_down"],
+        bytes_each=max((one["bytes_in"] + one["bytes_out"] for one in devices), default=0),
         device_seconds=cost["device_seconds"],
         datacenter_seconds=cost["datacenter_seconds"],
         datacenter_steps=sum(r["steps"] for r in row["receipts"] if r["regime"] == "datacenter"),
@@ -123,12 +126,16 @@ def past_round(row: Mapping[str, Any]) -> PastRound:
     )
 
 
-def _bytes_of_a_device(outcomes: Sequence[Mapping[str, Any]], model_bytes: int) -> float:
+def _copy_of(past: PastRound) -> PastRound:
+    return dataclasses.replace(
+        past,
+        metrics=dict(past.metrics),
+        training={name: dict(figures) for name, figures in past.training.items()},
+        norms=dict(past.norms),
+        comparisons=copy.deepcopy(past.comparisons),
+    )
+
+
+def _bytes_of_a_device(history: Sequence[PastRound], model_bytes: int) -> float:
     """The most that one has moved in a round, and at least a model down and an update up."""
-    seen = [
-        receipt["bytes_in"] + receipt["bytes_out"]
-        for row in outcomes[-10:]
-        for receipt in row["receipts"]
-        if receipt["regime"] == "federated"
-    ]
-    return float(max([2 * model_bytes, *seen]))
+    return float(max([2 * model_bytes, *(past.bytes_each for past in history[-10:])]))

@@ -98,6 +98,8 @@ class PastRound:
     """Updates that went into the model."""
     bytes_up: int = 0
     bytes_down: int = 0
+    bytes_each: int = 0
+    """The most that one device sent and was sent."""
     device_seconds: float = 0.0
     datacenter_seconds: float = 0.0
     datacenter_steps: int = 0
@@ -168,7 +170,7 @@ class Observation:
     visit_price: float = 0.02
     """What it costs that one device scores one model."""
     client_bytes: float = 0.0
-    """What one device in one round sends and is sent: the most so far, or two models."""
+    """What one device in one round sends and is sent: the most of late, or two models."""
     model_bytes: float = 0.0
     """Size of the model as it is sent."""
     now: float = 0.0
