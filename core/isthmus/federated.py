@@ -22,7 +22,7 @@ class DeviceHours(Hours):
 class Participation(Section):
     """The most that is asked of one device."""
 
-    rounds: Annotated[int, Field(ge=1)]
+    rounds: Annotated[int, Field(ge=1, le=1_000_000)]
     """Rounds that it may be asked to train in, whether its update came or not."""
     hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Within so many hours, at any time. Default: in the whole run."""

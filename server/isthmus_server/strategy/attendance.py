@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,8 +27,8 @@ from isthmus_server.strategy.windows import WEEK, forecast_hours
 class Record:
     """One device that was asked at least once."""
 
-    asked: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """Rounds, each with when it was asked (seconds since 1970)."""
+    asked: deque[tuple[int, float]]
+    """The last rounds, each with when it was asked (seconds since 1970): as many as count."""
     seconds: float = 0.0
     """Its time for the work when it was asked last; at least what the whole attempt took, where it
     did not come to its end."""
@@ -60,7 +61,10 @@ class Attendance:
         for receipt in receipts:
             if not receipt["started"]:
                 continue
-            record = self.records.setdefault(receipt["participant"], Record())
+            name, cap = receipt["participant"], self.settings.participation
+            if name not in self.records:
+                self.records[name] = Record(deque(maxlen=1 if cap is None else cap.rounds))
+            record = self.records[name]
             if not record.asked or record.asked[-1][0] != round_:
                 record.asked.append((round_, asked_at))
             if receipt["status"] != "accepted":
