@@ -54,7 +54,7 @@ class Size:
 
 
 SIZES = (Size("0", 1, 9, 200), Size("1M", 1_000_000, 9, 60), Size("25M", 25_000_000, 7, 15))
-QUICK_SIZES = (Size("0", 1, 4, 200), Size("1M", 1_000_000, 4, 60))
+QUICK_SIZES = (Size("0", 1, 3, 200), Size("1M", 1_000_000, 3, 60))
 
 
 @dataclass(frozen=True)
