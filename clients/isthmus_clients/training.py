@@ -22,7 +22,7 @@ from isthmus.errors import TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
 from isthmus.job import Job, read_job
-from isthmus.scoring import Averages, batches, build_model, count_examples, losses, score
+from isthmus.scoring import Averages, batches, build_same_model, count_examples, losses, score
 from isthmus.task import Participant, Task, check_installed, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
@@ -129,9 +129,7 @@ def place_of(
     if tasks is not None:
         check_installed(source, tasks, key)
         return tasks, data
-    if data is None and job.task.data:
-        data = base / job.task.data
-    return base, data
+    return base, job.task.data_in(base) if data is None else data
 
 
 class LocalRun:
@@ -157,12 +155,10 @@ class LocalRun:
         self.participant = participant
         source = self.job.task.source
         base, data = place_of(source, self.job, Path(work.base), data, tasks)
-        self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
-        self.model = build_model(self.task, self.job.seed)
-        self.layout = Layout.of(self.model)
-        difference = self.layout.explain_difference(Layout.from_header(work.layout))
-        if difference is not None:
-            raise TaskError(f"this device's model is not the server's: {difference}")
+        self.task = load_task(source, self.job.task.settings, base=base, data=data)
+        self.model, self.layout = build_same_model(
+            self.task, self.job.seed, work.layout, "this device"
+        )
         with user_code("local_data()"):
             self.dataset = self.task.local_data(participant)
         self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
 from isthmus.exchange import Layout
-from isthmus.job import Job
-from isthmus.scoring import build_model, count_examples
+from isthmus.job import read_job
+from isthmus.scoring import build_same_model, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
@@ -195,7 +195,7 @@ class _Run:
     ) -> None:
         """A run of the task, seed and place of the one `before` goes on with what that has read."""
         self.run_id = work.run_id
-        self.job = Job.model_validate_json(work.job)
+        self.job = read_job(work.job)
         self.same = (self.job.task, self.job.seed, work.base, work.layout)
         self.task: Task
         self.model: nn.Module
@@ -207,14 +207,12 @@ class _Run:
             self.gradients, self._datasets = before.gradients, before._datasets
             return
         base = Path(work.base)
-        if data is None and self.job.task.data:
-            data = base / self.job.task.data
+        if data is None:
+            data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
-        self.model = build_model(self.task, self.job.seed)
-        self.layout = Layout.of(self.model)
-        difference = self.layout.explain_difference(Layout.from_header(work.layout))
-        if difference is not None:
-            raise TaskError(f"the virtual devices' model is not the server's: {difference}")
+        self.model, self.layout = build_same_model(
+            self.task, self.job.seed, work.layout, "a virtual device"
+        )
         self.gradients = Gradients(self.task, self.model)
 
     def dataset(self, participant: Participant) -> Dataset[Any]:

@@ -23,7 +23,7 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     """Validate JOB and load its task, without running anything."""
     checked = load_job(path, overrides)
     base = path.resolve().parent
-    data = base / checked.task.data if checked.task.data else None
+    data = checked.task.data_in(base)
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
     click.echo(
         f"{path} is fine: {checked.rounds} rounds of {type(task).__name__}, "

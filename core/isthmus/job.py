@@ -42,6 +42,10 @@ class TaskSection(Section):
     settings: dict[str, Any] = Field(default={})
     """Handed to the task as `self.settings`."""
 
+    def data_in(self, base: Path) -> Path | None:
+        """The path of the data, if the job names one; `base` is the job file's directory."""
+        return base / self.data if self.data else None
+
 
 class ServerOptimizer(Section):
     """Any optimizer of `torch.optim`, applied to the merged pseudo-gradient (Reddi et al. 2021).

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isthmus.errors import TaskError
+from isthmus.exchange import Layout
 from isthmus.task import Task, user_code
 
 if TYPE_CHECKING:
@@ -65,6 +66,26 @@ def build_model(task: Task, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def build_same_model(task: Task, seed: int, header: bytes, whose: str) -> tuple[nn.Module, Layout]:
+    """The task's model, if its exchange set is the one that a server's `header` describes.
+
+    Args:
+        task: as it is here.
+        seed: of the job.
+        header: `Layout.header` of the server's model.
+        whose: the model's owner, for a person: "this device".
+
+    Raises:
+        TaskError: `model()` does not do, or the exchange sets differ.
+    """
+    model = build_model(task, seed)
+    layout = Layout.of(model)
+    difference = layout.explain_difference(Layout.from_header(header))
+    if difference is not None:
+        raise TaskError(f"{whose}'s model is not the server's: {difference}")
+    return model, layout
 
 
 def count_examples(dataset: Dataset[Any], what: str) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from isthmus.errors import TaskError, UserError
+from isthmus.errors import UserError
 from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import build_model, count_examples
+from isthmus.scoring import build_same_model, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus_datacenter import auto
 from isthmus_datacenter.agreement import (
@@ -203,12 +203,9 @@ class Engine:
     def _begin_anew(self) -> None:
         """The state of step 0: the model as the seed makes it."""
         with agreement():
-            model = build_model(self.task, self.job.seed)
-            difference = Layout.of(model).explain_difference(self.layout)
-            if difference is not None:
-                raise TaskError(
-                    f"the task's model differs between the datacenter and the server: {difference}"
-                )
+            model, _ = build_same_model(
+                self.task, self.job.seed, self.layout.header, "the datacenter"
+            )
             device = self.place.device
             self.share = parallelize(
                 self.task, model, self.ranks, self.place.rank, device, sample=self._sample

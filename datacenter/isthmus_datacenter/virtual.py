@@ -16,11 +16,10 @@ import torch
 
 from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
-from isthmus.exchange import Layout
-from isthmus.job import Job
+from isthmus.job import read_job
 from isthmus.scoring import (
     batches,
-    build_model,
+    build_same_model,
     count_examples,
     evaluate,
     losses,
@@ -94,16 +93,15 @@ class _Run:
 
     def __init__(self, work: link_pb2.OpenRun, name: str, data: Path | None) -> None:
         self.run_id = work.run_id
-        self.job = Job.model_validate_json(work.job)
+        self.job = read_job(work.job)
         base = Path(work.base)
-        if data is None and self.job.task.data:
-            data = base / self.job.task.data
+        if data is None:
+            data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
-        self.model = build_model(self.task, self.job.seed).train()
-        self.layout = Layout.of(self.model)
-        difference = self.layout.explain_difference(Layout.from_header(work.layout))
-        if difference is not None:
-            raise TaskError(f"the virtual datacenter's model is not the server's: {difference}")
+        self.model, self.layout = build_same_model(
+            self.task, self.job.seed, work.layout, "the virtual datacenter"
+        )
+        self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):
             self.dataset = self.task.local_data(self.participant)

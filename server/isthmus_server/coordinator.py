@@ -87,7 +87,7 @@ class Coordinator:
         self.watch = watch
         self.clock = clock or Clock()
         self._began = self.clock.now()
-        data = store.base / self.job.task.data if self.job.task.data else None
+        data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
         self.policy = load_policy(strategy)  # its module may lie beside the task's

@@ -114,7 +114,7 @@ def test_a_new_run_starts_clean(warm: Any, setup: Any) -> None:
 def test_another_model_than_the_servers_is_refused(warm: Any, setup: Any) -> None:
     made = setup("Table")
     with pytest.raises(
-        UserError, match=r"differs between the datacenter and the server.*is here and not"
+        UserError, match=r"the datacenter's model is not the server's: .* is here and not"
     ):
         warm.ask(open=made.opening("other", setup("Language").layout))
     warm.open("other", made)

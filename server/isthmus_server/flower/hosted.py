@@ -64,7 +64,7 @@ class Hosted:
             UserError: one of them cannot be used.
         """
         self.job = job
-        data = base / job.task.data if job.task.data else None
+        data = job.task.data_in(base)
         task = load_task(job.task.source, job.task.settings, base=base, data=data)
         strategy = job.strategy
         self.model = GlobalModel(task, job.seed, strategy.server_optimizer, strategy.served_average)
