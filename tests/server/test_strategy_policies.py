@@ -3,13 +3,15 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Stop, Wait, load_policy
 from isthmus_server.strategy.outlook import rounds_with_devices
 from isthmus_server.strategy.policies import BUILT_IN
-from isthmus_server.strategy.policy import Forecast
+from isthmus_server.strategy.policy import Forecast, Plan, checked_answer
 
 from .observing import observe, past, play
 
@@ -193,19 +195,120 @@ def test_devices_of_other_hours_do_not_judge_what_their_neighbours_trained():
     assert {plan.step_scale for plan in plans} == {1.0}
 
 
+def shared(share, gradient, step, **more):
+    """A plan where the datacenter holds a part of the target, after a first round of such norms."""
+    first = dataclasses.replace(
+        past(1, "hybrid"), norms={"datacenter": gradient, "federated": step}
+    )
+    policy = load_policy(job("adaptive", target_edge_share=share))
+    return policy.plan(observe(2, [first], state={"phase": "edge"}, **more))
+
+
 def test_adaptive_transfers_where_the_datacenter_holds_part_of_the_target():
     strategy = job("adaptive", target_edge_share=20 / 26)
     plans = adapt(rounds=20, strategy=strategy)
     assert {plan.regime for plan in plans} == {"hybrid"}
     assert {plan.merge for plan in plans} == {"transfer"}
-    assert {plan.transfer_weight for plan in plans} == {0.05}  # half of what still settles
-    nearly = job("adaptive", target_edge_share=0.97)
-    assert adapt(rounds=1, strategy=nearly)[0].transfer_weight == pytest.approx(0.03 / 0.97)
+    # Half of the job's bound, until there was a round that shows how long the two are.
+    assert {plan.transfer_weight for plan in plans} == {0.05}
 
 
-@pytest.mark.parametrize(("step_price", "batches"), [(0.001, 50), (0.02, 40), (1.0, 1)])
+@pytest.mark.parametrize(
+    ("share", "gradient", "step", "weight"),
+    [
+        (0.5, 1.0, 3.0, 0.1),  # no more than the job's
+        (0.9, 1.0, 3.0, 0.33 / 9),  # a third of (1 - pi)/pi
+        (0.5, 2.5, 2.5, 0.1 * 0.55 / 1.2),  # no longer than 0.55 of the devices' own step
+        (0.5, 2.5, 0.0, 0.05),  # nothing to compare with
+    ],
+)
+def test_the_weight_of_a_gradient_goes_by_the_target_and_by_its_length(
+    share, gradient, step, weight
+):
+    plan = shared(share, gradient, step)
+    assert plan.transfer_weight == pytest.approx(weight)
+    assert f"take {weight:.3g}" in plan.reason
+
+
+def test_devices_work_alone_while_the_datacenter_is_away():
+    plan = shared(0.5, 1.0, 3.0, datacenter_ready=False)
+    assert plan.regime == "federated"
+    assert "the datacenter is not here" in plan.reason
+
+
+def test_devices_take_the_gradient_along_while_public_data_are_like_theirs():
+    """The held-out loss falls below two thirds of the first in the fifth round."""
+    plans = adapt(rounds=50, losses=lambda round_: 3 * 0.9**round_)
+    begins = initials(plans).index("h")
+    weights = [plan.transfer_weight for plan in plans if plan.regime == "hybrid"]
+    assert begins == 5
+    assert weights[0] == 0.1
+    assert weights == sorted(weights, reverse=True)
+    assert weights[-1] < 0.01
+    assert "public data are like theirs" in plans[begins].reason
+    assert "0.667" in plans[begins].reason
+
+
+@pytest.mark.parametrize("losses", [lambda round_: 3.0, lambda round_: 3 * 1.1**round_])
+def test_devices_stay_by_themselves_where_public_data_are_unlike_theirs(losses):
+    assert set(initials(adapt(rounds=50, losses=losses)[:-1])) == {"f"}
+
+
+def test_a_warm_start_says_nothing_of_whether_public_data_are_alike():
+    """The datacenter lowers their loss itself, so it counts once devices have worked for long."""
+
+    def falls_then_rises(round_):
+        return 3 * 0.8**round_ if round_ <= 20 else 3.0
+
+    plans = adapt(judge=lambda models: [-0.1], losses=falls_then_rises)
+    first = initials(plans).index("f")
+    assert first == 15
+    assert set(initials(plans[first:-1])) == {"f"}
+    falls = adapt(judge=lambda models: [-0.1], losses=lambda round_: 3 * 0.8**round_)
+    assert initials(falls[15:]).index("h") == 9
+
+
+def test_a_datacenter_that_was_of_no_use_lends_no_gradient():
+    plans = adapt(judge=lambda models: [0.1], losses=lambda round_: 3 * 0.8**round_)
+    assert initials(plans[:-1]) == "ddddd" + "f" * (len(plans) - 6)
+
+
+@given(
+    share=st.floats(0.05, 1.0),
+    bound=st.floats(0.0, 10.0),
+    norms=st.tuples(st.floats(0.0, 1e6), st.floats(0.0, 1e6)),
+    losses=st.lists(st.floats(0.0, 1e6), max_size=12),
+    here=st.booleans(),
+    budget=st.one_of(st.none(), st.floats(1.0, 400.0)),
+    taking=st.floats(0.0, 50.0),
+)
+def test_no_weight_is_over_the_bound_and_none_without_a_datacenter(
+    share, bound, norms, losses, here, budget, taking
+):
+    strategy = job("adaptive", target_edge_share=share, transfer_weight=bound)
+    both = dict(zip(("datacenter", "federated"), norms, strict=True))
+    history = [
+        dataclasses.replace(past(round_, "hybrid", loss=loss), norms=both)
+        for round_, loss in enumerate(losses, 1)
+    ]
+    state = {"phase": "edge", "edge": len(losses), "taking": taking}
+    seen = observe(
+        len(losses) + 1, history, rounds=50, state=state, datacenter_ready=here, budget=budget
+    )
+    plan = checked_answer(load_policy(strategy), "adaptive", seen)
+    assert isinstance(plan, Plan)
+    assert plan == checked_answer(load_policy(strategy), "adaptive", seen)
+    if plan.regime == "hybrid":
+        assert here
+        assert 0 < plan.transfer_weight <= bound
+        assert any(letter.isdigit() for letter in plan.reason)
+    else:
+        assert plan.transfer_weight is None
+
+
+@pytest.mark.parametrize(("step_price", "batches"), [(0.001, 50), (0.02, 20), (1.0, 1)])
 def test_a_gradient_that_is_dear_beside_the_devices_is_of_fewer_batches(step_price, batches):
-    see = {"step_price": step_price}  # eight devices cost 8, of which a tenth may go to it
+    see = {"step_price": step_price}  # eight devices cost 8, of which a twentieth may go to it
     strategy = job("adaptive", target_edge_share=0.5)
     plans = adapt(rounds=3, strategy=strategy, see=lambda round_: see)
     assert {plan.datacenter_steps for plan in plans} == {batches}
@@ -239,9 +342,11 @@ def test_the_rounds_that_time_allows_are_reckoned_from_what_rounds_took():
     assert rounds_with_devices(observe(6, past_, **more)) == (20.0, 6.0)
 
 
-def test_adaptive_does_nothing_while_devices_are_away():
-    plans = adapt(rounds=20, see=night(), judge=lambda models: [-0.1] * (len(models) - 1))
-    assert set(initials(plans)) == {"f"}
+def test_adaptive_waits_while_devices_are_away():
+    policy = load_policy(adaptive())
+    dark = {"federated": Forecast(ready=False, changes_in=3.0, share=0.5)}
+    begun = policy.plan(observe(1, budget=8.0)).state
+    assert policy.plan(observe(2, state=begun, forecast=dark)).regime == "federated"  # when it may
 
 
 def test_adaptive_ends_edge_work_with_the_privacy_budget():
@@ -250,64 +355,12 @@ def test_adaptive_ends_edge_work_with_the_privacy_budget():
     assert "privacy budget is spent" in plans[2].reason
 
 
-def branching():
-    return adaptive(branches=True)
-
-
-def night(budget=None, seconds_left=None):
-    """Devices are away in rounds 3 to 5 and 8 to 10."""
-
-    def see(round_):
-        away = round_ in (3, 4, 5, 8, 9, 10)
-        edge = Forecast(ready=not away, changes_in=3.0, share=0.5)
-        return {"forecast": {"federated": edge}, "budget": budget, "seconds_left": seconds_left}
-
-    return see
-
-
-@pytest.mark.parametrize(
-    ("verdict", "start"),
-    [([-0.1, -0.05], "current"), ([-0.01, -0.1], "day+current"), ([0.1, -0.005], "day")],
-)
-def test_adaptive_merges_a_branch_only_if_it_wins(verdict, start):
-    plans = adapt(rounds=40, judge=lambda models: verdict, see=night(), strategy=branching())
-    assert initials(plans[:6]) == "ffdddf"
-    assert plans[1].keep == {"day": "served"}
-    assert plans[5].start == start
-    assert plans[5].step_scale == 1.0
-
-
-def test_adaptive_gives_up_branches_that_lost_twice():
-    plans = adapt(rounds=40, judge=lambda models: [0.1, 0.1], see=night(), strategy=branching())
-    assert plans[10].start == "day"
-    assert plans[10].state["losses"] == 2
-    policy = load_policy(branching())
-    dark = Forecast(ready=False, changes_in=3.0, share=0.5)
-    again = observe(12, rounds=40, state=plans[10].state, forecast={"federated": dark})
-    assert policy.plan(again).regime == "federated"  # which waits for the window
-
-
-def test_adaptive_keeps_the_money_for_the_devices():
-    # Ten of twenty rounds are the devices', at 8 each: nothing is left for a branch.
-    plans = adapt(
-        rounds=20,
-        see=night(budget=80.0),
-        judge=lambda models: [0.0, 0.0],
-        strategy=branching(),
-    )
-    assert "d" not in initials(plans)
-
-
 def test_every_reason_of_adaptive_has_numbers():
     runs = [
         adapt(judge=lambda models: [-0.1] * (len(models) - 1), rounds=60),
-        adapt(
-            judge=lambda models: [0.1] * (len(models) - 1),
-            rounds=40,
-            see=night(),
-            strategy=branching(),
-        ),
+        adapt(judge=lambda models: [0.1], rounds=40, see=morning(8)),
         adapt(rounds=12, strategy=job("adaptive", target_edge_share=0.5)),
+        adapt(rounds=50, losses=lambda round_: 3 * 0.9**round_),
     ]
     for plan in (plan for plans in runs for plan in plans):
         assert not isinstance(plan, Stop)

@@ -1,10 +1,11 @@
 """A plan from the declared target and budget, with a test before each step that could do harm.
 
 The share of the target that lives on the devices (`strategy.target_edge_share`, pi) chooses the
-regime, and visits to devices decide what data cannot promise::
+regime, and what devices and held-out public data say decides what a declaration cannot promise::
 
     pi = 0        datacenter rounds
-    0 < pi < 1    hybrid rounds by one-way gradient transfer (Augenstein et al. 2022)
+    0 < pi < 1    hybrid rounds by one-way gradient transfer (Augenstein et al. 2022), with a
+                  weight by pi, bounded by how long the devices' own first step is
     pi = 1        federated rounds, after a warm start in the datacenter if that displaces none:
 
     start --slack, dark-> warm --beats the initial model--> warm on --plateau or limit--> edge
@@ -13,9 +14,9 @@ regime, and visits to devices decide what data cannot promise::
 
     edge, probation   after some rounds the served model must not lose to the warm one; else back to
                       that, momentum zeroed, half steps; twice: quarter steps, and no more tests
-    edge, dark        nothing, by default; with `branches` the datacenter trains one while the
-                      devices are away, if there is money that they cannot spend; it is merged,
-                      whole or half, only if it wins a comparison, and given up after losing twice
+    edge, alike       if what devices learn holds for the public data too, they take the
+                      datacenter's gradient along, with a weight that falls to 0
+    edge, dark        it waits
     privacy spent     the datacenter alone goes on
 
 Greedy gain per cost is not among the things it looks at (docs/strategy.md says why). Phases go one
@@ -34,7 +35,6 @@ from pydantic import Field
 from isthmus.job import StrategySection
 from isthmus.section import Section
 from isthmus_server.strategy.outlook import flat_rounds, rounds_with_devices
-from isthmus_server.strategy.policies.rule import transfer_weight
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
@@ -50,8 +50,8 @@ from isthmus_server.strategy.policy import (
 
 WARM = "warm"
 """Kept: the model at the end of a warm start."""
-DAY = "day"
-"""Kept: the model that was served when the devices' window closed."""
+SETTLES = 1.2
+"""What `strategy.transfer_weight` times the devices' learning rate and steps is at most."""
 
 
 class Settings(Section):
@@ -73,15 +73,19 @@ class Settings(Section):
     """Edge rounds after which the served model is compared with the warm one."""
     probation_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Part of what is left of the budget that this comparison may take; else it is left out."""
-    transfer_share: Annotated[float, Field(gt=0)] = 0.1
+    transfer_share: Annotated[float, Field(gt=0)] = 0.05
     """What the datacenter's gradient may cost at most, as part of what the devices of a round do:
     with dearer steps it is the mean of fewer batches."""
-    transfer_caution: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Part of the job's `transfer_weight` that is used at most. The gradient is that of the public
-    data, and nobody can tell from here whether these are as the target is."""
-    branches: bool = False
-    """Whether the datacenter may train while the devices are away. Off: what such a branch wins at
-    the start of the devices' hours, their rounds mostly win without it by the end of them."""
+    transfer_part: Annotated[float, Field(gt=0, le=1)] = 0.33
+    """The gradient's weight as part of (1 - pi)/pi: devices add it whole to each of their steps,
+    over which their own gradients shrink."""
+    transfer_pull: Annotated[float, Field(gt=0)] = 0.55
+    """How long what devices add may be at most, as part of their own first step."""
+    alike: Annotated[float, Field(ge=0, lt=1)] = 0.667
+    """Public data are like the devices' if rounds with these bring the held-out loss below so much
+    of what it was after the first round; 0: never."""
+    alike_rounds: Annotated[int, Field(ge=1)] = 3
+    """Rounds with devices before that is asked; after a warm start three times as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +105,7 @@ class State:
     proved: bool = False
     """The warm model beat the initial one."""
     barred: bool = False
-    """The datacenter alone is of no use."""
+    """The datacenter is of no use."""
     edge: int = 0
     """Rounds with devices since the phase began, or since going back."""
     tested: bool = False
@@ -110,12 +114,11 @@ class State:
     """Probations failed."""
     scale: float = 1.0
     """Of the devices' steps."""
-    branch: int = 0
-    """Datacenter rounds since the devices left."""
-    losses: int = 0
-    """Branches that were not merged."""
+    taking: float = 0.0
+    """Rounds with devices that were left when they began to take the gradient along, though all
+    of the target is theirs; 0: they do not."""
     asking: str = ""
-    """What the comparison under way is about: warm, probation, branch."""
+    """What the comparison under way is about: warm, probation."""
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> State:
@@ -133,9 +136,7 @@ class Adaptive:
     def __init__(self, strategy: StrategySection) -> None:
         self.settings = settings_of(strategy, Settings)
         self.share = strategy.target_edge_share
-        self.weight = min(
-            transfer_weight(strategy), self.settings.transfer_caution * strategy.transfer_weight
-        )
+        self.bound = strategy.transfer_weight
 
     def plan(self, observation: Observation) -> Answer:
         """One step of the machine above."""
@@ -149,9 +150,7 @@ class Adaptive:
         if state.phase == "warm":
             return self._warm(seen, state)
         if not seen.open("federated"):
-            return self._dark(seen, state)
-        if state.branch:
-            return self._end_of_branch(seen, state)
+            return self._wait(seen, state)
         if state.edge >= self.settings.probation and not state.tested:
             return self._probation(seen, state)
         return self._edge(seen, state)
@@ -163,7 +162,7 @@ class Adaptive:
         edge = dataclasses.replace(state, phase="edge")
         open_ = seen.open("federated")
         if self.share < 1:
-            return self._edge(seen, edge) if open_ else self._dark(seen, edge)
+            return self._edge(seen, edge) if open_ else self._wait(seen, edge)
         capable, fillable = rounds_with_devices(seen)
         slack = (capable if open_ else seen.rounds - seen.round + 1) - fillable
         most = self.settings.warm_share * (seen.left or 0) - self._test_price(seen)
@@ -177,7 +176,7 @@ class Adaptive:
             )
             return self._warm(seen, warm)
         if not open_:
-            return self._dark(seen, edge)
+            return self._wait(seen, edge)
         said = (
             f"the budget fills {fillable:.0f} of the {capable:.0f} rounds in which devices can "
             "work, which leaves no room for a warm start worth its test"
@@ -226,25 +225,72 @@ class Adaptive:
 
     def _edge(self, seen: Observation, state: State, why: str = "", start: str = CURRENT) -> Plan:
         """A round with devices, by the declared target."""
-        state = dataclasses.replace(state, edge=state.edge + 1, asking="")
-        said = f"the devices hold {self.share:.0%} of the target"
-        transfer = self.share < 1 and seen.datacenter_ready and seen.open("datacenter")
-        if transfer:
-            said += f", and take the datacenter's gradient for the rest ({self.weight:.3g} of it)"
+        state = dataclasses.replace(state, asking="")
+        if not (seen.datacenter_ready and seen.open("datacenter")):
+            weight, said = 0.0, ", and the datacenter is not here"
         elif self.share < 1:
-            said += ", and the datacenter, which holds the rest, is not here"
+            weight, said = self._weight_by_share(seen)
+        else:
+            state, weight, said = self._weight_if_alike(seen, state)
+        said = f"the devices hold {self.share:.0%} of the target" + said
+        transfer = weight > 0
         return Plan(
             "hybrid" if transfer else "federated",
             f"{why}; {said}" if why else said,
-            state.write(),
+            dataclasses.replace(state, edge=state.edge + 1).write(),
             merge="transfer" if transfer else None,
-            transfer_weight=self.weight if transfer else None,
+            transfer_weight=weight if transfer else None,
             datacenter_steps=self._batches(seen) if transfer else None,
             start=start,
             reset_optimizer=start in (WARM, INITIAL),
             step_scale=state.scale,
-            keep={DAY: SERVED} if self.settings.branches and _has_hours(seen) else {},
         )
+
+    def _weight_by_share(self, seen: Observation) -> tuple[float, str]:
+        """Where the datacenter holds a part of the target alone.
+
+        By the target, and by how long its gradient is beside the devices' own step: one task's
+        gradient beside another's (Chen et al. 2018).
+        """
+        weight = min(self.settings.transfer_part * (1 - self.share) / self.share, self.bound)
+        first = next((past.norms for past in seen.history if past.regime == "hybrid"), {})
+        gradient, step = first.get("datacenter", 0.0), first.get("federated", 0.0)
+        if not gradient or not step:
+            weight = min(weight, self.bound / 2)
+            return weight, f", and take {weight:.3g} of the datacenter's gradient for the rest"
+        weight = min(weight, self.settings.transfer_pull * step / gradient * self.bound / SETTLES)
+        return weight, (
+            f", and take {weight:.3g} of the datacenter's gradient for the rest (at first that was "
+            f"{gradient:.3g} long, and their own step {step:.3g})"
+        )
+
+    def _weight_if_alike(self, seen: Observation, state: State) -> tuple[State, float, str]:
+        """Where all of the target is the devices': something to lean on while they know little."""
+        _, left = rounds_with_devices(seen)
+        said = "; public data are like theirs"
+        if not state.taking and not state.barred:
+            fell, enough = self._fell(seen, state), self.settings.alike
+            if fell < enough:
+                state = dataclasses.replace(state, taking=left)
+                said += (
+                    f" (the held-out loss fell to {fell:.2g} of the first, {enough:g} is enough)"
+                )
+        if not state.taking:
+            return state, 0.0, ""
+        weight = self.bound * min(left / state.taking, 1.0)
+        return state, weight, f"{said}, so they take {weight:.3g} of the datacenter's gradient"
+
+    def _fell(self, seen: Observation, state: State) -> float:
+        """To what part of its first value devices brought the held-out public loss.
+
+        What they learn holds for public data then, and so probably the other way round: reverse
+        validation (Zhong et al. 2010), a model of the target judged on the source.
+        """
+        losses = [past.metrics["loss"] for past in seen.history if "loss" in past.metrics]
+        wanted = self.settings.alike_rounds * (3 if state.warm else 1)
+        if state.edge < wanted or not losses or losses[0] <= 0:
+            return math.inf
+        return losses[-1] / losses[0]
 
     def _probation(self, seen: Observation, state: State) -> Answer:
         """The served model must not have become worse than the warm one.
@@ -271,57 +317,6 @@ class Adaptive:
         said = f"probation is lost: {said}; back to it, with steps {scale:g} times as long"
         return self._edge(seen, struck, said, start=WARM)
 
-    # -- while devices are away --------------------------------------------------------------------
-
-    def _dark(self, seen: Observation, state: State) -> Answer:
-        """A branch in the datacenter, with money that the devices cannot spend."""
-        edge = seen.forecast.get("federated", Forecast())
-        capable, _ = rounds_with_devices(seen)
-        spare = math.inf if seen.left is None else seen.left - capable * seen.price("federated")
-        useless = (
-            not self.settings.branches
-            or self.share < 1
-            or state.barred
-            or state.losses >= 2
-            or not seen.datacenter_ready
-            or not seen.open("datacenter")
-            or seen.rounds - seen.round < capable
-            or spare < seen.price("datacenter")
-            or flat_rounds(seen) >= self.settings.plateau
-        )
-        ends = (
-            seen.seconds_left is not None
-            and edge.changes_in is not None
-            and edge.changes_in >= seen.seconds_left
-        )
-        if useless or ends:
-            return self._wait(seen, state)
-        return Plan(
-            "datacenter",
-            f"the devices are away, and {spare:.4g} of the budget is more than they can spend: "
-            f"round {state.branch + 1} of a branch",
-            dataclasses.replace(state, branch=state.branch + 1).write(),
-        )
-
-    def _end_of_branch(self, seen: Observation, state: State) -> Answer:
-        """The devices are back: merge the branch if it wins."""
-        before = DAY if DAY in seen.models else INITIAL
-        half = f"{before}+{CURRENT}"
-        answer = self._ask(seen, state, "branch", (before, CURRENT, half))
-        if isinstance(answer, Compare):
-            return answer
-        over = dataclasses.replace(state, branch=0, asking="")
-        if isinstance(answer, str):
-            return self._edge(seen, over, f"{answer}; the branch is dropped", start=before)
-        best = min((CURRENT, half), key=lambda model: answer.difference[model])
-        said = _result(answer, best, before)
-        if answer.beats(best, self.settings.z):
-            name = "whole" if best == CURRENT else "half"
-            won = dataclasses.replace(over, losses=0)
-            return self._edge(seen, won, f"the branch is merged {name}: {said}", start=best)
-        lost = dataclasses.replace(over, losses=state.losses + 1)
-        return self._edge(seen, lost, f"the branch is dropped: {said}", start=before)
-
     # -- small things ------------------------------------------------------------------------------
 
     def _alone(self, state: State, why: str) -> Plan:
@@ -329,7 +324,7 @@ class Adaptive:
 
     def _wait(self, seen: Observation, state: State) -> Plan:
         """A round with devices: it waits for their window by itself."""
-        return self._edge(seen, state, "the devices are away, and the datacenter could not help")
+        return self._edge(seen, state, "the devices are away")
 
     def _ask(
         self, seen: Observation, state: State, about: str, models: tuple[str, ...]
@@ -342,7 +337,6 @@ class Adaptive:
         reasons = {
             "warm": "whether the warm model is better for the devices than the initial one",
             "probation": "whether rounds with devices have made the served model worse",
-            "branch": "whether what the datacenter trained meanwhile is better for the devices",
         }
         state = dataclasses.replace(state, asking=about)
         return Compare(models, self._devices(seen), reasons[about], state.write())
@@ -368,10 +362,10 @@ def _has_hours(seen: Observation) -> bool:
 def _result(found: Comparison, model: str, before: str) -> str:
     """One comparison in words."""
     names = {CURRENT: "the new model", INITIAL: "the initial model", SERVED: "the served model"}
-    names |= {WARM: "the warm model", DAY: "the model from before"}
+    names[WARM] = "the warm model"
     difference, error = found.difference[model], found.standard_error[model]
     than = "better" if difference < 0 else "worse"
     return (
-        f"{found.devices} devices found {names.get(model, 'half of each')} {abs(difference):.4f} "
+        f"{found.devices} devices found {names[model]} {abs(difference):.4f} "
         f"{than} than {names[before]} (standard error {error:.4f})"
     )
