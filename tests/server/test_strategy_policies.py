@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Stop, Wait, load_policy
+from isthmus_server.strategy.contract import checked_answer
 from isthmus_server.strategy.outlook import rounds_with_devices
 from isthmus_server.strategy.policies import BUILT_IN
-from isthmus_server.strategy.policy import Forecast, Plan, checked_answer
+from isthmus_server.strategy.policy import Forecast, Plan
 
 from .observing import observe, past, play
 
