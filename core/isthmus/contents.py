@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
@@ -75,11 +77,80 @@ def chunks(
     chunk_bytes = chunk_bytes or chunk_size(len(view))
     while offset < len(view):
         data = view[offset : offset + chunk_bytes]
-        head = link_pb2.Chunk(sha256=sha256, offset=offset).SerializeToString()
-        tail = bytes((_PIECE_DATA,)) + _varint(len(data))
-        size = len(head) + len(tail) + len(data)
-        yield b"".join((bytes((_PIECE_BODY,)), _varint(size), head, tail, data))
+        yield _message(sha256, offset, data)
         offset += len(data)
+
+
+def _message(sha256: bytes, offset: int, data: bytes | memoryview) -> bytes:
+    head = link_pb2.Chunk(sha256=sha256, offset=offset).SerializeToString()
+    tail = bytes((_PIECE_DATA,)) + _varint(len(data))
+    size = len(head) + len(tail) + len(data)
+    return b"".join((bytes((_PIECE_BODY,)), _varint(size), head, tail, data))
+
+
+class InFile:
+    """A content that lies in a file: it is read while it is sent, and none of it is held."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        """`file` stays open, and its first `size` bytes what they are."""
+        self._file = file
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """So many bytes, wherever others read.
+
+        Raises:
+            OSError: they cannot be read, or are not there any more.
+        """
+        data = os.pread(self._file.fileno(), size, offset)
+        if len(data) != size:
+            raise OSError(f"{self._file.name} was cut short")
+        return data
+
+
+class Broadcast:
+    """A content on its way to many: a message is made once for all who are at the same place."""
+
+    _KEPT = 8
+    """Messages that are kept for who comes next: a few MB at most."""
+
+    def __init__(self, sha256: bytes, payload: bytes | Buffer | InFile) -> None:
+        self._sha256 = sha256
+        self._payload = payload if isinstance(payload, InFile) else memoryview(payload)
+        self._chunk_bytes = chunk_size(len(payload))
+        self._made: dict[int, bytes] = {}
+
+    def messages(self, offset: int) -> Iterator[bytes]:
+        """The content from `offset` on, as serialised envelopes.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        while offset < len(self._payload):
+            message = self._made.get(offset)
+            end = min(len(self._payload), offset - offset % self._chunk_bytes + self._chunk_bytes)
+            if message is None:
+                message = _message(self._sha256, offset, self._piece(offset, end))
+                if len(self._made) >= self._KEPT:
+                    del self._made[next(iter(self._made))]
+                self._made[offset] = message
+            yield message
+            offset = end
+
+    def fill(self, buffer: Buffer) -> None:
+        """Copy all of it to where there is as much room."""
+        end = len(self._payload)
+        for start in range(0, end, MOST_CHUNK_BYTES):
+            piece = self._piece(start, min(start + MOST_CHUNK_BYTES, end))
+            buffer[start : start + len(piece)] = piece
+
+    def _piece(self, start: int, end: int) -> bytes | memoryview:
+        if isinstance(self._payload, InFile):
+            return self._payload.read(start, end - start)
+        return self._payload[start:end]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

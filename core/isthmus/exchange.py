@@ -176,11 +176,11 @@ class Layout:
 
     # -- between a module and the vector --------------------------------------------------------
 
-    def gather(self, model: nn.Module) -> torch.Tensor:
-        """A new float32 vector (N) with the module's parameters."""
+    def gather(self, model: nn.Module, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The module's parameters, in a new float32 vector (N) or in `out`."""
         import torch
 
-        vector = torch.empty(self.size, dtype=torch.float32)
+        vector = torch.empty(self.size, dtype=torch.float32) if out is None else out
         parameters = dict(model.named_parameters())
         for name, part in self.parts(vector):
             part.copy_(parameters[name].detach())

@@ -33,6 +33,7 @@ import torch
 
 from isthmus.errors import UpdateError
 from isthmus.exchange import Layout
+from isthmus_server.pages import Pages
 
 if TYPE_CHECKING:
     from isthmus.contents import Write
@@ -41,6 +42,9 @@ MAGNITUDE_BITS = 12
 """Values of an update lie strictly within +-2**12; anything beyond has diverged."""
 
 MOST = float(1 << MAGNITUDE_BITS)
+
+SUM_BYTES = 8
+"""Of memory that an element of a sum takes."""
 
 TILE = 1 << 16
 """Elements handled at a time: they stay in the cache from one operation to the next."""
@@ -54,15 +58,16 @@ class WeightedSum:
       * the sum cannot wrap: weights beyond twice what was declared are refused.
     """
 
-    def __init__(self, size: int, declared_weight: int, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, size: int, declared_weight: int, memory: Pages | None = None) -> None:
         """`size` is N; `declared_weight` the sum of examples the cohort said it has.
 
-        `memory`, int64 (N), is what the sum is kept in, whatever it holds.
+        `memory`, of `SUM_BYTES` for each element, is what the sum is kept in, whatever it holds.
         """
         self.most_weight = 2 * max(declared_weight, 1)
         self.fraction_bits = 63 - MAGNITUDE_BITS - self.most_weight.bit_length()
         self.weight = 0
-        self._sum = torch.empty(size, dtype=torch.int64) if memory is None else memory
+        self._memory = memory or Pages(SUM_BYTES * size)
+        self._sum = self._memory.tensor(torch.int64)
         self._begun = bytearray(-(-size // TILE))
         """Which tiles hold a sum: the first update writes over what is there."""
         self._scaled = torch.empty(TILE)
@@ -114,6 +119,8 @@ class WeightedSum:
     def mean(self) -> torch.Tensor:
         """The weighted mean, float32 (N), in the memory of the sum, which is gone with it.
 
+        The half of it that the mean does not need is given back until there is another sum.
+
         Raises:
             OSError: an update that was to be taken back could not be read any more.
         """
@@ -126,6 +133,7 @@ class WeightedSum:
         for start in range(0, len(mean), TILE):
             part = self._sum[start : start + TILE]
             mean[start : start + TILE] = part.double().mul_(scale)
+        self._memory.give_back(4 * len(mean))
         return mean
 
 

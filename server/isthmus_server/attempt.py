@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from isthmus.contents import InFile
 from isthmus.errors import IsthmusError, JobError, RoundFailed
 from isthmus.job import Job
+from isthmus.stream import to_the_end
 from isthmus.uplink import SCORES_AND_GRADIENTS
 from isthmus.wire import link_pb2
 from isthmus_server import merge
@@ -22,6 +24,7 @@ from isthmus_server.bundle import published
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
+from isthmus_server.pages import LARGE_BYTES
 from isthmus_server.receipts import Receipt
 from isthmus_server.regimes import Datacenter, Fleet
 from isthmus_server.strategy.policy import Plan
@@ -99,8 +102,8 @@ class Trainer:
             guest.forget()
         if work.transfers:
             return await self._transfer(work)
-        async with self._published() as content:
-            alone = work.plan.regime == "datacenter"
+        alone = work.plan.regime == "datacenter"
+        async with self._published(summing=not alone) as content:
             devices = None if alone else self._ask_devices(work, content)
             return await self._together(work, self._ask_ranks, devices)
 
@@ -111,7 +114,7 @@ class Trainer:
         then devices train, and add it to the gradient of each of their steps.
         """
         self._check_able(work)
-        async with self._published():
+        async with self._published(summing=False):
             first = await self._together(work, self._ask_gradient, None)
         weight = work.plan.transfer_weight
         parts = [(one.vector, one.examples) for one in first.datacenters if one.vector is not None]
@@ -156,13 +159,24 @@ class Trainer:
             )
 
     @asynccontextmanager
-    async def _published(self) -> AsyncIterator[link_pb2.Content]:
-        content = await asyncio.to_thread(lambda: self.model.content)
-        self.link.publish(content, self.model.payload)
+    async def _published(self, *, summing: bool) -> AsyncIterator[link_pb2.Content]:
+        """Have the model for participants to fetch, for as long as the block lasts.
+
+        A large one rests where updates are added up meanwhile, and is sent from its file: their sum
+        has the memory. A Flower strategy is shown the model itself.
+        """
+        model = self.model
+        content = await asyncio.to_thread(lambda: model.content)
         try:
+            if summing and content.size >= LARGE_BYTES and self.fleet.guest is None:
+                await to_the_end(asyncio.to_thread(model.rest, self.fleet.spool))
+            resting = model.resting
+            payload = model.payload if resting is None else InFile(resting, content.size)
+            self.link.publish(content, payload)
             yield content
         finally:
             self.link.retract(content)
+            await to_the_end(asyncio.to_thread(model.wake))
 
     async def _together(
         self,
@@ -196,7 +210,7 @@ class Trainer:
             content,
             work.cohort,
             work.federated,
-            self.model.vector,
+            None if self.fleet.guest is None else self.model.vector,
             work.transfers,
         )
 

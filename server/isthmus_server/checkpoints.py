@@ -49,7 +49,7 @@ class Checkpoints:
                 file.write(payload)
             return Saved(name, hashed.result().hexdigest())
 
-    def read_model(self, saved: Saved, payload: bytearray) -> None:
+    def read_model(self, saved: Saved, payload: bytearray | memoryview) -> None:
         """Fill `payload` from a checkpoint.
 
         Raises:
@@ -148,7 +148,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.close(directory)
 
 
-def _check_digest(path: Path, payload: bytearray, saved: Saved) -> None:
+def _check_digest(path: Path, payload: bytearray | memoryview, saved: Saved) -> None:
     if hashlib.sha256(payload).hexdigest() != saved.sha256:
         raise UserError(
             f"the checkpoint {path} is damaged: it is not what was written; restore it from a copy"

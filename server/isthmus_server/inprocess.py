@@ -98,7 +98,7 @@ class InProcessLink(Link):
                     raise UpdateError("the server does not hold the model any more")
                 buffer = worker.buffer(request, content.size)
                 if buffer is not None:
-                    buffer[:] = published
+                    published.fill(buffer)
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
             reply, payload = link_pb2.Reply(failure=link_pb2.Failure(reason=str(error))), None

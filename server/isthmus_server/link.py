@@ -17,7 +17,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from isthmus.contents import Assembly, Buffer, Piece, Write, chunks
+from isthmus.contents import Assembly, Broadcast, Buffer, InFile, Piece, Write
 from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
 from isthmus.stream import Stream, to_the_end
 from isthmus.tls import Subject, is_loopback
@@ -64,7 +64,7 @@ class Link:
         self.on_progress: Callable[[str, link_pb2.Progress], None] = lambda name, progress: None
         self.beside: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
         """Other services on the same port, by name; to be set before `start`."""
-        self._published: dict[bytes, Buffer] = {}
+        self._published: dict[bytes, Broadcast] = {}
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
@@ -164,9 +164,9 @@ class Link:
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
             peer.tell(link_pb2.Envelope(receipt=receipt))
 
-    def publish(self, content: link_pb2.Content, payload: Buffer) -> None:
+    def publish(self, content: link_pb2.Content, payload: Buffer | InFile) -> None:
         """Serve a content to whoever wants it, straight from `payload`, until `retract`."""
-        self._published[content.sha256] = payload
+        self._published[content.sha256] = Broadcast(content.sha256, payload)
 
     def retract(self, content: link_pb2.Content) -> None:
         """Stop serving a content; its memory is the caller's again. Who lacks some is told."""
@@ -388,14 +388,18 @@ class Link:
         pump.add_done_callback(ended)
 
     async def _pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
-        payload, peer.given = self._published.get(want.sha256), b""
-        for message in () if payload is None else chunks(want.sha256, payload, offset=want.offset):
-            if self._published.get(want.sha256) is not payload:
-                payload = None  # retracted: the memory may already hold another model
-                break
-            await stream.send(message)
-            peer.bytes_out += len(message)
-        if payload is not None:
+        broadcast, peer.given = self._published.get(want.sha256), b""
+        try:
+            for message in () if broadcast is None else broadcast.messages(want.offset):
+                if self._published.get(want.sha256) is not broadcast:
+                    broadcast = None  # retracted: the memory may already hold another model
+                    break
+                await stream.send(message)
+                peer.bytes_out += len(message)
+        except OSError:
+            log.exception("a content cannot be sent to %s", peer.name)
+            broadcast = None
+        if broadcast is not None:
             peer.given = want.sha256
             return
         absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)

@@ -8,8 +8,10 @@ parameters are views of that.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from isthmus.scoring import build_model, count_examples, evaluate
 from isthmus.task import Task, user_code
 from isthmus.wire import link_pb2
 from isthmus_server.optimizers import make_optimizer
+from isthmus_server.pages import Pages
 
 
 class GlobalModel:
@@ -51,10 +54,13 @@ class GlobalModel:
         self.seed = seed
         self.module = build_model(task, seed)
         self.layout = Layout.of(self.module)
-        self.payload = self.layout.encode(self.layout.gather(self.module))
-        self.vector = self.layout.decode(self.payload)
+        self._pages = Pages(self.layout.nbytes)
+        self.resting: BinaryIO | None = None
+        """The file that the model is in while its memory is given back."""
+        self.payload[: len(self.layout.header)] = self.layout.header
+        self._vector = self.layout.gather(self.module, self.layout.decode(self.payload))
         self.served_average = served_average
-        self.served_payload = bytearray(self.payload) if served_average else self.payload
+        self.served_payload = self._copy() if served_average else self.payload
         self.served_vector = self.layout.decode(self.served_payload)
         self.averaged = 0
         """Models in the served average so far."""
@@ -62,6 +68,20 @@ class GlobalModel:
         self._share_memory()
         self.optimizer = make_optimizer(optimizer, list(self._views.values()))
         self._content: link_pb2.Content | None = None
+        self._stored: Path | None = None
+        """A file that holds what `payload` holds."""
+
+    @property
+    def payload(self) -> memoryview:
+        """The encoded model."""
+        assert self.resting is None
+        return self._pages.view
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The model, float32 (N), within `payload`."""
+        assert self.resting is None
+        return self._vector
 
     @property
     def content(self) -> link_pb2.Content:
@@ -78,7 +98,7 @@ class GlobalModel:
     @property
     def served_sha256(self) -> str:
         """The digest of the served model as it is encoded, in hexadecimal."""
-        if self.served_payload is self.payload:
+        if not self.served_average:
             return self.sha256
         return describe(self.served_payload).sha256.hex()
 
@@ -89,7 +109,7 @@ class GlobalModel:
     def replace(self, vector: torch.Tensor) -> None:
         """Take another model as it is: float32 (N)."""
         self.vector.copy_(vector)
-        self._content = None
+        self.changed()
 
     def restart(self, vector: torch.Tensor) -> None:
         """Go on from another model (N); the served average begins anew with it."""
@@ -113,13 +133,14 @@ class GlobalModel:
         """Forget momentum, moments and step counts."""
         self.optimizer.state.clear()
 
-    def is_named(self, sha256: str) -> None:
-        """Somebody who read all of `payload` found this digest, in hexadecimal."""
+    def is_stored(self, path: Path, sha256: str) -> None:
+        """What is in `payload` is in a file, and has this digest, in hexadecimal."""
         self._content = link_pb2.Content(sha256=bytes.fromhex(sha256), size=len(self.payload))
+        self._stored = path
 
-    def forget_content(self) -> None:
-        """`payload` was filled from elsewhere: its name is to be found anew."""
-        self._content = None
+    def changed(self) -> None:
+        """`payload` is another model: its name is to be found anew."""
+        self._content = self._stored = None
 
     def step(self, pseudo_gradient: torch.Tensor) -> None:
         """One step of the server optimizer on a merged pseudo-gradient, float32 (N)."""
@@ -129,7 +150,7 @@ class GlobalModel:
             view.grad = part
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._content = None
+        self.changed()
         if not bool(torch.isfinite(self.vector.sum())) and not bool(
             torch.isfinite(self.vector).all()
         ):
@@ -183,6 +204,42 @@ class GlobalModel:
         self.optimizer.load_state_dict(table)
 
     # -- memory ------------------------------------------------------------------------------------
+
+    def rest(self, scratch: Path) -> None:
+        """Give the model's memory back; until `wake` it is in a file only, `resting`.
+
+        The file is the checkpoint that holds this model, or one in `scratch` that has no name.
+
+        Raises:
+            OSError: it cannot be opened, or written.
+        """
+        if self._stored is not None:
+            file: BinaryIO = self._stored.open("rb")
+        else:
+            file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed by `wake`
+            file.write(self.payload)
+            file.flush()
+        self.resting = file
+        self._pages.give_back()
+
+    def wake(self) -> None:
+        """Have the model again, if it rests.
+
+        Raises:
+            OSError: its file cannot be read; then there is no model any more.
+        """
+        if self.resting is None:
+            return
+        with self.resting as file:
+            file.seek(0)
+            if file.readinto(self._pages.view) != len(self._pages.view):  # type: ignore[attr-defined]
+                raise OSError(f"{file.name}, which holds the model, was cut short")
+        self.resting = None
+
+    def _copy(self) -> memoryview:
+        pages = Pages(len(self.payload))
+        pages.view[:] = self.payload
+        return pages.view
 
     def _share_memory(self) -> None:
         parts = dict(self.layout.parts(self.served_vector))

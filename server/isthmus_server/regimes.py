@@ -20,10 +20,11 @@ from isthmus.federated import FederatedSection
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory
-from isthmus_server.aggregate import WeightedSum
+from isthmus_server.aggregate import SUM_BYTES, WeightedSum
 from isthmus_server.buffered import Buffered
 from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
+from isthmus_server.pages import Pages
 from isthmus_server.plain import PlainAttempt
 from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import SecureAttempt, agreement
@@ -52,7 +53,7 @@ class Fleet:
             self.guest = Guest(job.federated, layout)
         self.buffered = Buffered(self) if job.federated.mode == "buffered" else None
         self._running: FlowerAttempt | PlainAttempt | SecureAttempt | Buffered | None = None
-        self._sum: torch.Tensor | None = None
+        self._sum: Pages | None = None
 
     async def train(
         self,
@@ -117,7 +118,7 @@ class Fleet:
     def weighted_sum(self, declared_weight: int) -> WeightedSum:
         """An empty sum, in the memory of the last one and its mean: fresh memory costs time."""
         if self._sum is None:
-            self._sum = torch.empty(self.layout.size, dtype=torch.int64)
+            self._sum = Pages(SUM_BYTES * self.layout.size)
         return WeightedSum(self.layout.size, declared_weight, self._sum)
 
     async def _train_app(

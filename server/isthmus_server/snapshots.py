@@ -61,7 +61,7 @@ class Snapshots:
         models = dict(saved)
         if not away:
             models[CURRENT] = self.checkpoints.write_model(round_, self.model.payload)
-            self.model.is_named(models[CURRENT].sha256)
+            self._is_stored(models[CURRENT])
             models[SERVED] = models[CURRENT]
         if self.model.served_average:
             served = self.model.served_payload
@@ -93,7 +93,7 @@ class Snapshots:
         model = self.model
         if CURRENT in at.models:
             self.checkpoints.read_model(at.models[CURRENT], model.payload)
-            model.forget_content()
+            self._is_stored(at.models[CURRENT])
         if model.served_average and SERVED in at.models:
             self.checkpoints.read_model(at.models[SERVED], model.served_payload)
             model.averaged = at.averaged
@@ -103,3 +103,6 @@ class Snapshots:
             if self.guest is not None:
                 self.guest.take_state(tensors, numbers)
             model.load_optimizer_state(tensors, numbers)
+
+    def _is_stored(self, saved: Saved) -> None:
+        self.model.is_stored(self.checkpoints.directory / saved.file, saved.sha256)

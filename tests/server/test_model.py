@@ -42,7 +42,7 @@ def test_the_content_always_names_the_bytes(make_model):
         lambda: None,
         lambda: model.step(torch.ones(model.layout.size)),
         lambda: model.replace(torch.zeros(model.layout.size)),
-        lambda: (model.payload.__setitem__(slice(-4, None), b"\0\0\0\1"), model.forget_content()),
+        lambda: (model.payload.__setitem__(slice(-4, None), b"\0\0\0\1"), model.changed()),
     ):
         change()
         assert model.content.sha256 == digest(model.payload)
@@ -87,7 +87,7 @@ def test_stored_optimizer_state_goes_on_bit_by_bit(make_model, make_job, tmp_pat
     resumed = make_model(name=name, seed=9, **options)
     assert resumed.sha256 != kept.sha256
     store.checkpoints.read_model(model_file, resumed.payload)
-    resumed.forget_content()
+    resumed.changed()
     resumed.load_optimizer_state(store.checkpoints.read_tensors(file) if file else {}, numbers)
     for step in steps[3:]:
         kept.step(step)
