@@ -41,5 +41,5 @@ class Pages:
     def give_back(self, start: int = 0) -> None:
         """Let go of what lies from byte `start` on; what it holds after that is anything."""
         start += -start % mmap.PAGESIZE
-        if len(self.view) - start >= LARGE_BYTES // 2:
+        if len(self.view) - start > LARGE_BYTES // 2:
             self._map.madvise(mmap.MADV_DONTNEED, start)

@@ -76,7 +76,7 @@ class Place:
         here.start()
         if run.package.content.size:
             data = change(packages.installed(self.server, "table").data)
-            link._published[run.package.content.sha256] = memoryview(data)
+            link.publish(run.package.content, data)
         agent = Agent(
             Participant(name="phone", regime="federated"),
             None,

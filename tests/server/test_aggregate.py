@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UpdateError
 from isthmus.exchange import Layout
-from isthmus_server.aggregate import TILE, Adding, Spool, WeightedSum
+from isthmus_server.aggregate import SUM_BYTES, TILE, Adding, Spool, WeightedSum
+from isthmus_server.pages import Pages
 
 LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
 
@@ -205,7 +206,8 @@ def test_nothing_is_left_of_an_update_that_is_done_with(tmp_path):
 
 def test_tiles_in_any_order_give_the_same_sum():
     vector = torch.arange(2 * TILE + 3, dtype=torch.float32) / 128
-    used = torch.full((len(vector),), 77)
+    used = Pages(SUM_BYTES * len(vector))
+    used.view[:] = b"\x4d" * len(used.view)
     for order in itertools.permutations(range(3)):
         total = WeightedSum(len(vector), 7, used)
         total.hold(7)

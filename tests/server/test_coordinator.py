@@ -8,7 +8,9 @@ import torch
 from rich.console import Console
 
 from isthmus.errors import UserError
+from isthmus_server import attempt, pages
 from isthmus_server.coordinator import Coordinator
+from isthmus_server.model import GlobalModel
 from isthmus_server.progress import Progress
 from isthmus_server.report import document, show
 
@@ -103,6 +105,24 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, roun
     assert resumed["model_sha256"] == final["model_sha256"]
     rows = document(again)["rounds"]
     assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
+
+
+async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, monkeypatch):
+    """Sent from its checkpoint, or in the first round from a file, and with failures."""
+    await place.listen()
+    place.faults["b"][2, 1] = "no power"
+    _, final = await place.run("small")
+    rested = []
+    monkeypatch.setattr(attempt, "LARGE_BYTES", 0)
+    monkeypatch.setattr(pages, "LARGE_BYTES", 0)
+    rest = GlobalModel.rest
+    monkeypatch.setattr(
+        GlobalModel, "rest", lambda model, scratch: (rest(model, scratch), rested.append(1))
+    )
+    report, same = await place.run("large")
+    assert same["model_sha256"] == final["model_sha256"]
+    assert [row["attempt"] for row in report["rounds"]] == [1, 2, 1]
+    assert len(rested) == 4
 
 
 async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tests.server.work import answering, payload_of, train, waiting
 
-from isthmus.contents import CHUNK_BYTES, describe, into
+from isthmus.contents import CHUNK_BYTES, InFile, describe, into
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
 from isthmus.wire import link_pb2
 from isthmus_server.link import Link
@@ -161,6 +161,16 @@ async def test_a_content_the_server_does_not_hold_is_a_failure(net):
     link.publish(describe(payload), payload)
     link.retract(describe(payload))
     reply = await link.ask("a", train(link, describe(payload)))
+    assert reply.failure.reason == "the server does not hold the model any more"
+
+
+async def test_a_content_whose_file_cannot_be_read_is_a_failure(net, tmp_path):
+    link = await net.listen()
+    await net.join("a", answering())
+    content = describe(bytes(CHUNK_BYTES))
+    with (tmp_path / "content").open("wb+") as file:
+        link.publish(content, InFile(file, content.size))
+        reply = await link.ask("a", train(link, content))
     assert reply.failure.reason == "the server does not hold the model any more"
 
 

@@ -1,10 +1,13 @@
 import pytest
 import torch
 
+from isthmus.contents import InFile
 from isthmus.errors import JobError, TaskError, UpdateError
 from isthmus.exchange import digest
 from isthmus.job import ServerOptimizer
 from isthmus.task import load_task
+from isthmus_server import pages
+from isthmus_server.checkpoints import Checkpoints
 from isthmus_server.model import GlobalModel
 from isthmus_server.optimizers import Yogi
 from isthmus_server.store import Store
@@ -49,6 +52,40 @@ def test_the_content_always_names_the_bytes(make_model):
         assert model.sha256 == digest(model.payload).hex()
         seen.add(model.sha256)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_model_that_rests_is_in_a_file_and_comes_back(make_model, tmp_path, monkeypatch, stored):
+    monkeypatch.setattr(pages, "LARGE_BYTES", 0)
+    model, scratch = make_model(), tmp_path / "scratch"
+    scratch.mkdir()
+    model.vector.fill_(0.5)
+    model.changed()
+    before = bytes(model.payload)
+    if stored:
+        checkpoints = Checkpoints(tmp_path)
+        saved = checkpoints.write_model(1, model.payload)
+        model.is_stored(tmp_path / saved.file, saved.sha256)
+        scratch.rmdir()  # nothing else is written
+    model.rest(scratch)
+    assert InFile(model.resting, len(before)).read(0, len(before)) == before
+    assert model.module.bias.tolist() == [0.0, 0.0, 0.0]  # its memory was given back
+    with pytest.raises(AssertionError):
+        model.vector  # noqa: B018
+    model.wake()
+    assert bytes(model.payload) == before
+    assert model.module.bias.tolist() == [0.5, 0.5, 0.5]
+    model.wake()  # it does not rest any more
+    model.step(torch.ones(model.layout.size))
+    assert model.module.bias.tolist() == [-0.5, -0.5, -0.5]
+
+
+def test_a_model_whose_file_was_cut_short_is_not_gone_on_with(make_model, tmp_path):
+    model = make_model()
+    model.rest(tmp_path)
+    model.resting.truncate(len(model.layout.header) + 1)
+    with pytest.raises(OSError, match="which holds the model, was cut short"):
+        model.wake()
 
 
 def test_sgd_with_a_learning_rate_of_one_is_fedavg(make_model):
