@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol
 
@@ -48,11 +50,16 @@ class Call(Protocol):
 class Stream:
     """Messages in and out of one call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, answers: bool = False) -> None:
+        """`answers`: a ping is answered with another."""
         self._call = call
+        self._answers = answers
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._beating: asyncio.TimerHandle | None = None
+        self.sent_at = time.monotonic()
+        """When something was sent last, by the monotonic clock."""
+        self.silent_since = math.inf
+        """When somebody began to wait for the message that has not come yet."""
 
     async def send(self, message: link_pb2.Envelope | bytes) -> None:
         """Send one message; returns when the transport has room for the next."""
@@ -60,20 +67,26 @@ class Stream:
         async with self._sending:
             # gRPC does not bear a second write beside one that was given up.
             await to_the_end(self._call.write(data))
+            self.sent_at = time.monotonic()
 
     async def send_quietly(self, message: link_pb2.Envelope | bytes) -> None:
         """Send, unless the stream is gone: what is pending is sent again on the next one."""
         await _unless_gone(self.send(message))
 
-    async def receive(self, timeout: float) -> link_pb2.Envelope | Piece | None:  # noqa: ASYNC109 - the lease
+    async def receive(self, timeout: float | None = None) -> link_pb2.Envelope | Piece | None:  # noqa: ASYNC109 - for one message
         """The next message, or None at the end; a chunk may come as a `Piece`.
 
+        Pings are passed over, but where a stranger has `timeout` seconds for one message.
+
         Raises:
-            TimeoutError: nothing came for `timeout` seconds.
+            TimeoutError: nothing came in that time.
             UpdateError: what came is no message.
         """
-        async with asyncio.timeout(timeout):
-            data = await self._call.read()
+        if timeout is None:
+            data = await self._after_pings()
+        else:
+            async with asyncio.timeout(timeout):
+                data = await self._call.read()
         if data is grpc.aio.EOF:
             return None
         piece = piece_of(data)
@@ -84,6 +97,25 @@ class Stream:
         except DecodeError:
             raise UpdateError("what came is not a message of this link") from None
 
+    async def _after_pings(self) -> Any:
+        self.silent_since = time.monotonic()
+        while (data := await self._call.read()) == _PING:
+            self.silent_since = time.monotonic()
+            if self._answers:
+                self.ping()
+        self.silent_since = math.inf
+        return data
+
+    def ping(self) -> None:
+        """Say that this end is there; whoever is sending is heard without that."""
+        if not self._sending.locked():
+            self.sent_at = time.monotonic()
+            self.spawn(self._ping())
+
+    async def _ping(self) -> None:
+        async with self._sending:
+            await self._call.write(_PING)  # given up only when the stream is
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine for as long as the stream lives; that it is gone ends it quietly."""
         task = asyncio.create_task(_unless_gone(work))
@@ -92,24 +124,8 @@ class Stream:
         task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
         return task
 
-    def beat(self, every: float) -> None:
-        """Send a ping every so many seconds, for as long as the stream lives.
-
-        In between there is a timer and no task: a server does this for everybody who is idle.
-        """
-        loop = asyncio.get_running_loop()
-
-        def tick() -> None:
-            self._beating = loop.call_later(every, tick)
-            if not self._sending.locked():  # whoever is sending is heard without a ping
-                self.spawn(self.send(_PING))
-
-        self._beating = loop.call_later(every, tick)
-
     def close(self) -> None:
         """Stop everything that was spawned. End the call first, or a write of theirs may hang."""
-        if self._beating is not None:
-            self._beating.cancel()
         for task in self._tasks:
             task.cancel()
 

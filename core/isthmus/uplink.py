@@ -21,6 +21,7 @@ import grpc.aio
 
 from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
+from isthmus.heartbeats import Heartbeats
 from isthmus.membership import Membership, check_dialling
 from isthmus.requests import content_of, failure, model_of
 from isthmus.stream import GONE, Stream
@@ -207,7 +208,7 @@ class Uplink:
     async def _serve_one_stream(self) -> None:
         async with self._channel() as channel:
             call = channel.stream_stream(METHOD)()
-            stream = Stream(call)
+            stream = Stream(call, answers=True)
             try:
                 # Not waited for: where nothing is read, what ends it is that no welcome comes.
                 stream.spawn(stream.send(self._hello()))
@@ -218,11 +219,11 @@ class Uplink:
                 self._welcomed(first.welcome)
                 log.info("linked to %s as %s", self.address, self.name)
                 self._stream = stream
-                stream.beat(lease / 3)
                 if self.membership is not None:
                     stream.spawn(self._renew(stream, self.membership))
-                while (message := await stream.receive(timeout=lease)) is not None:
-                    await self._take(stream, message)
+                async with Heartbeats(lease).of(stream):
+                    while (message := await stream.receive()) is not None:
+                        await self._take(stream, message)
             finally:
                 self._stream = None
                 call.cancel()

@@ -19,6 +19,7 @@ import grpc.aio
 
 from isthmus.contents import Assembly, Broadcast, Buffer, InFile, Piece, Write
 from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
+from isthmus.heartbeats import Heartbeats
 from isthmus.stream import Stream, to_the_end
 from isthmus.tls import Subject, is_loopback
 from isthmus.wire import link_pb2
@@ -37,6 +38,9 @@ from isthmus_server.callers import (
 )
 from isthmus_server.enrolment import Enrolments
 from isthmus_server.peers import Fetch, Peer
+
+GROUPS = 16
+"""In which idle streams are pinged, so that no ping has to wait for thousands of others."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class Link:
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
         self._streams: Counter[bytes] = Counter()
+        self._heartbeats = Heartbeats(lease_seconds, GROUPS)
 
     async def start(
         self,
@@ -204,14 +209,14 @@ class Link:
             peer = await self._enter(hello.hello, subject, stream, context)
             await stream.send(link_pb2.Envelope(welcome=self._welcome(version, hello.hello, peer)))
             del hello
-            stream.beat(self.lease_seconds / 3)
-            if peer.fresh:
-                peer.fresh = False
-                self.on_join(peer)
-            else:
-                await self._resume(peer, stream)
-            while (message := await stream.receive(timeout=self.lease_seconds)) is not None:
-                await self._take(peer, stream, message)
+            async with self._heartbeats.of(stream):
+                if peer.fresh:
+                    peer.fresh = False
+                    self.on_join(peer)
+                else:
+                    await self._resume(peer, stream)
+                while (message := await stream.receive()) is not None:
+                    await self._take(peer, stream, message)
         except Refused as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except UpdateError as error:

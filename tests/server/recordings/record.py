@@ -84,7 +84,7 @@ class Recorded(Stream):
         write("device", data)
         await super().send(data)
 
-    async def receive(self, timeout):  # noqa: ASYNC109 - as its base has it
+    async def receive(self, timeout=None):  # noqa: ASYNC109 - as its base has it
         message = await super().receive(timeout)
         if message is not None:
             write("server", envelope_of(message).SerializeToString())
