@@ -1,0 +1,106 @@
+"""Heartbeats on streams whose two ends are in one process."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from isthmus.heartbeats import Heartbeats
+from isthmus.stream import Stream
+from isthmus.wire import link_pb2
+
+LEASE = 0.3
+PING = link_pb2.Envelope(ping=link_pb2.Ping()).SerializeToString()
+NEWS = link_pb2.Envelope(cancel=link_pb2.Cancel(id="x"))
+
+
+class Wire:
+    """One end of a call, and what was written into it."""
+
+    def __init__(self):
+        self.arriving = asyncio.Queue()
+        self.other = None
+        self.sent = []
+
+    async def read(self):
+        return await self.arriving.get()
+
+    async def write(self, data, /):
+        self.sent.append(data)
+        if self.other is not None:
+            self.other.arriving.put_nowait(data)
+
+
+def wires():
+    one, other = Wire(), Wire()
+    one.other, other.other = other, one
+    return one, other
+
+
+async def listen(heartbeats, stream):
+    async with heartbeats.of(stream):
+        while await stream.receive() is not None:
+            pass
+
+
+async def end(*tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_idle_ends_hear_of_each_other_and_say_no_more_than_they_must():
+    ours, theirs = wires()
+    tasks = [
+        asyncio.create_task(listen(Heartbeats(LEASE, 4), Stream(ours))),
+        asyncio.create_task(listen(Heartbeats(LEASE), Stream(theirs, answers=True))),
+    ]
+    done, _ = await asyncio.wait(tasks, timeout=4 * LEASE)
+    assert not done
+    await end(*tasks)
+    assert set(ours.sent) == set(theirs.sent) == {PING}
+    assert len(ours.sent) <= 12  # three in a lease
+    assert len(theirs.sent) <= 2 * len(ours.sent)
+
+
+async def test_an_end_that_is_silent_is_given_up_and_no_other():
+    heartbeats = Heartbeats(LEASE, 4)
+    (ours, theirs), silent = wires(), Wire()
+    alive = [
+        asyncio.create_task(listen(heartbeats, Stream(ours))),
+        asyncio.create_task(listen(Heartbeats(LEASE), Stream(theirs, answers=True))),
+    ]
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    with pytest.raises(TimeoutError):
+        await listen(heartbeats, Stream(silent))
+    assert loop.time() - begun >= LEASE
+    assert not any(task.done() for task in alive)
+    await end(*alive)
+
+
+async def test_time_in_which_nobody_waits_for_a_message_does_not_count():
+    wire = Wire()
+    stream = Stream(wire)
+    async with Heartbeats(LEASE).of(stream):
+        await asyncio.sleep(2 * LEASE)  # at work on what came
+        wire.arriving.put_nowait(NEWS.SerializeToString())
+        assert (await stream.receive()).cancel.id == "x"
+
+
+async def test_whoever_sends_is_not_pinged_beside_it():
+    wire = Wire()
+    stream = Stream(wire)
+    async with Heartbeats(LEASE, 4).of(stream):
+        for _ in range(20):
+            await stream.send(NEWS)
+            await asyncio.sleep(LEASE / 20)
+    assert wire.sent == [NEWS.SerializeToString()] * 20
+
+
+async def test_nothing_ticks_where_there_is_no_stream():
+    heartbeats = Heartbeats(0.001)
+    with contextlib.suppress(TimeoutError):
+        await listen(heartbeats, Stream(Wire()))
+    await asyncio.sleep(0.01)
+    assert heartbeats._timer is None
