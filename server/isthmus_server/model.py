@@ -232,7 +232,7 @@ class GlobalModel:
             return
         with self.resting as file:
             file.seek(0)
-            if file.readinto(self._pages.view) != len(self._pages.view):  # type: ignore[attr-defined]
+            if file.readinto(self._pages.view) != len(self._pages.view):  # type: ignore[attr-defined]  # files have it
                 raise OSError(f"{file.name}, which holds the model, was cut short")
         self.resting = None
 
