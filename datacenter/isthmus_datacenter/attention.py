@@ -1,10 +1,13 @@
 """Attention cut by heads: found by the names of its layers, and believed after a trial.
 
-An attention that makes queries, keys and values by linear layers of its own can be cut with one
-message: each rank has some heads, and the layer that mixes them adds up what the ranks found. Heads
-are nowhere written down that all models share. So a few examples go through each such module whole,
-and then again with one part of its layers after the other: what reaches the mixing layer must be
+An attention that makes queries, keys and values by linear layers can be cut with one message: each
+rank has some heads, and the layer that mixes them adds up what the ranks found. Heads are nowhere
+written down that all models share. So a few examples go through each such module whole, and then
+again with one part of what its layers make after the other: what reaches the mixing layer must be
 that part of what reached it before. With grouped heads (Ainslie et al. 2023) the groups are cut.
+
+One layer may make all three (`fused`): one after another, or head by head. Both are tried. A module
+that then splits its outputs knows their width, so attributes of that width are tried smaller.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isthmus_datacenter.fused import part_of
 from isthmus_datacenter.linears import widths
 
 _FAMILIES = (
@@ -28,21 +32,27 @@ _FAMILIES = (
 )
 """Names of the layers in common transformers."""
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
-"""Names of one layer that makes all three, in an order that every model has of its own."""
+"""Names of one layer that makes all three."""
 _ROUNDING = 1e-4
 """Relative to the largest: a part of a matrix is multiplied in another order than the whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """A module with layers for queries, keys and values."""
+    """A module with layers for queries, keys and values, or with one for all three."""
 
     name: str
     module: nn.Module
-    into: tuple[nn.Linear, ...]
-    """Queries, keys and values: to be cut along their outputs."""
-    mixes: tuple[nn.Linear, ...]
+    into: tuple[nn.Module, ...]
+    """That layer or layers: to be cut along their outputs."""
+    mixes: tuple[nn.Module, ...]
     """What may be the layer after them, to be cut along its inputs."""
+    fused: str = ""
+    """Name of the one layer for all three."""
+    pieces: int = 1
+    """What each layer makes is so many pieces of equal widths, and a part is a part of each."""
+    remembered: tuple[str, ...] = ()
+    """Attributes of the module that are the width of a piece."""
 
 
 class _ReachedError(Exception):
@@ -67,26 +77,15 @@ def by_heads(
             watched.enter_context(_tried_when_called(each, degree, found))
         if attentions:
             run()
-    return list(found.values()), [each for each in attentions if each.name not in found]
-
-
-def fused(model: nn.Module) -> list[tuple[str, str]]:
-    """Modules that make queries, keys and values in one linear layer, and that layer's name.
-
-    A model cuts what such a layer makes into three of the widths it knows; a part of the heads
-    would be a part of each third, which no plain shard of the layer is.
-    """
-    return [
-        (name, child)
-        for name, module in model.named_modules()
-        for child, layer in module.named_children()
-        if child in _FUSED and widths(layer) is not None
-    ]
+    others = {each.name: each for each in attentions if each.name not in found}
+    return list(found.values()), list(others.values())
 
 
 def _attentions(model: nn.Module) -> Iterator[Attention]:
+    """All there are, with each way to cut one that may be right."""
     for name, module in model.named_modules():
-        linears = {at: each for at, each in module.named_children() if type(each) is nn.Linear}
+        children = dict(module.named_children())
+        linears = {at: each for at, each in children.items() if type(each) is nn.Linear}
         family = next((names for names in _FAMILIES if linears.keys() >= set(names)), None)
         if family is not None:
             into = tuple(linears.pop(each) for each in family)
@@ -94,6 +93,24 @@ def _attentions(model: nn.Module) -> Iterator[Attention]:
             mixes = tuple(each for each in linears.values() if each.in_features == width)
             if mixes:
                 yield Attention(name, module, into, mixes)
+        for fused in children.keys() & set(_FUSED):
+            yield from _fused(name, module, fused)
+
+
+def _fused(name: str, module: nn.Module, fused: str) -> Iterator[Attention]:
+    layer = module.get_submodule(fused)
+    made = widths(layer)
+    if made is None:
+        return
+    width = made[1] // 3
+    mixes = tuple(
+        each
+        for each in module.children()
+        if each is not layer and (widths(each) or (0, 0))[0] == width
+    )
+    knows = tuple(at for at, value in vars(module).items() if type(value) is int and value == width)
+    yield Attention(name, module, (layer,), mixes, fused, 3, knows)
+    yield Attention(name, module, (layer,), mixes, fused)
 
 
 @contextlib.contextmanager
@@ -130,15 +147,13 @@ def _parts(
     def stop(_: nn.Module, given: tuple[Any, ...]) -> None:
         raise _ReachedError(given[0])
 
-    if any(layer.out_features % degree for layer in whole.into):
+    if any((widths(layer) or (0, 1))[1] % (whole.pieces * degree) for layer in whole.into):
         return []
     found: list[torch.Tensor] = []
     hook = mix.register_forward_pre_hook(stop, prepend=True)
     try:
         for part in range(degree):
-            with contextlib.ExitStack() as cuts:
-                for layer in whole.into:
-                    cuts.enter_context(_only(layer, part, degree))
+            with _only(whole, part, degree):
                 try:
                     run()
                 except _ReachedError as reached:
@@ -151,16 +166,23 @@ def _parts(
 
 
 @contextlib.contextmanager
-def _only(layer: nn.Linear, part: int, degree: int) -> Iterator[None]:
-    """A layer with one of `degree` parts of its outputs."""
-    kept = dict(layer._parameters)
-    for name, parameter in kept.items():
-        if parameter is not None:
-            layer._parameters[name] = nn.Parameter(parameter.chunk(degree)[part], False)
+def _only(whole: Attention, part: int, degree: int) -> Iterator[None]:
+    """Have the layers make one of `degree` parts of what they make."""
+
+    def made(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        return part_of(output, part=part, degree=degree, pieces=whole.pieces)
+
+    hooks = [layer.register_forward_hook(made) for layer in whole.into]
+    known = {name: getattr(whole.module, name) for name in whole.remembered}
     try:
+        for name, width in known.items():
+            setattr(whole.module, name, width // degree)
         yield
     finally:
-        layer._parameters.update(kept)
+        for name, width in known.items():
+            setattr(whole.module, name, width)
+        for hook in hooks:
+            hook.remove()
 
 
 def _same(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:

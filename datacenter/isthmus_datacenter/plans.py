@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.attention import Attention, by_heads, fused
+from isthmus_datacenter.attention import Attention, by_heads
+from isthmus_datacenter.fused import ByHeads
 from isthmus_datacenter.linears import by_inputs, by_outputs, widths
 
 Plan = Mapping[str, ParallelStyle]
@@ -90,8 +91,12 @@ def tensor_plan(
 
     attentions, others = by_heads(model, degree, run)
     for each in attentions:
-        if together([*each.into, *each.mixes]):
-            cut(each.into, each.mixes[0])
+        if not together([*each.into, *each.mixes]):
+            continue
+        cut(() if each.fused else each.into, each.mixes[0])
+        if each.fused:
+            plan[each.name] = ByHeads(each.fused, each.pieces, each.remembered)
+            taken.add(id(each.into[0]))
     for module in modules.values():
         for into, out in _pairs(module):
             children = [module.get_submodule(name) for name in (*into, out)]
@@ -105,7 +110,7 @@ def tensor_plan(
         elif widths(module) is not None and _width(module, 1) % degree == 0:
             plan[name] = by_outputs(module, gathered=True)
     plan.update(_plan_of_tied(model, modules, degree))
-    notes = [*_about_heads(others, degree), *_about_fused(model), *_about_whole(model, plan)]
+    notes = [*_about_heads(others, degree), *_about_whole(model, plan)]
     return plan, notes
 
 
@@ -113,23 +118,15 @@ def _about_heads(others: Sequence[Attention], degree: int) -> Iterator[str]:
     if not others:
         return
     name = others[0].name
-    queries, keys, _ = (layer.out_features for layer in others[0].into)
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    if others[0].fused:
+        why = f"{others[0].fused!r} makes queries, keys and values in one"
+    else:
+        queries, keys, _ = (_width(layer, 1) for layer in others[0].into)
+        why = f"queries are {queries} wide, keys {keys}"
     yield (
-        f"{name!r}{more} cannot be cut by heads into tensor_parallel={degree} equal parts (queries "
-        f"are {queries} wide, keys {keys}): each of its layers is gathered on its own"
-    )
-
-
-def _about_fused(model: nn.Module) -> Iterator[str]:
-    found = fused(model)
-    if not found:
-        return
-    name, layer = found[0]
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    yield (
-        f"{name!r}{more} cannot be cut by heads, because {layer!r} makes queries, keys and values "
-        "in one: each of its layers is gathered on its own"
+        f"{name!r}{more} cannot be cut by heads into tensor_parallel={degree} equal parts "
+        f"({why}): each of its layers is gathered on its own"
     )
 
 

@@ -24,6 +24,7 @@ from isthmus_datacenter.control import Command
 from isthmus_datacenter.data import Order
 from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
+from isthmus_datacenter.fused import _Deal, part_of
 from isthmus_datacenter.gradient import mean_gradient
 from isthmus_datacenter.parallelize import parallelize
 
@@ -94,6 +95,17 @@ def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> l
         getattr(parameter, "_local_tensor", parameter).numel()
         for parameter in made.share.parameters().values()
     ]
+
+
+def dealt(rank: int, pieces: int) -> bool:
+    """Whether a rank gets its part of each piece of what all make, and their gradients go back."""
+    ranks = dist.get_world_size()
+    whole = torch.arange(2.0 * 3 * pieces * ranks * 2).reshape(2, 3, -1)
+    shard = whole.chunk(ranks, -1)[rank].clone().requires_grad_()
+    mine = _Deal(dist.group.WORLD, pieces)(shard)
+    (mine * mine.detach()).sum().backward()  # type: ignore[no-untyped-call]
+    expected = part_of(whole, part=rank, degree=ranks, pieces=pieces)
+    return torch.equal(mine, expected) and torch.equal(shard.grad, shard.detach())  # type: ignore[arg-type]
 
 
 def store_state(rank: int, opened: dict[str, Any], states: list[str], step: int, to: str) -> None:

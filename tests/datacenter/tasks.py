@@ -28,7 +28,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Small(Task):
-    """What the tasks here share; `settings` choose the optimizer."""
+    """What the tasks here share; `settings` choose the optimizer, and how much is `held_out`."""
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
@@ -43,7 +43,7 @@ class _Small(Task):
         return self.rows(50, seed)
 
     def eval_data(self) -> Dataset[Any]:
-        return self.rows(23, seed=2)
+        return self.rows(self.settings.get("held_out", 23), seed=2)
 
     def rows(self, count: int, seed: int) -> Any:
         raise NotImplementedError
@@ -124,10 +124,12 @@ class _Transformer(nn.Module):
 
 class Gpt(_Small):
     """A decoder whose matrices divide: tied embedding, attention by heads, an MLP, at most five
-    scored words. `plan` has it give plans of its own; `untied` unties it."""
+    scored words. `plan` has it give plans of its own, `together` make queries, keys and values in
+    one layer; `blocks` is how many it has, of two."""
 
     def model(self) -> nn.Module:
-        return _Gpt(tied=not self.settings.get("untied", False))
+        kind = _Together if self.settings.get("together") else _Block
+        return _Gpt(self.settings.get("blocks", 2), tied=True, kind=kind)
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         scored = target >= 0
@@ -167,8 +169,11 @@ class Gpt(_Small):
         if "plan" not in self.settings:
             return None
         blocks = list(model.blocks)
-        size = len(blocks) // n
-        parts = [blocks[at * size : (at + 1) * size] for at in range(n)]
+        if n == len(blocks) + 2:  # what is around them has stages of its own
+            parts = [[], *([block] for block in blocks), []]
+        else:
+            size = len(blocks) // n
+            parts = [blocks[at * size : (at + 1) * size] for at in range(n)]
         if self.settings["plan"] == "shuffled":
             parts.reverse()
         parts[0].insert(0, model.embed)
@@ -191,25 +196,39 @@ class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.make()
+        self.out = nn.Linear(8, 8)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
+    def make(self) -> None:
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def made(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        return self.q(hidden), self.k(hidden), self.v(hidden)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        at = self.first(hidden)
-        q, k, v = (
-            each(at).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
+        made = self.made(self.first(hidden))
+        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in made)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
         output: torch.Tensor = hidden + self.down(nn.functional.gelu(self.up(self.second(hidden))))
         return output
 
 
+class _Together(_Block):
+    def make(self) -> None:
+        self.c_attn = nn.Linear(8, 24)
+        self.split_size = 8
+
+    def made(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        return self.c_attn(hidden).split(self.split_size, -1)
+
+
 class _Gpt(nn.Module):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, blocks: int, tied: bool, kind: type[_Block] = _Block) -> None:
         super().__init__()
         self.embed = _Embed()
-        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 12, bias=False)
         if tied:
@@ -227,7 +246,7 @@ class Skipping(Gpt):
     """Cannot be cut from the outside: every block sees the embedding."""
 
     def model(self) -> nn.Module:
-        return _Skipping(tied=False)
+        return _Skipping(2, tied=False)
 
 
 class _Skipping(_Gpt):
@@ -310,7 +329,7 @@ class Faulty(Table):
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         if "unhurried" in self.settings and not Path(self.settings["unhurried"]).exists():
-            time.sleep(0.02)
+            time.sleep(0.1)
         self.forwards += 1
         self.maybe_fail(f"forward {self.forwards}")
         output: torch.Tensor = super().forward(model, inputs)

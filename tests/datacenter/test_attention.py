@@ -65,6 +65,29 @@ class Angles(nn.Module):
         return torch.arange(1.0, 1.0 + hidden.shape[1])[:, None].cos(), 0.3
 
 
+class Together(nn.Module):
+    """One layer for all three: one after another, head by head, or in an order of its own."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.order, self.width, self.heads = order, WIDTH, WIDTH // HEAD
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made = self.c_attn(hidden)
+        if self.order == "one after another":
+            parts = [each.unflatten(-1, (-1, HEAD)) for each in made.split(self.width, -1)]
+        elif self.order == "head by head":
+            parts = made.unflatten(-1, (-1, 3 * HEAD)).chunk(3, -1)
+        else:
+            parts = made.unflatten(-1, (HEAD, self.heads, 3)).transpose(-2, -3).unbind(-1)
+        q, k, v = (each.transpose(1, 2) for each in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
 @pytest.fixture
 def words() -> torch.Tensor:
     return torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -80,6 +103,23 @@ def test_whole_groups_of_heads_are_cut(words: torch.Tensor) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("order", "pieces", "remembered"),
+    [("one after another", 3, ("width",)), ("head by head", 1, ()), ("of its own", 0, ())],
+)
+def test_one_layer_for_all_three(order: str, pieces: int, remembered: tuple[str, ...]) -> None:
+    model = nn.Sequential(nn.Linear(4, WIDTH), Together(order))
+    before = model[1].width, model[1].heads
+    hidden = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    found, others = by_heads(model, 2, lambda: run_still(model, hidden))
+    assert [(each.fused, each.pieces, each.remembered) for each in found] == (
+        [("c_attn", pieces, remembered)] if pieces else []
+    )
+    assert [each.name for each in others] == ([] if pieces else ["1"])
+    assert (model[1].width, model[1].heads) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -92,7 +92,7 @@ def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> 
     """A round that cannot end in time is saved, and goes on there when the machines are back."""
     hurry = tmp_path / "hurry"
     settings = {"dropout": 0.2, "unhurried": str(hurry), "fault": "none"}
-    made = setup("Faulty", settings, ranks=0, zero_stage=3, steps=200)
+    made = setup("Faulty", settings, ranks=0, zero_stage=3, steps=60)
     strategy = made.job.strategy.model_copy(update={"policy": "datacenter"})
     job = made.job.model_copy(update={"rounds": 1, "strategy": strategy})
     store = Store.create(tmp_path / "run", job, HERE)
@@ -126,9 +126,9 @@ def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> 
     store.close()
     assert row["attempt"] == 2  # asked again only when somebody was there
     assert re.fullmatch(
-        r"went on with steps 0 to 200 after \d+, where an earlier try was saved",
+        r"went on with steps 0 to 60 after \d+, where an earlier try was saved",
         row["receipts"][0]["reason"],
     )
     warm.open("not-taken", made)
     sent = bytes(made.layout.encode(made.layout.gather(build_model(made.task, job.seed))))
-    assert warm.train("not-taken", 0, 200, sent, hand_back=True)[1] == model
+    assert warm.train("not-taken", 0, 60, sent, hand_back=True)[1] == model

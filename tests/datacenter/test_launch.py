@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, ConfigDict
+from tests import forked
 
 from isthmus.errors import UserError
 from isthmus.wire import link_pb2
@@ -251,15 +252,12 @@ def free_port() -> int:
         return port
 
 
-def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any) -> None:
+def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any, tmp_path: Path) -> None:
     """Agents that come by themselves, one killed in between; the same bytes as on one machine."""
     port = free_port()
-    command = [sys.executable, "-m", "isthmus.cli", "datacenter", "agent"]
-    command += ["--control", f"127.0.0.1:{port}"]
+    words = ("datacenter", "agent", "--control", f"127.0.0.1:{port}")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    agents = [
-        subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(2)
-    ]
+    agents = [forked.start(words, tmp_path, environment) for _ in range(2)]
     try:
         driver = start(ranks=1, nodes=Nodes(count=2, host="127.0.0.1", port=port))
         made = setup("Table", {"dropout": 0.2}, zero_stage=3)
@@ -274,23 +272,22 @@ def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any) -> None:
         _, content = driver.train("nodes", 4, 8, hand_back=True)
         assert content == warm.train("nodes", 4, 8, hand_back=True)[1]
         # A node that is told to go tells the service, which ends in good order.
-        agents[0].send_signal(signal.SIGTERM)
+        os.kill(agents[0][0].pid, signal.SIGTERM)
         until(lambda: driver.run(group.must_leave()))
     finally:
-        for process in agents:
+        for process, _ in agents:
             process.kill()
-            process.wait()
+            process.join()
 
 
 def test_a_service_that_is_told_to_leave(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "isthmus.cli", "datacenter", "launch", "--ranks", "1"]
-    command += ["--server", "127.0.0.1:1", "--state", str(tmp_path)]
-    service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    words = ("datacenter", "launch", "--ranks", "1", "--server", "127.0.0.1:1")
+    service, said = forked.start((*words, "--state", str(tmp_path)), tmp_path, os.environ)
     until(lambda: list(tmp_path.glob("logs/*/attempt_0/*/stderr.log")), 60.0)
-    service.send_signal(signal.SIGUSR1)
-    _, said = service.communicate(timeout=20.0)
-    assert service.returncode == 0
-    assert "told to leave: idle" in said
+    os.kill(service.pid, signal.SIGUSR1)
+    service.join(20.0)
+    assert service.exitcode == 0
+    assert "told to leave: idle" in os.read(said.fileno(), 1 << 16).decode()
 
 
 def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import forked
 
 from isthmus.errors import IsthmusError
 
@@ -74,22 +73,18 @@ def test_a_fresh_service_goes_on_where_another_was(
 
 
 def test_kill_9_of_the_service_leaves_nothing(tmp_path: Path) -> None:
-    service = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "isthmus.cli", "datacenter", "launch", "--ranks", "2"),
-            *("--server", "127.0.0.1:1", "--state", str(tmp_path), "--die-with-parent"),
-        ],
-        stderr=subprocess.DEVNULL,
-    )
+    words = ["datacenter", "launch", "--ranks", "2", "--server", "127.0.0.1:1"]
+    words += ["--state", str(tmp_path), "--die-with-parent"]
+    service, _said = forked.start(words, tmp_path, os.environ)
     deadline = time.monotonic() + 50.0
     while len(list(tmp_path.glob("logs/*/attempt_0/*/stderr.log"))) < 2:
-        assert service.poll() is None
+        assert service.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.1)
     below = descendants(service.pid)
     assert len(below) == 4  # template, agent, two ranks
     service.kill()
-    service.wait()
+    service.join()
     assert gone(below, 5.0)
 
 
