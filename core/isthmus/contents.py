@@ -27,6 +27,9 @@ from isthmus.wire import link_pb2
 CHUNK_BYTES = 128 << 10
 """Payload of one message of a small content."""
 
+BROADCAST_BYTES = 256 << 10
+"""The same of one that goes to many, who share the message: only gRPC has a copy for each."""
+
 MOST_CHUNK_BYTES = 1 << 20
 """Payload of one message of a large one, where every message costs more than its bytes."""
 
@@ -120,7 +123,7 @@ class Broadcast:
     def __init__(self, sha256: bytes, payload: bytes | Buffer | InFile) -> None:
         self._sha256 = sha256
         self._payload = payload if isinstance(payload, InFile) else memoryview(payload)
-        self._chunk_bytes = chunk_size(len(payload))
+        self._chunk_bytes = max(BROADCAST_BYTES, chunk_size(len(payload)))
         self._made: dict[int, bytes] = {}
 
     def messages(self, offset: int) -> Iterator[bytes]:

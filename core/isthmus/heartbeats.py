@@ -8,16 +8,17 @@ far better than the same messages one by one. Any message is as good as a ping.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from isthmus.stream import Stream
 
-LOOKS = 6
+LOOKS = 8
 """Times in a lease that a stream is looked after."""
-QUIET = 0.98 / 3
-"""Of a lease that nothing was sent, after which a ping is; a bit less than two looks."""
+QUIET = 2.98 / LOOKS
+"""Of a lease that nothing was sent, after which a ping is; a bit less than three looks."""
 
 
 class Heartbeats:
@@ -25,8 +26,8 @@ class Heartbeats:
 
     Guarantees:
       * on a stream that can be written to, something is sent at least twice in each lease;
-      * one on which nothing comes for a lease is given up within a sixth of a lease more; time in
-        which nobody waits for a message does not count.
+      * one on which nothing comes for a lease is given up within an eighth of a lease more; time
+        does not count in which nobody waits for a message, or this process came to nothing.
     """
 
     def __init__(self, lease_seconds: float, groups: int = 1) -> None:
@@ -55,13 +56,19 @@ class Heartbeats:
 
     def _wait(self) -> None:
         pause = self.lease_seconds / LOOKS / len(self._groups)
-        self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(
+            pause, self._tick, time.monotonic() + pause
+        )
 
-    def _tick(self) -> None:
+    def _tick(self, due: float) -> None:
         self._timer = None
         if not any(self._groups):
             return
         self._wait()
+        late = time.monotonic() - due
+        if late > self.lease_seconds / LOOKS:  # what came meanwhile could not be read either
+            for stream in itertools.chain(*self._groups):
+                stream.silent_since += late
         group = self._groups[self._next]
         self._next = (self._next + 1) % len(self._groups)
         now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -184,6 +185,8 @@ def run_until_stopped(work: Any) -> Any:
 def prepare() -> None:
     """Set this process up to be a server."""
     return_freed_memory()
+    gc.freeze()  # what was imported stays; to look through it again and again takes time
+    gc.set_threshold(7000, 10, 10)
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.getLogger("isthmus").setLevel(logging.WARNING)
     logging.getLogger("isthmus_server").setLevel(logging.WARNING)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.contents import (
+    BROADCAST_BYTES,
     CHUNK_BYTES,
     Assembly,
     Broadcast,
@@ -57,7 +58,7 @@ def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset
     assert ours == theirs
 
 
-@given(st.integers(0, 3 * CHUNK_BYTES), st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=9))
+@given(st.integers(0, 5 * CHUNK_BYTES), st.lists(st.integers(0, 5 * CHUNK_BYTES), max_size=9))
 def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
     """From memory and from a file alike, whoever asked before."""
     payload = random.Random(size).randbytes(size)
@@ -72,14 +73,14 @@ def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
                 assert b"".join(piece.data for piece in pieces) == payload[offset:]
                 ends = [piece.offset + len(piece.data) for piece in pieces]
                 assert [piece.offset for piece in pieces] == [offset, *ends][: len(pieces)]
-                assert all(len(piece.data) <= CHUNK_BYTES for piece in pieces)
+                assert all(len(piece.data) <= BROADCAST_BYTES for piece in pieces)
             copy = bytearray(size)
             broadcast.fill(copy)
             assert copy == payload
 
 
 def test_who_is_at_the_same_place_gets_the_same_message():
-    broadcast = Broadcast(bytes(32), bytes(30 * CHUNK_BYTES))
+    broadcast = Broadcast(bytes(32), bytes(30 * BROADCAST_BYTES))
     one, other = broadcast.messages(0), broadcast.messages(0)
     for message in one:
         assert next(other) is message
@@ -87,9 +88,9 @@ def test_who_is_at_the_same_place_gets_the_same_message():
 
 def test_a_content_whose_file_was_cut_short_is_an_error(tmp_path):
     with (tmp_path / "content").open("wb+") as file:
-        file.write(bytes(CHUNK_BYTES))
+        file.write(bytes(BROADCAST_BYTES))
         file.flush()
-        messages = Broadcast(bytes(32), InFile(file, 2 * CHUNK_BYTES)).messages(0)
+        messages = Broadcast(bytes(32), InFile(file, 2 * BROADCAST_BYTES)).messages(0)
         next(messages)
         with pytest.raises(OSError, match="was cut short"):
             next(messages)

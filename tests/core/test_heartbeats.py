@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 
@@ -86,6 +87,20 @@ async def test_time_in_which_nobody_waits_for_a_message_does_not_count():
         await asyncio.sleep(2 * LEASE)  # at work on what came
         wire.arriving.put_nowait(NEWS.SerializeToString())
         assert (await stream.receive()).cancel.id == "x"
+
+
+async def test_time_in_which_this_process_came_to_nothing_does_not_count():
+    """As on a machine that is overloaded: the pings have come, and nobody could read them."""
+    ours, theirs = wires()
+    tasks = [
+        asyncio.create_task(listen(Heartbeats(LEASE, 4), Stream(ours))),
+        asyncio.create_task(listen(Heartbeats(LEASE), Stream(theirs, answers=True))),
+    ]
+    done, _ = await asyncio.wait(tasks, timeout=LEASE / 8)
+    time.sleep(2 * LEASE)  # noqa: ASYNC251 - nothing else may run
+    done, _ = await asyncio.wait(tasks, timeout=LEASE)
+    assert not done
+    await end(*tasks)
 
 
 async def test_whoever_sends_is_not_pinged_beside_it():
