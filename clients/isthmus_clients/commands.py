@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Coroutine
@@ -37,15 +38,16 @@ _STATE = click.option(
 
 
 @client.command()
-@click.argument("url")
+@click.argument("url", metavar="HOST:PORT")
 @click.argument("token")
 @_STATE
 def join(url: str, token: str, state: Path) -> None:
-    """Join the server at URL (HOST:PORT) with a TOKEN from its operator."""
+    """Join the server at HOST:PORT with a TOKEN from its operator."""
     member = asyncio.run(joining.join(url, joining.Token.parse(token), state, "client"))
-    click.echo(
-        f"this device is {member.name!r} at {member.server}; begin with: isthmus client start"
-    )
+    begin = "isthmus client start"
+    if state != default_state("client"):
+        begin += f" --state {shlex.quote(str(state))}"
+    click.echo(f"this device is {member.name!r} at {member.server}; begin with: {begin}")
 
 
 @client.command()

@@ -7,6 +7,7 @@ imported when they are used, so that a device which runs ``isthmus client`` load
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from importlib.metadata import entry_points
 
@@ -45,6 +46,8 @@ def isthmus() -> None:
 
 def main() -> None:
     """Entry point of the console script: a user's mistake is one sentence and exit code 1."""
+    # gRPC has lines of its own for every caller it turns away; what matters we say in a sentence.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )

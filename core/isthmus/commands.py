@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
 
 from isthmus.job import job_schema, load_job
 from isthmus.task import load_task
+
+CHECKS = "isthmus.checks"
+"""Packages register here what they refuse in a job: a function of the job and its task."""
 
 
 @click.group()
@@ -17,14 +21,16 @@ def job() -> None:
 
 
 @job.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", metavar="JOB", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 def check(path: Path, overrides: tuple[str, ...]) -> None:
-    """Validate JOB and load its task, without running anything."""
+    """Validate JOB, load its task and build its model, without running anything."""
     checked = load_job(path, overrides)
     base = path.resolve().parent
     data = checked.task.data_in(base)
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
+    for point in entry_points(group=CHECKS):
+        point.load()(checked, task)
     click.echo(
         f"{path} is fine: {checked.rounds} rounds of {type(task).__name__}, "
         f"policy {checked.strategy.policy}, {checked.federated.clients} clients, "

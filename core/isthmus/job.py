@@ -302,6 +302,8 @@ def _sentences(error: ValidationError) -> list[str]:
         elif item["type"] == "value_error":
             where = f"{key}: " if item["loc"] else ""
             found.append(where + str(item["ctx"]["error"]))
+        elif item["type"] in ("model_type", "dict_type"):
+            found.append(f"{key}={item['input']!r}: a table is wanted")
         else:
             found.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
     return found

@@ -61,7 +61,8 @@ class Membership:
         except FileNotFoundError as error:
             raise UserError(
                 f"{directory} holds no membership ({Path(str(error.filename)).name} is missing); "
-                "join a server first: isthmus client (or datacenter, or operator) join URL TOKEN"
+                "join a server first: isthmus client (or datacenter, or operator) join HOST:PORT "
+                "TOKEN"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, Refused) as error:
             if isinstance(error, UserError):
@@ -232,7 +233,7 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
         if not tls.is_loopback(host):
             raise UserError(
                 f"{host} is another machine, and this one has not joined its fleet; join first: "
-                f"isthmus {kind} join URL TOKEN"
+                f"isthmus {kind} join HOST:PORT TOKEN"
             )
     elif (membership.kind, membership.name) != (kind, name):
         raise UserError(

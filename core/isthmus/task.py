@@ -305,11 +305,11 @@ def user_code(what: str) -> Iterator[None]:
         if str(error):
             raise TaskError(_at_user_line(what, error)) from error
         raise TaskError(f"the task does not define {what}, and it must") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(_at_user_line(what, error)) from error
 
 
-def _at_user_line(what: str, error: Exception) -> str:
+def _at_user_line(what: str, error: BaseException) -> str:
     """`what failed at file.py:12: Kind: message`, pointing at the last line outside libraries."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{what} failed at {error.filename}:{error.lineno}: SyntaxError: {error.msg}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shlex
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -16,6 +15,7 @@ import click
 
 from isthmus.errors import UserError
 from isthmus.membership import Membership
+from isthmus.tls import split_address
 from isthmus_datacenter.launch import Launch, check_private, kubernetes, parse_options, slurm
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -75,13 +75,13 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @datacenter.command()
-@click.argument("url")
+@click.argument("url", metavar="HOST:PORT")
 @click.argument("token")
 @click.option(
     "--state", required=True, type=_DIRECTORY, help="The directory that `launch` is given."
 )
 def join(url: str, token: str, state: Path) -> None:
-    """Join the server at URL (HOST:PORT) with a TOKEN from its operator."""
+    """Join the server at HOST:PORT with a TOKEN from its operator."""
     from isthmus import joining
 
     parsed = joining.Token.parse(token)
@@ -173,7 +173,7 @@ def serve(
     control: str,
 ) -> None:
     """Be the service of a cluster whose nodes each run `isthmus datacenter agent`."""
-    host, port = _address(control)
+    host, port = split_address(control, "--control")
     from isthmus_datacenter.group import Nodes
 
     place = None if port == 0 else Nodes(count=nodes, host=host, port=port)
@@ -185,7 +185,7 @@ def serve(
 @click.option("--control", required=True, metavar="HOST:PORT", help="The service's.")
 def agent(control: str) -> None:
     """Run this node's ranks for the service at --control, until told to leave."""
-    host, port = _address(control)
+    host, port = split_address(control, "--control")
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: told.set())
@@ -205,8 +205,8 @@ def _membership(
         server, name = server or member.server, name or member.name
     if server is None:
         raise UserError(
-            "join a server first (isthmus datacenter join URL TOKEN --state DIR), or give the "
-            "--server on this machine"
+            "join a server first (isthmus datacenter join HOST:PORT TOKEN --state DIR), or give "
+            "the --server on this machine"
         )
     return server, name or "datacenter", member
 
@@ -251,10 +251,3 @@ async def _until_told(service: Any, serving: Coroutine[Any, Any, None], grace: f
     loop.add_signal_handler(signal.SIGINT, work.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await work
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"--control {shlex.quote(text)} is not of the form HOST:PORT")
-    return host, int(port)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
 import os
 import signal
+import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -20,6 +23,9 @@ from isthmus.job import Job, load_job
 from isthmus.lifetime import return_freed_memory
 from isthmus.task import check_named
 from isthmus.tls import split_address
+
+if TYPE_CHECKING:
+    from isthmus_server.store import Store
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key."
@@ -94,7 +100,13 @@ def run(
     show_default=True,
     help="Compared with the job's own policy, at the same budget.",
 )
-@click.option("--seeds", default=3, show_default=True, help="Runs of each, with seeds 1, 2, ...")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs of each, with seeds 1, 2, ...",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
 def compare(
     job: Path,
@@ -108,6 +120,13 @@ def compare(
     from isthmus_server.template import Template
 
     loaded = _loaded(job, overrides)
+    directory = run_dir or _fresh_directory(loaded, "compare-")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if json_file is not None:
+            json_file.touch()  # not at the end of it all
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
     # Before anything is opened.
     with Template.fork(ranks=loaded.datacenter.ranks > 0) as template:
         prepare()
@@ -115,7 +134,6 @@ def compare(
 
         names = [loaded.strategy.policy]
         names += [name for name in policies.split(",") if name and name not in names]
-        directory = run_dir or _fresh_directory(loaded, "compare-")
         base = job.resolve().parent
         figures = run_until_stopped(
             compare_policies(loaded, base, directory, names, seeds, Console(), template)
@@ -130,13 +148,9 @@ def compare(
 def report(run_dir: Path, as_json: bool) -> None:
     """Say what became of the run in the directory RUN."""
     from isthmus_server.report import document, show
-    from isthmus_server.store import Store
 
-    store = Store.open(run_dir)
-    try:
+    with _opened(run_dir) as store:
         found = document(store)
-    finally:
-        store.close()
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
@@ -152,18 +166,28 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
 
     With ROUND, everything that one decision was made of.
     """
-    from isthmus_server.store import Store
     from isthmus_server.why import explanation, show
 
-    store = Store.open(run_dir)
-    try:
+    with _opened(run_dir) as store:
         found = explanation(store, number)
-    finally:
-        store.close()
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
         show(found, Console())
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[Store]:
+    """A run to be read."""
+    from isthmus_server.store import Store
+
+    store = Store.open(directory)
+    try:
+        yield store
+    except sqlite3.Error as error:
+        raise UserError(f"the run in {directory} cannot be read: {error}") from error
+    finally:
+        store.close()
 
 
 def run_until_stopped(work: Any) -> Any:

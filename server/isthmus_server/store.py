@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
-from isthmus.job import Job
+from isthmus.job import Job, read_job
 from isthmus_server.checkpoints import Checkpoints, Saved, replacing
 from isthmus_server.resume import Resume
 from isthmus_server.strategy.observation import past_round
@@ -110,14 +110,22 @@ class Store:
         """
         try:
             table = json.loads((directory / "job.json").read_text())
-            job = Job.model_validate(table["job"])
+            job = read_job(json.dumps(table["job"]))
             if not (directory / "run.sqlite").exists():
-                raise ValueError("run.sqlite is missing")
-            return cls(directory, job, Path(table["base"]), table["run_id"])
+                raise UserError("run.sqlite is missing")
+            store = cls(directory, job, Path(table["base"]), table["run_id"])
+            if store._db.execute("SELECT COUNT(*) FROM run").fetchone() != (1,):
+                store.close()
+                raise UserError("run.sqlite is of no run")
         except FileNotFoundError:
             raise UserError(f"{directory} does not hold a run (no job.json)") from None
-        except (OSError, sqlite3.Error, KeyError, TypeError, ValueError) as error:
+        except (OSError, sqlite3.Error, UserError) as error:
             raise UserError(f"the run in {directory} cannot be read: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the run in {directory} cannot be read: job.json is damaged"
+            ) from error
+        return store
 
     def close(self) -> None:
         """Let go of the files."""

@@ -49,6 +49,11 @@ def test_check_says_what_a_job_would_do(isthmus, job_file):
         ("sed=1", "unknown key sed; did you mean seed?"),
         ("task.source=nowhere.py:Learn", "there is no file"),
         ("nonsense", "--set 'nonsense' is not of the form key.sub=value"),
+        ("federated=3", "federated=3: a table is wanted"),
+        ("strategy.policy=nope", "strategy.policy='nope' is not known; there are "),
+        ("strategy.policy=nope:Nope", "cannot be made: ModuleNotFoundError"),
+        ("strategy.settings.a=1", "unknown key strategy.settings.a"),
+        ("strategy.server_optimizer.name=Nope", "is not an optimizer of torch.optim"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_1(isthmus, job_file, setting, sentence):

@@ -143,6 +143,12 @@ def test_a_task_may_refuse_in_its_own_words():
             raise NotImplementedError("only on Tuesdays")
 
 
+def test_code_that_ends_the_process_does_not():
+    said = r"^loss\(\) failed at .*: SystemExit: 3$"
+    with pytest.raises(TaskError, match=said), user_code("loss()"):
+        sys.exit(3)
+
+
 def test_an_interrupt_is_not_the_users_mistake():
     with pytest.raises(KeyboardInterrupt), user_code("loss()"):
         raise KeyboardInterrupt

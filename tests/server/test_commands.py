@@ -47,6 +47,32 @@ def test_a_comparison_needs_a_budget(tmp_path, write_task):
         typed(commands.compare, job, "--run-dir", tmp_path / "runs")
 
 
+@pytest.mark.parametrize("option", ["--run-dir", "--json"])
+def test_a_comparison_that_could_not_be_written_does_not_begin(tmp_path, write_task, option):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    place = job / "below" if option == "--run-dir" else tmp_path / "nowhere" / "figures.json"
+    more = () if option == "--run-dir" else ("--run-dir", tmp_path / "runs")
+    with pytest.raises(UserError, match=rf"^{place} cannot be written: "):
+        typed(commands.compare, job, option, place, *more)
+
+
+def test_a_comparison_of_no_seeds_is_refused(tmp_path):
+    result = typed(commands.compare, tmp_path / "job.toml", "--seeds", 0)
+    assert result.exit_code == 2
+    assert "0 is not in the range" in result.output
+
+
+def test_a_log_that_is_cut_short_is_one_sentence(make_job, tmp_path):
+    Store.create(tmp_path / "run", make_job(), tmp_path).close()
+    log = tmp_path / "run" / "run.sqlite"
+    with log.open("r+b") as file:
+        file.truncate(log.stat().st_size - 4096)
+    with pytest.raises(UserError, match=r"^the run in .* cannot be read: database disk image"):
+        typed(commands.report, tmp_path / "run")
+
+
 def test_the_report_of_a_run_that_just_began(make_job, tmp_path):
     Store.create(tmp_path / "run", make_job(), tmp_path).close()
     result = typed(commands.report, tmp_path / "run")

@@ -327,6 +327,7 @@ def test_a_directory_without_a_run_is_one_sentence(tmp_path):
         ("job.json", "{}"),
         ("job.json", '{"run_id": "a", "base": "/", "job": {"name": "a"}}'),
         ("run.sqlite", "this is no database, but long enough to look like one" * 100),
+        ("run.sqlite", ""),
         ("run.sqlite", None),
     ],
     ids=str,
@@ -338,5 +339,6 @@ def test_a_damaged_run_is_one_sentence(create, file, content):
         path.unlink()
     if content is not None:
         (store.directory / file).write_text(content)
-    with pytest.raises(UserError, match=r"^the run in .* cannot be read"):
+    with pytest.raises(UserError, match=r"^the run in .* cannot be read: .*[a-z]$") as told:
         Store.open(store.directory)
+    assert "\n" not in str(told.value)

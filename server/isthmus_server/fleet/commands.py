@@ -16,6 +16,7 @@ from isthmus import tls
 from isthmus.errors import UserError
 
 _STATE = click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+_LAST_PORT = 65535
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -140,6 +141,8 @@ def start(state: Path, address: str) -> None:
     prepare()
     logging.getLogger("isthmus_server.fleet").setLevel(logging.INFO)
     host, port = tls.split_address(address, "--address")
+    if port == _LAST_PORT:
+        raise UserError(f"--address {address!r} leaves no port after it for joining")
     run_until_stopped(serve_queue(FleetServer(state), state, host, port, Console()))
 
 

@@ -113,11 +113,11 @@ def operator() -> None:
 
 
 @operator.command()
-@click.argument("url")
+@click.argument("url", metavar="HOST:PORT")
 @click.argument("token")
 @_STATE
 def join(url: str, token: str, state: Path) -> None:
-    """Join the server at URL (HOST:PORT) with an operator's TOKEN."""
+    """Join the server at HOST:PORT with an operator's TOKEN."""
     import asyncio
 
     from isthmus import joining

@@ -6,6 +6,7 @@ import stat
 import grpc
 import grpc.aio
 import pytest
+from click.testing import CliRunner
 from tests.server.work import answering, train
 
 from isthmus import joining, tls
@@ -14,6 +15,7 @@ from isthmus.joining import JOIN, Token
 from isthmus.membership import Membership
 from isthmus.wire import join_pb2
 from isthmus_server.fleet.authority import Authority, initialise
+from isthmus_server.fleet.commands import server
 from isthmus_server.fleet.joining import MOST_CALLERS, Purse
 from isthmus_server.fleet.server import FleetServer
 
@@ -244,6 +246,14 @@ def test_a_token_that_was_not_copied_whole_says_so(text):
 async def test_an_address_that_is_none_says_so(tmp_path, url):
     with pytest.raises(UserError, match="is not of the form HOST:PORT"):
         await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
+
+
+def test_the_last_port_leaves_none_for_joining(fleet):
+    arguments = ["start", str(fleet.state), "--address", "127.0.0.1:65535"]
+    result = CliRunner().invoke(server, arguments)
+    assert str(result.exception) == (
+        "--address '127.0.0.1:65535' leaves no port after it for joining"
+    )
 
 
 async def test_nobody_there_says_so(tmp_path):
