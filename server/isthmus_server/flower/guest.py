@@ -31,7 +31,14 @@ from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Spool
 from isthmus_server.flower.one_run import OneRun
 from isthmus_server.flower.state import State, check
-from isthmus_server.flower.strategies import EVERYBODY, describe, make, so_many
+from isthmus_server.flower.strategies import (
+    EVERYBODY,
+    check_losses,
+    describe,
+    innermost,
+    make,
+    so_many,
+)
 
 PREFIX = "flower."
 """Of a strategy's tensors and numbers beside those of the server optimizer."""
@@ -153,10 +160,7 @@ class Round:
     @property
     def weighted_by(self) -> str:
         """The figure by which it weighs replies."""
-        inner = self.strategy
-        while isinstance(outer := getattr(inner, "strategy", None), Strategy):
-            inner = outer
-        return str(getattr(inner, "weighted_by_key", "num-examples"))
+        return str(getattr(innermost(self.strategy), "weighted_by_key", "num-examples"))
 
     def configure(self, grid: Grid) -> list[Message]:
         """What the strategy sends at the beginning of the round.
@@ -176,6 +180,7 @@ class Round:
         """
         result = torch.empty_like(self.start)
         with self._on(f"{len(replies)} updates") as warnings:
+            check_losses(self.strategy, replies)
             made, figures = self.strategy.aggregate_train(self.round, replies)
             if made is None:
                 raise UpdateError("; ".join(["it made no model of them", *warnings]))

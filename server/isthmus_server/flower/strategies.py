@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flwr.app import Message
 from flwr.serverapp import strategy as shipped
 from flwr.serverapp.strategy import Strategy
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UpdateError
 from isthmus.federated import FlowerStrategy
 
 EVERYBODY: Mapping[str, float] = {
@@ -130,6 +131,33 @@ def _check_use(kind: type[Strategy], where: str, clips: bool) -> None:
         raise JobError(
             f"{where}.name={kind.__name__!r} counts on devices that clip their updates, which "
             "those of this job do not; use the one with ServerSide in its name"
+        )
+
+
+def innermost(strategy: Any) -> Any:
+    """The strategy that merges: what all others wrap."""
+    while isinstance(inner := getattr(strategy, "strategy", None), Strategy):
+        strategy = inner
+    return strategy
+
+
+def check_losses(strategy: Any, replies: Iterable[Message]) -> None:
+    """Refuse losses below 0 where they are raised to a power (q-FFL, Li et al. 2020).
+
+    Raises:
+        UpdateError: there is one, and the strategy would make no number of it.
+    """
+    merging = innermost(strategy)
+    if not isinstance(merging, shipped.QFedAvg):
+        return
+    key = merging.train_loss_key
+    records = [list(one.content.metric_records.values()) for one in replies if one.has_content()]
+    losses = [some[0].get(key) for some in records if some]
+    below = sum(isinstance(loss, int | float) and loss < 0 for loss in losses)
+    if below:
+        raise UpdateError(
+            f"QFedAvg takes no loss below 0, and {below} of {len(losses)} devices have one; add a "
+            "constant to the task's loss, or choose another strategy"
         )
 
 
