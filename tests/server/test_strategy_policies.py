@@ -241,11 +241,8 @@ def test_devices_take_the_gradient_along_while_public_data_are_like_theirs():
     """The held-out loss falls below two thirds of the first in the fifth round."""
     plans = adapt(rounds=50, losses=lambda round_: 3 * 0.9**round_)
     begins = initials(plans).index("h")
-    weights = [plan.transfer_weight for plan in plans if plan.regime == "hybrid"]
     assert begins == 5
-    assert weights[0] == 0.1
-    assert weights == sorted(weights, reverse=True)
-    assert weights[-1] < 0.01
+    assert {plan.transfer_weight for plan in plans[begins:-1]} == {0.1}
     assert "public data are like theirs" in plans[begins].reason
     assert "0.667" in plans[begins].reason
 
@@ -281,10 +278,10 @@ def test_a_datacenter_that_was_of_no_use_lends_no_gradient():
     losses=st.lists(st.floats(0.0, 1e6), max_size=12),
     here=st.booleans(),
     budget=st.one_of(st.none(), st.floats(1.0, 400.0)),
-    taking=st.floats(0.0, 50.0),
+    alike=st.booleans(),
 )
 def test_no_weight_is_over_the_bound_and_none_without_a_datacenter(
-    share, bound, norms, losses, here, budget, taking
+    share, bound, norms, losses, here, budget, alike
 ):
     strategy = job("adaptive", target_edge_share=share, transfer_weight=bound)
     both = dict(zip(("datacenter", "federated"), norms, strict=True))
@@ -292,7 +289,7 @@ def test_no_weight_is_over_the_bound_and_none_without_a_datacenter(
         dataclasses.replace(past(round_, "hybrid", loss=loss), norms=both)
         for round_, loss in enumerate(losses, 1)
     ]
-    state = {"phase": "edge", "edge": len(losses), "taking": taking}
+    state = {"phase": "edge", "edge": len(losses), "alike": alike}
     seen = observe(
         len(losses) + 1, history, rounds=50, state=state, datacenter_ready=here, budget=budget
     )

@@ -14,8 +14,8 @@ regime, and what devices and held-out public data say decides what a declaration
 
     edge, probation   after some rounds the served model must not lose to the warm one; else back to
                       that, momentum zeroed, half steps; twice: quarter steps, and no more tests
-    edge, alike       if what devices learn holds for the public data too, they take the
-                      datacenter's gradient along, with a weight that falls to 0
+    edge, alike       once what devices learn holds for public data too, they take the
+                      datacenter's gradient along
     edge, dark        it waits
     privacy spent     the datacenter alone goes on
 
@@ -114,9 +114,8 @@ class State:
     """Probations failed."""
     scale: float = 1.0
     """Of the devices' steps."""
-    taking: float = 0.0
-    """Rounds with devices that were left when they began to take the gradient along, though all
-    of the target is theirs; 0: they do not."""
+    alike: bool = False
+    """Public data were found to be like the devices'."""
     asking: str = ""
     """What the comparison under way is about: warm, probation."""
 
@@ -265,20 +264,18 @@ class Adaptive:
         )
 
     def _weight_if_alike(self, seen: Observation, state: State) -> tuple[State, float, str]:
-        """Where all of the target is the devices': something to lean on while they know little."""
-        _, left = rounds_with_devices(seen)
+        """Where all of the target is the devices': more data like theirs, once that is known."""
         said = "; public data are like theirs"
-        if not state.taking and not state.barred:
+        if not state.alike and not state.barred:
             fell, enough = self._fell(seen, state), self.settings.alike
             if fell < enough:
-                state = dataclasses.replace(state, taking=left)
+                state = dataclasses.replace(state, alike=True)
                 said += (
                     f" (the held-out loss fell to {fell:.2g} of the first, {enough:g} is enough)"
                 )
-        if not state.taking:
+        if not state.alike:
             return state, 0.0, ""
-        weight = self.bound * min(left / state.taking, 1.0)
-        return state, weight, f"{said}, so they take {weight:.3g} of the datacenter's gradient"
+        return state, self.bound, f"{said}, so they take {self.bound:.3g} of the gradient of these"
 
     def _fell(self, seen: Observation, state: State) -> float:
         """To what part of its first value devices brought the held-out public loss.
