@@ -201,13 +201,22 @@ async def _call(
             except grpc.aio.AioRpcError as error:
                 busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
                 if error.code() not in busy or attempt == _TRIES - 1:
-                    raise Refused(f"the server at {address} said no: {error.details()}") from None
+                    raise Refused(_why_not(address, error)) from None
             else:
                 assert isinstance(answer, bytes)
                 return answer
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         pause *= 2
     raise AssertionError("the last try returns or raises")
+
+
+def _why_not(address: str, error: grpc.aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return (
+            f"nobody lets participants in at {address}: joining has a port of its own, the one "
+            f"after that of the link ({error.details()})"
+        )
+    return f"the server at {address} said no: {error.details()}"
 
 
 def _parse_url(url: str) -> tuple[str, int]:

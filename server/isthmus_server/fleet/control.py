@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +29,8 @@ _CALLS = 8
 """Calls of one operator at a time."""
 
 _Asked = TypeVar("_Asked", bound=Message)
+
+log = logging.getLogger(__name__)
 
 
 class Control:
@@ -97,7 +101,7 @@ class Control:
                 self.members.registry.check(operator)
                 event = operator_pb2.Event(kind=kind, data=json.dumps(row))
                 yield event.SerializeToString()
-        except (IsthmusError, DecodeError) as error:
+        except (IsthmusError, DecodeError, sqlite3.Error) as error:
             await _refuse(context, error)
         finally:
             self._leave(operator)
@@ -111,7 +115,7 @@ class Control:
             operator = await self._enter(context)
             try:
                 reply = await answer(kind.FromString(data), operator)
-            except (IsthmusError, DecodeError) as error:
+            except (IsthmusError, DecodeError, sqlite3.Error) as error:
                 await _refuse(context, error)
                 raise AssertionError("it was aborted") from error
             finally:
@@ -161,5 +165,10 @@ async def serve_queue(
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
-    sentence = "this is no request" if isinstance(error, DecodeError) else str(error)
+    sentence = str(error)
+    if isinstance(error, DecodeError):
+        sentence = "this is no request"
+    elif isinstance(error, sqlite3.Error):
+        log.error("a file of this server cannot be used: %s", error)
+        sentence = f"a file of the server's cannot be used: {error}"
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)

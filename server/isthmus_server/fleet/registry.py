@@ -137,7 +137,7 @@ class Registry:
             if now >= expires:
                 raise Refused("this token is over; ask the operator for another")
             if kind != for_kind:
-                raise Refused(f"this token is for a {for_kind}, not for a {kind}")
+                raise Refused(f"this token is of the kind {for_kind!r}, not {kind!r}")
             try:
                 self._refuse_taken(name)
             except UserError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,11 @@ class Runner:
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until cancelled; what runs then goes on when the server is started again."""
+        """Work until cancelled; what runs then goes on when the server is started again.
+
+        Raises:
+            UserError: the queue's file cannot be used any more.
+        """
         try:
             while True:
                 self._woken.clear()
@@ -59,6 +64,10 @@ class Runner:
                     await self._woken.wait()
                 else:
                     await self._one(entry)
+        except sqlite3.Error as error:
+            raise UserError(
+                f"the queue of jobs cannot be used: {error}; see to it, then start the server again"
+            ) from error
         finally:
             self.queue.close()
 
@@ -149,11 +158,15 @@ class Runner:
         return "cancelled"
 
     async def progress(self, entry: Entry) -> int:
-        """Rounds of a job that are committed."""
+        """Rounds of a job that are committed; 0 where its run cannot be read any more."""
 
         def look() -> int:
-            with self._store(entry) as store:
-                return 0 if store is None else store.last_round()
+            try:
+                with self._store(entry) as store:
+                    return 0 if store is None else store.last_round()
+            except UserError as error:
+                log.warning("%s: %s", entry.id, error)
+                return 0
 
         return await asyncio.to_thread(look)
 
@@ -182,6 +195,8 @@ class Runner:
         store = Store.open(directory) if (directory / "job.json").exists() else None
         try:
             yield store
+        except sqlite3.Error as error:
+            raise UserError(f"the run in {directory} cannot be read: {error}") from error
         finally:
             if store is not None:
                 store.close()

@@ -99,6 +99,18 @@ async def test_a_job_that_fails_says_why_and_the_next_one_runs(place):
     assert "3 edge clients are ready" in reply.jobs[0].reason
 
 
+async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(place):
+    id_ = await place.submit(place.job("time.join_seconds=0.1"))
+    assert await place.ended(id_) == "failed"
+    for log in (place.state / "runs" / id_).glob("run.sqlite*"):
+        log.write_bytes(b"this is no database, but long enough to look like one" * 100)
+    assert await place.states() == {id_: "failed"}
+    with pytest.raises(Refused, match=f"the run in .*{id_} cannot be read: file is not a database"):
+        await asyncio.to_thread(
+            lambda: list(Server(place.me.directory).events(pb.LogsRequest(id=id_)))
+        )
+
+
 async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place):
     await place.devices()
     running = await place.submit(place.job(), "one")

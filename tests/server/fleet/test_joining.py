@@ -81,7 +81,7 @@ async def test_a_token_is_used_once(fleet):
 async def test_a_token_is_worth_nothing_for_another_kind(fleet):
     await fleet.listen()
     for kind in ("datacenter", "operator"):
-        with pytest.raises(Refused, match=f"this token is for a client, not for a {kind}"):
+        with pytest.raises(Refused, match=f"this token is of the kind 'client', not '{kind}'"):
             await joining.join(fleet.url, fleet.token("a"), fleet.folder / kind, kind)
 
 
@@ -254,6 +254,13 @@ def test_the_last_port_leaves_none_for_joining(fleet):
     assert str(result.exception) == (
         "--address '127.0.0.1:65535' leaves no port after it for joining"
     )
+
+
+async def test_whoever_joins_at_the_links_port_is_told_of_the_other(fleet, tmp_path, monkeypatch):
+    await fleet.listen()
+    monkeypatch.setattr(joining, "_TRIES", 1)
+    with pytest.raises(Refused, match=r"^nobody lets participants in at .* the one after that of"):
+        await joining.join(fleet.address, fleet.token("phone-0"), tmp_path / "state", "client")
 
 
 async def test_nobody_there_says_so(tmp_path):

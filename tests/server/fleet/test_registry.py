@@ -91,7 +91,7 @@ def test_a_join_that_was_revoked_meanwhile_is_not_repeated(registry):
     ("how", "sentence"),
     [
         ({"digest": b"other"}, "this token is not known here, or was made too long ago"),
-        ({"kind": "datacenter"}, "this token is for a client, not for a datacenter"),
+        ({"kind": "datacenter"}, "this token is of the kind 'client', not 'datacenter'"),
     ],
 )
 def test_a_token_that_does_not_fit_is_refused_and_stays(registry, how, sentence):
