@@ -266,6 +266,21 @@ def test_a_warm_start_says_nothing_of_whether_public_data_are_alike():
     assert initials(falls[15:]).index("h") == 9
 
 
+@pytest.mark.parametrize(
+    ("losses", "regime"), [([1.5, 0.5, 3.8], "hybrid"), ([1.5, 3.0], "federated")]
+)
+def test_devices_that_forget_what_others_taught_take_the_gradient_along(losses, regime):
+    history = [
+        dataclasses.replace(past(round_, "federated"), training={"federated": {"loss": loss}})
+        for round_, loss in enumerate(losses, 1)
+    ]
+    state = {"phase": "edge", "edge": len(losses)}
+    plan = load_policy(adaptive()).plan(observe(len(losses) + 1, history, state=state))
+    assert plan.regime == regime
+    assert ("rose to 2.5 times the first" in plan.reason) == (regime == "hybrid")
+    assert plan.state["lent"] == (regime == "hybrid")  # and so it stays
+
+
 def test_a_datacenter_that_was_of_no_use_lends_no_gradient():
     plans = adapt(judge=lambda models: [0.1], losses=lambda round_: 3 * 0.8**round_)
     assert initials(plans[:-1]) == "ddddd" + "f" * (len(plans) - 6)
@@ -278,10 +293,10 @@ def test_a_datacenter_that_was_of_no_use_lends_no_gradient():
     losses=st.lists(st.floats(0.0, 1e6), max_size=12),
     here=st.booleans(),
     budget=st.one_of(st.none(), st.floats(1.0, 400.0)),
-    alike=st.booleans(),
+    lent=st.booleans(),
 )
 def test_no_weight_is_over_the_bound_and_none_without_a_datacenter(
-    share, bound, norms, losses, here, budget, alike
+    share, bound, norms, losses, here, budget, lent
 ):
     strategy = job("adaptive", target_edge_share=share, transfer_weight=bound)
     both = dict(zip(("datacenter", "federated"), norms, strict=True))
@@ -289,7 +304,7 @@ def test_no_weight_is_over_the_bound_and_none_without_a_datacenter(
         dataclasses.replace(past(round_, "hybrid", loss=loss), norms=both)
         for round_, loss in enumerate(losses, 1)
     ]
-    state = {"phase": "edge", "edge": len(losses), "alike": alike}
+    state = {"phase": "edge", "edge": len(losses), "lent": lent}
     seen = observe(
         len(losses) + 1, history, rounds=50, state=state, datacenter_ready=here, budget=budget
     )

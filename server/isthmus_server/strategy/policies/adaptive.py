@@ -14,8 +14,8 @@ regime, and what devices and held-out public data say decides what a declaration
 
     edge, probation   after some rounds the served model must not lose to the warm one; else back to
                       that, momentum zeroed, half steps; twice: quarter steps, and no more tests
-    edge, alike       once what devices learn holds for public data too, they take the
-                      datacenter's gradient along
+    edge, of use      once what devices learn holds for public data too, or devices forget what
+                      others of them taught, they take the datacenter's gradient along
     edge, dark        it waits
     privacy spent     the datacenter alone goes on
 
@@ -86,6 +86,9 @@ class Settings(Section):
     of what it was after the first round; 0: never."""
     alike_rounds: Annotated[int, Field(ge=1)] = 3
     """Rounds with devices before that is asked; after a warm start three times as many."""
+    forgotten: Annotated[float, Field(gt=1)] = 2.5
+    """Devices forget what others of them taught if their loss in a round is more than so many times
+    that of the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +117,8 @@ class State:
     """Probations failed."""
     scale: float = 1.0
     """Of the devices' steps."""
-    alike: bool = False
-    """Public data were found to be like the devices'."""
+    lent: bool = False
+    """Devices take the gradient along, though all of the target is theirs."""
     asking: str = ""
     """What the comparison under way is about: warm, probation."""
 
@@ -230,7 +233,7 @@ class Adaptive:
         elif self.share < 1:
             weight, said = self._weight_by_share(seen)
         else:
-            state, weight, said = self._weight_if_alike(seen, state)
+            state, weight, said = self._weight_if_of_use(seen, state)
         said = f"the devices hold {self.share:.0%} of the target" + said
         transfer = weight > 0
         return Plan(
@@ -263,19 +266,24 @@ class Adaptive:
             f"{gradient:.3g} long, and their own step {step:.3g})"
         )
 
-    def _weight_if_alike(self, seen: Observation, state: State) -> tuple[State, float, str]:
-        """Where all of the target is the devices': more data like theirs, once that is known."""
-        said = "; public data are like theirs"
-        if not state.alike and not state.barred:
+    def _weight_if_of_use(self, seen: Observation, state: State) -> tuple[State, float, str]:
+        """Where all of the target is the devices': more data like theirs, or rehearsal."""
+        said = "; it was found to be of use to them"
+        if not state.lent and not state.barred:
             fell, enough = self._fell(seen, state), self.settings.alike
+            rose, much = _rose(seen), self.settings.forgotten
             if fell < enough:
-                state = dataclasses.replace(state, alike=True)
-                said += (
-                    f" (the held-out loss fell to {fell:.2g} of the first, {enough:g} is enough)"
+                said = (
+                    f"; public data are like theirs (the held-out loss fell to {fell:.2g} of the "
                 )
-        if not state.alike:
+                said += f"first, {enough:g} is enough)"
+            elif rose > much:
+                said = f"; they forget what others of them taught (their loss rose to {rose:.2g} "
+                said += f"times the first, {much:g} is too much)"
+            state = dataclasses.replace(state, lent=fell < enough or rose > much)
+        if not state.lent:
             return state, 0.0, ""
-        return state, self.bound, f"{said}, so they take {self.bound:.3g} of the gradient of these"
+        return state, self.bound, f"{said}, so they take {self.bound:.3g} of the public gradient"
 
     def _fell(self, seen: Observation, state: State) -> float:
         """To what part of its first value devices brought the held-out public loss.
@@ -350,6 +358,17 @@ class Adaptive:
         step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
         most = self.settings.transfer_share * seen.price("federated") / step
         return max(1, int(min(seen.datacenter_steps, most)))
+
+
+def _rose(seen: Observation) -> float:
+    """How high the devices' own loss came in the last round, in times of the first.
+
+    It falls, but where those who come find that what they know was forgotten while others trained;
+    examples of all kinds in every round are what helps against that (rehearsal, Robins 1995).
+    """
+    theirs = [past.training.get("federated", {}).get("loss") for past in seen.history]
+    losses = [loss for loss in theirs if loss is not None]
+    return losses[-1] / losses[0] if losses and losses[0] > 0 else 0.0
 
 
 def _has_hours(seen: Observation) -> bool:
