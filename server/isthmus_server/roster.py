@@ -63,7 +63,7 @@ class Roster:
         self.clients: dict[str, Ready] = {}
         self.datacenters: dict[str, Ready] = {}
         self.declined: dict[str, tuple[link_pb2.Role, str]] = {}
-        self.opening: dict[str, asyncio.Task[None]] = {}
+        self._opening: set[asyncio.Task[None]] = set()
         self.rests: Callable[[str], bool] = lambda name: False
         """Whether a device that is here may not be asked now."""
         self._changed = asyncio.Event()
@@ -87,9 +87,9 @@ class Roster:
         """Tell everyone that the run is over."""
         self.link.on_join = lambda peer: None
         self.link.on_leave = lambda peer, reason: None
-        for task in self.opening.values():
+        for task in self._opening:
             task.cancel()
-        await asyncio.gather(*self.opening.values(), return_exceptions=True)
+        await asyncio.gather(*self._opening, return_exceptions=True)
         names = [*self.clients, *self.datacenters]
         closing = [asyncio.create_task(self._close(name)) for name in names]
         await asyncio.gather(*closing)
@@ -183,8 +183,8 @@ class Roster:
         self.declined.pop(peer.name, None)
         self.note("joined", {"participant": peer.name})
         task = asyncio.create_task(self._open(peer))
-        self.opening[peer.name] = task
-        task.add_done_callback(lambda _: self.opening.pop(peer.name, None))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
     def _left(self, peer: Peer, reason: str) -> None:
         ready = self.clients.pop(peer.name, None) or self.datacenters.pop(peer.name, None)
