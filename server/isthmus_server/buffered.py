@@ -20,6 +20,7 @@ from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.federated import FederatedSection, buffer_name
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Adding, Spool
+from isthmus_server.answers import check_figures, reason_of
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.plain import added
 from isthmus_server.receipts import Receipt, Status
@@ -284,8 +285,9 @@ class Filling:
 
     async def _add(self, one: _Working, reply: link_pb2.Reply) -> None:
         if reply.WhichOneof("outcome") != "trained":
-            raise UpdateError(reply.failure.reason or "it answered something else than was asked")
+            raise UpdateError(reason_of(reply))
         trained, layout = reply.trained, self.fleet.layout
+        check_figures(trained)
         most = self.settings.buffer.most_staleness
         stale = self.round - one.version
         if stale > most:

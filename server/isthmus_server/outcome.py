@@ -46,7 +46,6 @@ class DatacenterResult:
     evaluation: Mapping[str, float]
     profile: Mapping[str, float]
     """Rates and memory of the ranks; no two runs have the same."""
-    events: Sequence[str]
     receipts: Sequence[Receipt]
 
     @property

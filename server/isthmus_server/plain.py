@@ -17,6 +17,7 @@ from isthmus.federated import FederatedSection
 from isthmus.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Adding, Spool, WeightedSum
+from isthmus_server.answers import check_figures, reason_of
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import UPLOADS_AT_ONCE
@@ -135,7 +136,7 @@ class PlainAttempt:
             self.receipts[name] = self._receipt(name, "dropped", str(lost), started=started)
             return
         if reply.WhichOneof("outcome") != "trained":
-            reason = reply.failure.reason or "it answered something else than was asked"
+            reason = reason_of(reply)
             self.receipts[name] = self._receipt(name, "rejected", reason, sent=True)
             link.settle(name, request.id, False, reason)
             return
@@ -153,6 +154,7 @@ class PlainAttempt:
             link.settle(name, request.id, accepted, reason)
 
     async def _take(self, name: str, trained: link_pb2.Trained) -> None:
+        check_figures(trained)
         layout = self.fleet.layout
         if trained.result.size != layout.nbytes:
             raise UpdateError(

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.wire import link_pb2
+from isthmus_server.answers import in_a_line
 from isthmus_server.report import figures
 
 _LINE_SECONDS = 10.0
 """Between two lines about the work of one participant, where there is no terminal."""
-_LONGEST = 300
 
 _STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
 
@@ -64,7 +64,7 @@ class Progress:
     def heard(self, name: str, progress: link_pb2.Progress) -> None:
         """Take what a participant says while it works; of devices there may be many: not shown."""
         if progress.note:
-            self._say(f"[dim]{escape(name)}: {escape(progress.note[:_LONGEST])}[/dim]")
+            self._say(f"[dim]{escape(name)}: {escape(in_a_line(progress.note))}[/dim]")
         if not progress.total_steps:
             return
         line = (

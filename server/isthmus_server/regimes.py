@@ -21,6 +21,7 @@ from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory
 from isthmus_server.aggregate import SUM_BYTES, WeightedSum
+from isthmus_server.answers import check_figures, in_a_line, reason_of
 from isthmus_server.buffered import Buffered
 from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
@@ -228,7 +229,7 @@ class Datacenter:
             participant=name,
             regime="datacenter",
             status="accepted",
-            reason="; ".join(trained.events),
+            reason=in_a_line("; ".join(trained.events)),
             sent=True,
             examples=trained.examples,
             steps=trained.steps,
@@ -241,7 +242,6 @@ class Datacenter:
             training=dict(trained.training),
             evaluation=dict(trained.evaluation),
             profile=dict(trained.profile),
-            events=list(trained.events),
             receipts=[receipt],
         )
 
@@ -269,8 +269,9 @@ class Datacenter:
                 reply = await self.link.ask(name, request)
                 outcome = reply.WhichOneof("outcome")
                 if outcome not in ("trained", "exported"):
-                    raise UpdateError(reply.failure.reason or "it answered something else")
+                    raise UpdateError(reason_of(reply))
                 vector = None
+                check_figures(reply.trained)
                 if what:
                     content = reply.trained.result if outcome == "trained" else reply.exported.model
                     vector = await self._fetch(name, content, what)

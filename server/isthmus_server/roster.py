@@ -15,6 +15,7 @@ from isthmus.errors import IsthmusError, JobError, ParticipantLost, UserError
 from isthmus.job import Job, RegimeName
 from isthmus.section import Hours
 from isthmus.wire import link_pb2
+from isthmus_server.answers import reason_of
 from isthmus_server.link import Link
 from isthmus_server.peers import Peer
 
@@ -200,7 +201,7 @@ class Roster:
             return  # `_left` has noted it, or it never was ready
         self.link.settle(peer.name, request.id, True)
         if reply.WhichOneof("outcome") != "opened":
-            reason = reply.failure.reason or "it did not open the run"
+            reason = reason_of(reply)
             self.decline(peer.name, peer.role, reason)
             return
         try:

@@ -37,6 +37,7 @@ from isthmus_privacy.secagg import (
     decode,
 )
 from isthmus_server.aggregate import Spool
+from isthmus_server.answers import check_figures, reason_of
 from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt, Status
 
@@ -244,6 +245,7 @@ class SecureAttempt:
         request.id = self.fleet.link.new_id()
         reply = await self._reply(name, request, "trained")
         self.fleet.link.settle(name, request.id, True)
+        check_figures(reply.trained)
         advert = AdvertiseKeys.from_bytes(reply.trained.secure)
         _same(name, advert.name)
         if self.session.heard >= self.config.clients_max:
@@ -266,7 +268,7 @@ class SecureAttempt:
     async def _reply(self, name: str, request: link_pb2.Request, kind: str) -> link_pb2.Reply:
         reply = await self.fleet.link.ask(name, request)
         if reply.WhichOneof("outcome") != kind:
-            reason = reply.failure.reason or "it answered something else than was asked"
+            reason = reason_of(reply)
             self.fleet.link.settle(name, request.id, False, reason)
             raise Refused(reason)
         return reply

@@ -17,6 +17,7 @@ from isthmus.errors import JobError, ParticipantLost
 from isthmus.federated import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import RoundConfig
+from isthmus_server.answers import reason_of
 from isthmus_server.bundle import published
 from isthmus_server.checkpoints import Saved
 from isthmus_server.outcome import AttemptFailed
@@ -193,7 +194,7 @@ class _PlainVisit:
         scores = list(reply.scored.scores)
         wrong = ""
         if reply.WhichOneof("outcome") != "scored":
-            wrong = reply.failure.reason or "it answered something else than was asked"
+            wrong = reason_of(reply)
         elif len(scores) != len(self.work.candidates):
             wrong = f"it scored {len(scores)} models of {len(self.work.candidates)}"
         elif not all(0 <= score <= 1 for score in scores):

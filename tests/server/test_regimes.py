@@ -105,6 +105,9 @@ def misbehaviours(update):
     async def fail(guest, request, model):
         raise TaskError("loss() failed at task.py:7")
 
+    async def rant(guest, request, model):
+        raise TaskError("\x1b[2J" + 10_000 * "no ")
+
     async def something_else(guest, request, model):
         return link_pb2.Reply(opened=link_pb2.Opened(examples=1)), None
 
@@ -132,6 +135,8 @@ def misbehaviours(update):
         "huge": (answer(vector=[0, 0, 1e6]), "rejected", "its update of 'weight' is out of range"),
         "no weight": (answer(examples=0), "rejected", "its weight=0 does not fit"),
         "too much weight": (answer(examples=2**63), "rejected", "its weight=9223372036854775808 d"),
+        "no loss": (answer(training={"loss": torch.nan}), "rejected", "its time or one of its fig"),
+        "many words": (rant, "rejected", "[2Jno no no"),
         "failure": (fail, "rejected", "loss() failed at task.py:7"),
         "another answer": (something_else, "rejected", "it answered something else than was asked"),
         "no content": (hold_nothing, "rejected", "bad does not hold the content it named"),
@@ -153,6 +158,8 @@ async def test_one_bad_device_does_not_spoil_the_round(begin, good, update, how)
     receipt = result.receipts[0]
     assert receipt.status == status
     assert receipt.reason.startswith(reason)
+    assert receipt.reason.isprintable()
+    assert len(receipt.reason) < 1010
     assert receipt.sent == (status == "rejected")
     assert count(result.receipts)["accepted"] == 3
     for guest in guests:

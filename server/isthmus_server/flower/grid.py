@@ -22,6 +22,7 @@ from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.flower import SERVER_NODE, ErrorCode, identify, message, node_of
 from isthmus.flower_wire import decode, encode
 from isthmus.wire import link_pb2
+from isthmus_server.answers import in_a_line, reason_of
 from isthmus_server.flower.one_run import OneRun
 from isthmus_server.link import Link
 
@@ -232,10 +233,10 @@ class LinkGrid(OneRun):
         self, name: str, id_: str, asked: Message, reply: link_pb2.Reply, share: int
     ) -> Answer:
         if reply.WhichOneof("outcome") != "flower_replied":
-            raise UpdateError(reply.failure.reason or "it answered something else than was asked")
+            raise UpdateError(reason_of(reply))
         replied = reply.flower_replied
         if replied.error or replied.error_code:
-            answer = _failed(asked, replied.error_code, replied.error)
+            answer = _failed(asked, replied.error_code, in_a_line(replied.error))
             return dataclasses.replace(answer, sent=True, seconds=replied.seconds)
         if replied.records.size > share:
             raise UpdateError(
