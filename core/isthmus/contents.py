@@ -28,7 +28,10 @@ CHUNK_BYTES = 128 << 10
 """Payload of one message of a small content."""
 
 BROADCAST_BYTES = 256 << 10
-"""The same of one that goes to many, who share the message: only gRPC has a copy for each."""
+"""The same where it goes to many, who share the message: only gRPC has a copy for each."""
+
+SMALL_BYTES = 4 << 20
+"""What counts as small there: with larger ones the copies of 32 receivers would be a model."""
 
 MOST_CHUNK_BYTES = 1 << 20
 """Payload of one message of a large one, where every message costs more than its bytes."""
@@ -123,7 +126,8 @@ class Broadcast:
     def __init__(self, sha256: bytes, payload: bytes | Buffer | InFile) -> None:
         self._sha256 = sha256
         self._payload = payload if isinstance(payload, InFile) else memoryview(payload)
-        self._chunk_bytes = max(BROADCAST_BYTES, chunk_size(len(payload)))
+        least = BROADCAST_BYTES if len(payload) <= SMALL_BYTES else 0
+        self._chunk_bytes = max(least, chunk_size(len(payload)))
         self._made: dict[int, bytes] = {}
 
     def messages(self, offset: int) -> Iterator[bytes]:

@@ -80,7 +80,7 @@ def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
 
 
 def test_who_is_at_the_same_place_gets_the_same_message():
-    broadcast = Broadcast(bytes(32), bytes(30 * BROADCAST_BYTES))
+    broadcast = Broadcast(bytes(32), bytes(30 * CHUNK_BYTES))
     one, other = broadcast.messages(0), broadcast.messages(0)
     for message in one:
         assert next(other) is message
