@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from isthmus.errors import JobError, Refused, UserError
 from isthmus.job import Job
-from isthmus.section import DAYS, Hours, Section
+from isthmus.section import DAYS, Hours, Section, sentences
 from isthmus.tls import private_file
 
 _BUSCTL_SECONDS = 2.0
@@ -97,9 +97,7 @@ def parse(text: str, origin: str) -> Policy:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{origin} is not valid TOML: {error}") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{origin}: {key}: {first['msg']}") from None
+        raise UserError(f"{origin}: {'; '.join(sentences(error, Policy))}") from None
 
 
 def load(path: Path) -> Policy:

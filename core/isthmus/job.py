@@ -14,7 +14,6 @@ Unknown keys are errors, so a typing mistake never silently falls back to a defa
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -22,12 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from isthmus.datacenter import DatacenterSection
 from isthmus.errors import JobError
 from isthmus.federated import FederatedSection
-from isthmus.section import Hours, PositiveSeconds, Price, S, Section
+from isthmus.section import Hours, PositiveSeconds, Price, S, Section, sentences
 
 RegimeName = Literal["datacenter", "federated", "hybrid"]
 
@@ -225,7 +224,7 @@ def parse_job(text: str, overrides: Iterable[str] = (), *, origin: str = "job") 
     try:
         return Job.model_validate(table)
     except ValidationError as error:
-        raise JobError(f"{origin}: {'; '.join(_sentences(error))}") from None
+        raise JobError(f"{origin}: {'; '.join(sentences(error, Job))}") from None
 
 
 def write_job(job: Job) -> str:
@@ -253,8 +252,9 @@ def read_job(text: str) -> Job:
     try:
         return Job.model_validate_json(_with_new_names(text))
     except ValidationError as error:
+        first, *_ = sentences(error, Job)
         raise JobError(
-            f"the job cannot be read here, maybe it is of a newer version: {_sentences(error)[0]}"
+            f"the job cannot be read here, maybe it is of a newer version: {first}"
         ) from None
 
 
@@ -290,25 +290,6 @@ def _apply(table: dict[str, Any], override: str) -> None:
     table[path[-1]] = parsed
 
 
-def _sentences(error: ValidationError) -> list[str]:
-    """Pydantic's findings, each as `key=value: what is allowed`."""
-    found = []
-    for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"]) or "the job"
-        if item["type"] == "extra_forbidden":
-            found.append(f"unknown key {key}{_suggestion(item['loc'])}")
-        elif item["type"] == "missing":
-            found.append(f"{key} is missing")
-        elif item["type"] == "value_error":
-            where = f"{key}: " if item["loc"] else ""
-            found.append(where + str(item["ctx"]["error"]))
-        elif item["type"] in ("model_type", "dict_type"):
-            found.append(f"{key}={item['input']!r}: a table is wanted")
-        else:
-            found.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
-    return found
-
-
 def parse_settings(kind: type[S], table: Mapping[str, Any], where: str) -> S:
     """Validate the settings of a part that brings its own, as `where.key` of the job.
 
@@ -318,30 +299,7 @@ def parse_settings(kind: type[S], table: Mapping[str, Any], where: str) -> S:
     try:
         return kind.model_validate(dict(table))
     except ValidationError as error:
-        known = ", ".join(kind.model_fields) or "none"
-        found = [
-            f"unknown key {where}.{item['loc'][0]}; known here: {known}"
-            if item["type"] == "extra_forbidden"
-            else f"{where}.{sentence}"
-            for item, sentence in zip(
-                error.errors(include_url=False), _sentences(error), strict=True
-            )
-        ]
-        raise JobError("; ".join(found)) from None
-
-
-def _suggestion(location: tuple[int | str, ...]) -> str:
-    """The closest known key of the same table, or all of them."""
-    section: type[BaseModel] = Job
-    for part in location[:-1]:
-        field = section.model_fields.get(str(part))
-        inner = field.annotation if field is not None else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return ""
-        section = inner
-    known = list(section.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"
+        raise JobError("; ".join(sentences(error, kind, f"{where}."))) from None
 
 
 def job_schema() -> dict[str, Any]:
@@ -361,4 +319,4 @@ def with_changes(job: Job, changes: Mapping[str, Any]) -> Job:
     try:
         return Job.model_validate(table)
     except pydantic.ValidationError as error:
-        raise JobError("; ".join(_sentences(error))) from None
+        raise JobError("; ".join(sentences(error, Job))) from None

@@ -1,7 +1,8 @@
-"""What the tables of a job are made of."""
+"""What the tables of a job are made of, and what is said of one that is wrong."""
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -58,3 +59,47 @@ class Hours(Section):
             raise JobError(
                 f"the hours {text!r} are not of the form 22:00-06:00 or sat,sun 22:00-06:00"
             ) from None
+
+
+def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> list[str]:
+    """Pydantic's findings in a table, each as `key=value: what is allowed`.
+
+    Args:
+        error: of the table.
+        kind: what the table should be.
+        prefix: of its keys, with a dot at the end, where it is part of another.
+    """
+    found = []
+    for item in error.errors(include_url=False):
+        place = ".".join(str(part) for part in item["loc"])
+        key = prefix + place
+        if item["type"] == "extra_forbidden":
+            found.append(f"unknown key {key}{_suggestion(kind, item['loc'])}")
+        elif item["type"] == "missing":
+            found.append(f"{key} is missing")
+        elif item["type"] == "value_error":
+            where = key if place else prefix.removesuffix(".")
+            found.append((f"{where}: " if where else "") + str(item["ctx"]["error"]))
+        elif item["type"] in _SHAPES:
+            found.append(f"{key}={item['input']!r}: a {_SHAPES[item['type']]} is wanted")
+        else:
+            found.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return found
+
+
+_SHAPES = {"model_type": "table", "dict_type": "table", "tuple_type": "list"}
+
+
+def _suggestion(section: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The closest known key of the same table, or all of them."""
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part))
+        inner = field.annotation if field is not None else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return ""
+        section = inner
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(known) or 'none'}"

@@ -48,11 +48,11 @@ def guard(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("jobs = 3", r"^policy.toml: jobs: "),
-        ("rounds_per_day = 0", r"^policy.toml: rounds_per_day: .*greater than or equal to 1"),
-        ("charging = true", r"^policy.toml: charging: Extra inputs are not permitted"),
+        ("jobs = 3", r"^policy.toml: jobs=3: a list is wanted$"),
+        ("rounds_per_day = 0", r"^policy.toml: rounds_per_day=0: .*greater than or equal to 1"),
+        ("charging = true", r"^policy.toml: unknown key charging; did you mean charging_only\?$"),
         ("hours = ['night']", r"^policy.toml: hours: .*the hours 'night' are not of the form"),
-        ("[privacy]\nclients_min = 1", r"^policy.toml: privacy.clients_min: "),
+        ("[privacy]\nclients_min = 1", r"^policy.toml: privacy.clients_min=1: "),
         ("jobs = [", r"^policy.toml is not valid TOML"),
     ],
 )

@@ -28,7 +28,9 @@ def initials(plans):
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
 def test_settings_that_a_policy_does_not_have_are_one_sentence(policy):
     strategy = job(policy, {"patiance": 3}, schedule=[{"regime": "federated"}])
-    with pytest.raises(JobError, match=r"^unknown key strategy\.settings\.patiance; known here: "):
+    with pytest.raises(
+        JobError, match=r"^unknown key strategy\.settings\.patiance; did you mean patience"
+    ):
         load_policy(strategy)
 
 
