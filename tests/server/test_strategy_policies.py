@@ -28,9 +28,7 @@ def initials(plans):
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
 def test_settings_that_a_policy_does_not_have_are_one_sentence(policy):
     strategy = job(policy, {"patiance": 3}, schedule=[{"regime": "federated"}])
-    with pytest.raises(
-        JobError, match=r"^unknown key strategy\.settings\.patiance; did you mean patience"
-    ):
+    with pytest.raises(JobError, match=r"^unknown key strategy\.settings\.patiance; (known|did) "):
         load_policy(strategy)
 
 
