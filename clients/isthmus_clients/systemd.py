@@ -22,8 +22,9 @@ def unit(command: Sequence[str], folder: str, policy: Policy) -> str:
         caps.append(f"CPUQuota={policy.cpu_percent}%")
     if policy.memory_mb is not None:
         caps.append(f"MemoryMax={policy.memory_mb}M")
-    # A unit file reads % itself.
-    line, folder = shlex.join(command).replace("%", "%%"), folder.replace("%", "%%")
+    # A unit file reads % itself, and $ in a command.
+    line = shlex.join(command).replace("%", "%%").replace("$", "$$")
+    folder = folder.replace("%", "%%")
     return "\n".join(
         [
             "[Unit]",

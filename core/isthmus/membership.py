@@ -81,10 +81,12 @@ class Membership:
         key: tls.Key,
         certificate: x509.Certificate,
     ) -> Membership:
-        """Keep what a join gave; the identity is there already (see `prepare`)."""
+        """Keep what a join gave; the identity is there already (see `prepare`).
+
+        Raises:
+            UserError: the directory cannot be written.
+        """
         subject = tls.subject_of(certificate)
-        tls.private_file(directory / _AUTHORITY, tls.pem(authority))
-        tls.private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
         about = {
             "version": 1,
             "name": subject.name,
@@ -92,8 +94,12 @@ class Membership:
             "server": server,
             "enroller": enroller.hex(),
         }
-        tls.private_file(directory / _MEMBER, json.dumps(about, indent=1).encode() + b"\n")
-        (directory / _JOINING).unlink(missing_ok=True)
+        said = json.dumps(about, indent=1).encode() + b"\n"
+        with _writing(directory):
+            tls.private_file(directory / _AUTHORITY, tls.pem(authority))
+            tls.private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
+            tls.private_file(directory / _MEMBER, said)
+            (directory / _JOINING).unlink(missing_ok=True)
         return cls(directory)
 
     @property
@@ -182,6 +188,14 @@ class Membership:
             os.close(handle)
 
 
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written: {error.strerror}") from None
+
+
 _JOINING = "joining.key"
 
 
@@ -196,11 +210,12 @@ def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
             f"{directory} holds a membership already; give another --state, or remove that one"
         )
     tls.private_directory(directory)
-    if not (directory / _IDENTITY).exists():
-        seed = Ed25519PrivateKey.generate().private_bytes_raw()
-        tls.private_file(directory / _IDENTITY, seed.hex().encode() + b"\n")
-    if not (directory / _JOINING).exists():
-        tls.private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
+    with _writing(directory):
+        if not (directory / _IDENTITY).exists():
+            seed = Ed25519PrivateKey.generate().private_bytes_raw()
+            tls.private_file(directory / _IDENTITY, seed.hex().encode() + b"\n")
+        if not (directory / _JOINING).exists():
+            tls.private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
     try:
         return _private_key((directory / _JOINING).read_bytes()), _read_identity(directory)
     except ValueError as error:

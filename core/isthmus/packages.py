@@ -98,17 +98,10 @@ def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
         UserError: there is nothing in it, too much, or something that is no plain file.
     """
     checked_name(name)
-    files: dict[str, bytes] = {}
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if any(part.startswith(".") or part == "__pycache__" for part in parts):
-            continue
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise UserError(f"{path} is not a plain file; take it out of the folder")
-        if path.is_file():
-            files["/".join(parts)] = path.read_bytes()
-        if len(files) > MOST_FILES or sum(map(len, files.values())) > MOST_BYTES // 2:
-            raise UserError(f"{folder} has more than {MOST_FILES} files or {MOST_BYTES >> 21} MB")
+    try:
+        files = _files_of(folder)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
     if not files:
         raise UserError(f"{folder} has no files to pack")
     for path_ in files:
@@ -128,6 +121,24 @@ def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
         for entry, data in {_MANIFEST: manifest, _SIGNATURE: signature, **files}.items():
             archive.writestr(zipfile.ZipInfo(entry, _DATE), data)
     return out.getvalue()
+
+
+def _files_of(folder: Path) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    size = 0
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if any(part.startswith(".") or part == "__pycache__" for part in parts):
+            continue
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is not a plain file; take it out of the folder")
+        if path.is_dir():
+            continue
+        size += path.stat().st_size
+        if len(files) == MOST_FILES or size > MOST_BYTES // 2:
+            raise UserError(f"{folder} has more than {MOST_FILES} files or {MOST_BYTES >> 21} MB")
+        files["/".join(parts)] = path.read_bytes()
+    return files
 
 
 def read(data: bytes) -> Package:

@@ -200,8 +200,10 @@ async def test_a_server_is_told_why(guard, write_task, make_job, tmp_path):
 
 def test_the_unit_holds_the_device_to_its_caps():
     policy = Policy(cpu_percent=50, memory_mb=900)
-    lines = unit(["isthmus", "client", "start", "--data", "my 100% data"], "/s", policy).split("\n")
-    assert "ExecStart=isthmus client start --data 'my 100%% data'" in lines
+    lines = unit(["isthmus", "client", "start", "--data", "my 100% $data"], "/s", policy).split(
+        "\n"
+    )
+    assert "ExecStart=isthmus client start --data 'my 100%% $$data'" in lines
     assert {"CPUQuota=50%", "MemoryMax=900M", "WorkingDirectory=/s"} <= set(lines)
     assert "RestartPreventExitStatus=1" in lines
 

@@ -175,9 +175,24 @@ def test_a_folder_with_links_or_without_files_is_not_packed(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has no files to pack"):
         pack(tmp_path / "empty", "keyboard", AUTHOR)
-    (folder / "link").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match="is not a plain file"):
+    for target in ("/etc/passwd", "/etc"):
+        (folder / "link").symlink_to(target)
+        with pytest.raises(UserError, match="is not a plain file"):
+            pack(folder, "keyboard", AUTHOR)
+        (folder / "link").unlink()
+
+
+def test_a_folder_that_is_too_large_is_not_read(folder):
+    with (folder / "data.bin").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="has more than 1000 files or 32 MB"):
         pack(folder, "keyboard", AUTHOR)
+
+
+def test_an_author_s_key_does_not_travel_with_the_task(folder):
+    new_author(folder / "author.key")
+    result = CliRunner().invoke(task, ["pack", str(folder), "--key", str(folder / "author.key")])
+    assert "is a secret and lies in" in str(result.exception)
 
 
 def test_an_author_s_key_is_made_once_and_is_private(tmp_path):

@@ -138,11 +138,11 @@ def start(state: Path, address: str) -> None:
     from isthmus_server.fleet.control import serve_queue
     from isthmus_server.fleet.server import FleetServer
 
-    prepare()
-    logging.getLogger("isthmus_server.fleet").setLevel(logging.INFO)
     host, port = tls.split_address(address, "--address")
     if port == _LAST_PORT:
         raise UserError(f"--address {address!r} leaves no port after it for joining")
+    prepare()
+    logging.getLogger("isthmus_server.fleet").setLevel(logging.INFO)
     run_until_stopped(serve_queue(FleetServer(state), state, host, port, Console()))
 
 

@@ -1,5 +1,7 @@
 import asyncio
 import datetime
+import errno
+import os
 import socket
 import stat
 
@@ -133,6 +135,17 @@ async def test_an_answer_that_was_lost_is_asked_for_again(fleet, monkeypatch):
     with pytest.raises(UserError, match="holds no membership"):
         Membership(folder)
     assert (await joining.join(fleet.url, token, folder, "client")).name == "phone-0"
+
+
+async def test_a_directory_that_cannot_be_written_is_one_sentence(fleet, tmp_path, monkeypatch):
+    await fleet.listen()
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tls, "private_file", full)
+    with pytest.raises(UserError, match=r"state cannot be written: No space left on device$"):
+        await joining.join(fleet.url, fleet.token("phone-0"), tmp_path / "state", "client")
 
 
 async def test_a_directory_with_a_membership_is_left_alone(fleet):
