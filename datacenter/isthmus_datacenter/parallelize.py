@@ -50,7 +50,7 @@ def parallelize(
     *,
     sample: Callable[[], Any],
     smallest_unit: int = SMALLEST_UNIT,
-    backend: str = "inductor",
+    backend: Any = "inductor",
 ) -> Share:
     """This rank's share of the model, on the device. All ranks call this together.
 
@@ -285,13 +285,21 @@ def _detach_from_compiled(cut: Sequence[nn.Module]) -> None:
 # -- blocks ---------------------------------------------------------------------------------------
 
 
-def _wrap(blocks: Sequence[nn.Module], layout: RankLayout, backend: str) -> None:
+def _wrap(blocks: Sequence[nn.Module], layout: RankLayout, backend: Any) -> None:
+    """On the instances, so that no name changes."""
     for block in blocks:
-        if layout.checkpoint_activations:
-            # On the instance, so that no name changes.
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if layout.compile:
-            block.compile(backend=backend)
+            # PyTorch's own modules are passed over, unless code of ours is what calls them.
+            block.forward = torch.compile(_calling(block.forward), backend=backend)
+        if layout.checkpoint_activations:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        return forward(*given, **named)
+
+    return call
 
 
 def _shard(

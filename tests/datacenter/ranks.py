@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._inductor import metrics
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -60,17 +59,6 @@ def train(
         )
         for opened, command, state in works
     ]
-
-
-def train_compiled(
-    rank: int, opened: dict[str, Any], command: dict[str, Any], state: str
-) -> tuple[dict[str, object], int]:
-    """Train one run, its blocks compiled as they are for users; and how many kernels that made."""
-    isthmus_datacenter.engine.parallelize = functools.partial(parallelize, smallest_unit=1)
-    metrics.reset()
-    made = engine(rank, opened, state)
-    values = made.train(Command(**command), lambda report: None, lambda: Wish.GO_ON)
-    return values, metrics.generated_kernel_count
 
 
 def gradients(

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp2-zero3": (*UNEVEN, layout(2, stage=3)),
     "dp2-zero0-accumulate": ("Gpt", ADAMW, layout(2, stage=0, accumulate=2)),
     "dp2-zero1-compiled": (
-        "Gpt",
+        "Language",
         {**SGD, "held_out": 4},  # as many on a replica as in a piece: another size is compiled anew
         layout(2, stage=1, accumulate=2, compile=True),
     ),

@@ -1,0 +1,39 @@
+"""Blocks are compiled, whoever wrote them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from isthmus.scoring import build_model
+from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.parallelize import parallelize
+from isthmus_datacenter.trials import run_still
+
+
+@pytest.mark.parametrize(("task", "recompute"), [("Gpt", True), ("Language", False)])
+def test_blocks_of_users_and_of_pytorch_are_compiled(
+    task: str, recompute: bool, setup: Any
+) -> None:
+    made = setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
+    layout = RankLayout.of(made.job.datacenter, 1)
+    sample = torch.stack([made.task.local_data(None)[at][0] for at in range(2)])
+    expected = run_still(build_model(made.task, 5), sample)
+    counter = CompileCounter()
+    share = parallelize(
+        made.task,
+        build_model(made.task, 5),
+        layout,
+        0,
+        torch.device("cpu"),
+        sample=lambda: sample,
+        smallest_unit=1,
+        backend=counter,
+    )
+    (model,) = share.stages.values()
+    assert (run_still(model, sample) - expected).abs().max() < 1e-6
+    assert counter.frame_count > 0
+    assert {name for name, _ in model.named_parameters()} == set(share.parameters())
