@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -290,16 +291,25 @@ def _wrap(blocks: Sequence[nn.Module], layout: RankLayout, backend: Any) -> None
     for block in blocks:
         if layout.compile:
             # PyTorch's own modules are passed over, unless code of ours is what calls them.
-            block.forward = torch.compile(_calling(block.forward), backend=backend)
+            block.forward = torch.compile(_calling(block), backend=backend)
         if layout.checkpoint_activations:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _calling(block: nn.Module) -> Callable[..., Any]:
+    forward = block.forward
+
     def call(*given: Any, **named: Any) -> Any:
         return forward(*given, **named)
 
+    # What was compiled is kept by this, up to a limit: blocks of one kind share it, others do not.
+    call.__code__ = _code(type(block).__qualname__, call.__code__)
     return call
+
+
+@functools.cache
+def _code(kind: str, code: CodeType) -> CodeType:
+    return code.replace(co_name=f"call_{kind}")
 
 
 def _shard(
