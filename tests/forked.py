@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from isthmus.lifetime import die_with_parent
 from isthmus_datacenter.template import IMPORTED
 
 _LOADED = [
@@ -49,6 +50,7 @@ def start(
 def _become(
     arguments: Sequence[str], cwd: Path, environment: dict[str, str], output: Connection
 ) -> None:
+    die_with_parent()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
