@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.lifetime import die_with_parent
+
 ROOT = Path(__file__).parents[2]
 BACKGROUND = "# in a terminal of its own\n"
 # These make an environment from nothing, which a fresh clone in CI does.
@@ -53,6 +55,7 @@ class Terminal:
                     cwd=self.folder,
                     env=self.environment,
                     start_new_session=True,
+                    preexec_fn=die_with_parent,
                 )
             )
             return
