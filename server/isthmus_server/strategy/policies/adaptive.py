@@ -275,11 +275,13 @@ class Adaptive:
             if fell < enough:
                 said = (
                     f"; public data are like theirs (the held-out loss fell to {fell:.2g} of the "
+                    f"first, {enough:g} is enough)"
                 )
-                said += f"first, {enough:g} is enough)"
             elif rose > much:
-                said = f"; they forget what others of them taught (their loss rose to {rose:.2g} "
-                said += f"times the first, {much:g} is too much)"
+                said = (
+                    f"; they forget what others of them taught (their loss rose to {rose:.2g} "
+                    f"times the first, {much:g} is too much)"
+                )
             state = dataclasses.replace(state, lent=fell < enough or rose > much)
         if not state.lent:
             return state, 0.0, ""
