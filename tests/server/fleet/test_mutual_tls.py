@@ -164,7 +164,7 @@ async def test_a_device_does_not_talk_to_a_server_of_another_authority(fleet, ca
     initialise(fleet.state, ["localhost", "127.0.0.1"])
     thief = await fleet.listen()
     assert fleet.address != address
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="isthmus"):
         fleet.dial(member)
         await fleet.until(lambda: "no link to" in caplog.text)
     assert thief.link.peers == {}
