@@ -6,6 +6,7 @@ shell starts it is told by the tests of the docs.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import MappingProxyType
 
 from isthmus.lifetime import die_with_parent
 from isthmus_datacenter.template import IMPORTED
@@ -37,19 +39,43 @@ def context() -> ForkServerContext:
 
 
 def start(
-    arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    namespaces: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[ForkServerProcess, Connection]:
     """Start `isthmus ARGUMENTS`; its output, both streams, is on the pipe."""
     ours, theirs = context().Pipe(duplex=False)
-    process = context().Process(target=_become, args=(arguments, cwd, dict(environment), theirs))
-    process.start()
+    process = start_into(theirs.fileno(), arguments, cwd, environment, namespaces)
     theirs.close()
     return process, ours
 
 
+def start_into(
+    output: int,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    namespaces: Mapping[str, int] = MappingProxyType({}),
+) -> ForkServerProcess:
+    """Start it with its output in an open file, and in Linux namespaces: paths with their kinds."""
+    theirs = Connection(os.dup(output), readable=False)
+    process = context().Process(
+        target=_become, args=(theirs, arguments, cwd, dict(environment), dict(namespaces))
+    )
+    process.start()
+    theirs.close()
+    return process
+
+
 def _become(
-    arguments: Sequence[str], cwd: Path, environment: dict[str, str], output: Connection
+    output: Connection,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: dict[str, str],
+    namespaces: dict[str, int],
 ) -> None:
+    _enter(namespaces)
     die_with_parent()
     os.chdir(cwd)
     os.environ.clear()
@@ -62,3 +88,12 @@ def _become(
     from isthmus import cli
 
     cli.main()
+
+
+def _enter(namespaces: Mapping[str, int]) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    handles = [(os.open(path, os.O_RDONLY), kind) for path, kind in namespaces.items()]
+    for handle, kind in handles:
+        if libc.setns(handle, kind):
+            raise OSError(ctypes.get_errno(), "a namespace cannot be entered")
+        os.close(handle)

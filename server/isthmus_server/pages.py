@@ -12,8 +12,10 @@ import mmap
 
 import torch
 
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = 512 << 20
 """Memory from which on it is worth the time to give it back and to get it again."""
+
+_HUGE_PAGES_FROM = 64 << 20
 
 
 class Pages:
@@ -27,7 +29,7 @@ class Pages:
         """`size` in bytes."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, max(size, 1), flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE") and size >= LARGE_BYTES:
+        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE_PAGES_FROM:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[:size]
         """All of it, to read and to write."""

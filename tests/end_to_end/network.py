@@ -34,6 +34,7 @@ LOSS = 0.01
 RATE = 20e6
 """Bits a second into and out of a host."""
 
+_CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _IFF_TAP_NO_PI = 0x0002 | 0x1000
@@ -76,11 +77,17 @@ class Network:
         counted: dict[str, int] = json.loads(said)
         return counted
 
+    def namespaces(self, host: str) -> dict[str, int]:
+        """What a process on a host is in, in the order of entering: paths with their kinds."""
+        cables = f"/proc/{self._cables.pid}"
+        network = f"{cables}/fd/{self._namespaces[host]}"
+        return {f"{cables}/ns/user": _CLONE_NEWUSER, network: _CLONE_NEWNET}
+
     def on(self, host: str, command: Sequence[str | Path]) -> list[str]:
         """The command that runs a command on a host."""
-        cables = f"/proc/{self._cables.pid}"
-        enter = ["nsenter", f"--user={cables}/ns/user", "--preserve-credentials"]
-        return [*enter, f"--net={cables}/fd/{self._namespaces[host]}", "--", *map(str, command)]
+        user, network = self.namespaces(host)
+        enter = ["nsenter", f"--user={user}", "--preserve-credentials", f"--net={network}"]
+        return [*enter, "--", *map(str, command)]
 
     def start(self, host: str, command: Sequence[str | Path], **more: Any) -> subprocess.Popen[str]:
         """Start a command on a host."""

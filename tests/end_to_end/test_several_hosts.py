@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests import forked
 from tests.end_to_end import network
 
 from isthmus import joining, packages, tls
@@ -101,21 +103,23 @@ class Fleet:
     def __init__(self, hosts: network.Network, folder: Path) -> None:
         self.hosts = hosts
         self.folder = folder
-        self.running: dict[str, subprocess.Popen[str]] = {}
+        self.running: dict[str, ForkServerProcess] = {}
+        self.environment = {**os.environ, "COLUMNS": "200"}
 
-    def type(self, host: str, *arguments: str | Path) -> str:
-        command = [sys.executable, "-m", "isthmus.cli", *arguments]
-        return self.hosts.run(host, command, cwd=self.folder).strip()
+    def type(self, host: str, *arguments: str) -> str:
+        where = self.hosts.namespaces(host)
+        process, pipe = forked.start(arguments, self.folder, self.environment, where)
+        with os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") as output:
+            said = output.read().strip()
+        process.join()
+        assert process.exitcode == 0, said
+        return said
 
-    def start(self, host: str, *arguments: str | Path) -> None:
+    def start(self, host: str, *arguments: str) -> None:
+        where = self.hosts.namespaces(host)
         with (self.folder / f"{host}.log").open("w") as log:
-            self.running[host] = self.hosts.start(
-                host,
-                [sys.executable, "-m", "isthmus.cli", *arguments],
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+            self.running[host] = forked.start_into(
+                log.fileno(), arguments, self.folder, self.environment, where
             )
 
     def until_said(self, host: str, words: str) -> None:
@@ -123,14 +127,14 @@ class Fleet:
         log = self.folder / f"{host}.log"
         while words not in log.read_text():
             assert time.monotonic() < end, log.read_text()
-            assert self.running[host].poll() is None, log.read_text()
+            assert self.running[host].is_alive(), log.read_text()
             time.sleep(0.05)
 
     def stop(self) -> None:
         for process in self.running.values():
             process.terminate()
         for process in self.running.values():
-            process.wait(30)
+            process.join(30)
 
 
 @pytest.fixture
