@@ -19,7 +19,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.aggregate import Adding, Spool, WeightedSum
 from isthmus_server.answers import check_figures, reason_of
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt, Status
+from isthmus_server.receipts import UNREACHABLE, Receipt, Status, reasons
 from isthmus_server.secure import UPLOADS_AT_ONCE
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class PlainAttempt:
                         break
                     left = len(self.cohort) - len(self.receipts)
                     if self.accepted + left < settings.needed:
-                        ended_because = "the quorum could not be reached any more"
+                        ended_because = UNREACHABLE
                         break
         except TimeoutError:
             pass
@@ -89,10 +89,9 @@ class PlainAttempt:
             await asyncio.gather(*tasks, return_exceptions=True)
         receipts = self.stopped(ended_because)
         if self.accepted < settings.needed:
-            reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
             raise AttemptFailed(
                 f"{self.accepted} of {len(receipts)} updates were accepted and the quorum is "
-                f"{settings.needed} ({'; '.join(reasons[:3])})",
+                f"{settings.needed} ({reasons(receipts)})",
                 receipts,
             )
         return FederatedResult(

@@ -10,6 +10,9 @@ from isthmus_server.strategy.policy import Plan
 
 Status = Literal["accepted", "rejected", "dropped"]
 
+UNREACHABLE = "the quorum could not be reached any more"
+"""Why everybody else was stopped when too many had failed."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
@@ -44,6 +47,12 @@ class Receipt:
     def to_json(self) -> dict[str, Any]:
         """For the log and the report."""
         return dataclasses.asdict(self)
+
+
+def reasons(receipts: Iterable[Receipt]) -> str:
+    """What went wrong, of three at most; who was only stopped because of others comes last."""
+    last = {f"{r.participant}: {r.reason}": r.reason == UNREACHABLE for r in receipts if r.reason}
+    return "; ".join(sorted(last, key=lambda said: (last[said], said))[:3])
 
 
 def count(receipts: Iterable[Receipt]) -> dict[str, int]:

@@ -39,7 +39,7 @@ from isthmus_privacy.secagg import (
 from isthmus_server.aggregate import Spool
 from isthmus_server.answers import check_figures, reason_of
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt, Status
+from isthmus_server.receipts import UNREACHABLE, Receipt, Status, reasons
 
 if TYPE_CHECKING:
     from isthmus_server.regimes import Fleet
@@ -217,7 +217,7 @@ class SecureAttempt:
                     why = "enough devices had come"
                     break
                 if self.session.heard + len(pending) < self.config.clients_min:
-                    why = "the quorum could not be reached any more"
+                    why = UNREACHABLE
                     break
                 if left <= 0:
                     break
@@ -352,8 +352,8 @@ class SecureAttempt:
         return found
 
     def _explain(self, error: AggregationAborted) -> str:
-        reasons = [f"{r.participant}: {r.reason}" for r in self.receipts.values()]
-        tail = f" ({'; '.join(sorted(reasons)[:3])})" if reasons else ""
+        said = reasons(self.receipts.values())
+        tail = f" ({said})" if said else ""
         return f"secure aggregation stopped: {error}{tail}"
 
 

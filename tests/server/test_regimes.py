@@ -8,7 +8,7 @@ from isthmus.contents import CHUNK_BYTES, describe
 from isthmus.errors import TaskError
 from isthmus.exchange import Layout
 from isthmus.wire import link_pb2
-from isthmus_server.receipts import count
+from isthmus_server.receipts import UNREACHABLE, Receipt, count, reasons
 from isthmus_server.regimes import AttemptFailed, Datacenter, Fleet
 
 LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
@@ -249,11 +249,12 @@ async def test_the_first_to_report_are_taken_and_the_others_are_told(begin, good
         "d": "dropped",
     }
     assert result.receipts[2].reason == "enough updates were in"
-    released.set()
     for guest in first:
         await round_.net.until(lambda guest=guest: guest.receipts == [(True, "")])
     for guest in others:
         await round_.net.until(lambda guest=guest: guest.cancelled)
+    released.set()
+    for guest in others:
         await round_.net.until(
             lambda guest=guest: guest.receipts == [(False, "too late: nobody waits for it")]
         )
@@ -391,3 +392,12 @@ async def test_ranks_that_are_not_there(net, make_job):
     await net.listen()
     with pytest.raises(AttemptFailed, match=r"^dc: dc is not connected$"):
         await Datacenter(net.link, make_job(), "run", LAYOUT).export("dc", 1)
+
+
+def test_who_was_only_stopped_because_of_others_is_named_last():
+    stopped = dict.fromkeys("abc", UNREACHABLE)
+    found = [
+        Receipt(participant=name, regime="federated", status="dropped", reason=reason)
+        for name, reason in {**stopped, "d": "its disk is full", "e": ""}.items()
+    ]
+    assert reasons(found) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"
