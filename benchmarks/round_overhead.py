@@ -180,7 +180,7 @@ def _follow(marks: Path, last: int, program: Program, tree: Tree, seconds: float
             raise program.failure(f"ended after {len(times)} of {last} rounds")
         if time.monotonic() > until:
             raise program.failure(f"came to {len(times)} of {last} rounds in {seconds:g} s")
-        time.sleep(0.005)
+        time.sleep(0.005)  # marks are lines of a file, which tells nobody; each has its own time
 
 
 def _times(marks: Path) -> list[float]:

@@ -167,7 +167,7 @@ def read(data: bytes) -> Package:
         raise Refused("the package is not signed by the author it names") from None
     except (
         zipfile.BadZipFile,
-        NotImplementedError,
+        NotImplementedError,  # of zipfile, for compression that it does not know
         RuntimeError,
         EOFError,
         OSError,

@@ -302,7 +302,7 @@ def user_code(what: str) -> Iterator[None]:
     except TaskError:
         raise
     except NotImplementedError as error:
-        if str(error):
+        if str(error):  # the user's own; those of `Task` say nothing
             raise TaskError(_at_user_line(what, error)) from error
         raise TaskError(f"the task does not define {what}, and it must") from error
     except (Exception, SystemExit) as error:

@@ -153,4 +153,4 @@ class Hosted:
                     f"{here} SuperNodes are connected and a round asks {wanted} "
                     f"(federated.cohort); waited {self.job.time.join_seconds:g} s"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)  # a Grid can only be asked
