@@ -360,6 +360,18 @@ def place(net, make_job, write_task, tmp_path):
             final = await Coordinator(store, self.link, **more).run()
             return document(store), final
 
+        async def killed(self, coordinator, kind, round_):
+            """Run until it tells that of a round, which kills it; the store, opened anew."""
+
+            def kill(told, data):
+                if (told, data.get("round")) == (kind, round_):
+                    raise Killed
+
+            coordinator.watch = kill
+            with pytest.raises(Killed):
+                await coordinator.run()
+            return self.reopen(coordinator.store)
+
     yield Place()
     for store in stores:
         store.close()

@@ -317,14 +317,8 @@ async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
     settings = ("federated.mode=buffered", "federated.secure_aggregation=false", "rounds=4")
     store = place.create("run", *settings)
 
-    def kill(kind, data):
-        if (kind, data.get("round")) == ("round", 3):
-            raise place.Killed
-
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    before = [row["model_sha256"] for row in document(store)["rounds"]]
-    again = place.reopen(store)
+    again = await place.killed(Coordinator(store, place.link), "round", 3)
+    before = [row["model_sha256"] for row in document(again)["rounds"]]
     await Coordinator(again, place.link).run()
     rows = document(again)["rounds"]
     assert [row["model_sha256"] for row in rows[:2]] == before

@@ -321,14 +321,8 @@ async def test_guided_selection_is_the_same_after_a_crash(place):
     whole, _ = await place.run("whole", *settings)
     assert all(r["loss"] > 0 for row in whole["rounds"] for r in row["receipts"])
 
-    def kill(seen, data):
-        if (seen, data.get("round")) == ("round", 3):
-            raise place.Killed
-
     store = place.create("killed", *settings)
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    again = place.reopen(store)
+    again = await place.killed(Coordinator(store, place.link), "round", 3)
     await Coordinator(again, place.link).run()
     assert took_part(document(again)) == took_part(whole)
     assert len({tuple(cohort) for cohort in took_part(whole)}) > 1

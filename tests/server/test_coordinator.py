@@ -91,14 +91,8 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, roun
     )
     whole, final = await place.run("whole", *momentum)
 
-    def kill(seen, data):
-        if (seen, data.get("round")) == (kind, round_):
-            raise place.Killed
-
     store = place.create("killed", *momentum)
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    again = place.reopen(store)
+    again = await place.killed(Coordinator(store, place.link), kind, round_)
     assert again.status()[0] == "running"
     assert again.resume_point().round == round_ - (kind == "round")
     resumed = await Coordinator(again, place.link).run()
@@ -318,16 +312,8 @@ async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(wit
 
 
 async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(with_ranks, place):
-    store, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
-
-    def kill(seen, data):
-        if (seen, data.get("round")) == ("committed", 1):
-            raise place.Killed
-
-    coordinator.watch = kill
-    with pytest.raises(place.Killed):
-        await coordinator.run()
-    again = place.reopen(store)
+    _, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
+    again = await place.killed(coordinator, "committed", 1)
     assert again.resume_point().model_in_datacenter
     await Coordinator(again, place.link).run()
     assert [row["regime"] for row in document(again)["rounds"]] == ["datacenter", "federated"]

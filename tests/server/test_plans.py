@@ -140,14 +140,8 @@ async def test_kept_models_and_the_served_average_survive_a_crash(place, planned
     settings = (*plans, "strategy.served_average=0.9")
     whole, final = await place.run("whole", *settings)
 
-    def kill(seen, data):
-        if (seen, data.get("round")) == ("committed", at):
-            raise place.Killed
-
     store = place.create("killed", *settings)
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    again = place.reopen(store)
+    again = await place.killed(Coordinator(store, place.link), "committed", at)
     resumed = await Coordinator(again, place.link).run()
     assert resumed["model_sha256"] == final["model_sha256"]
     shas = [row["model_sha256"] for row in document(again)["rounds"]]
@@ -292,14 +286,9 @@ async def test_a_run_with_transfers_goes_on_after_a_crash(with_ranks, planned, p
     ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
     final = await coordinator.run()
 
-    def kill(kind, data):
-        if (kind, data.get("round")) == ("round", 2):
-            raise place.Killed
-
     store = place.create("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    resumed = await Coordinator(place.reopen(store), place.link).run()
+    again = await place.killed(Coordinator(store, place.link), "round", 2)
+    resumed = await Coordinator(again, place.link).run()
     assert resumed["model_sha256"] == final["model_sha256"]
     assert [one.from_step for one in gradients_of(ranks)] == [0, 50, 0, 50]
 

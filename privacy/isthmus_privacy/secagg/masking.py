@@ -44,6 +44,7 @@ _WORTH_A_THREAD = 1 << 20
 def ring_vector(buffer: bytearray | memoryview, bits: int) -> torch.Tensor:
     """The 1-D tensor over `buffer` (writable, little-endian words); they share their memory."""
     if sys.byteorder != "little":
+        # As x86-64 and aarch64 are; no device that is supported gets here.
         raise NotImplementedError("secure aggregation runs on little-endian machines only")
     if len(buffer) == 0:
         return torch.empty(0, dtype=RING[bits])

@@ -74,13 +74,7 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
     whole, _ = await place.run("whole", *JOB, adam)
     store = place.create("killed", *JOB, adam)
 
-    def kill(kind, data):
-        if (kind, data.get("round")) == ("committed", 2):
-            raise place.Killed
-
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    again = place.reopen(store)
+    again = await place.killed(Coordinator(store, place.link), "committed", 2)
     await Coordinator(again, place.link).run()
     assert document(again)["final"]["model_sha256"] == whole["final"]["model_sha256"]
 

@@ -333,13 +333,7 @@ async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(p
     whole, _ = await place.run("whole", *plain)
     store = place.create("killed", *plain)
 
-    def kill(kind, data):
-        if (kind, data.get("round")) == ("committed", 2):
-            raise place.Killed
-
-    with pytest.raises(place.Killed):
-        await Coordinator(store, place.link, kill).run()
-    again = place.reopen(store)
+    again = await place.killed(Coordinator(store, place.link), "committed", 2)
     coordinator = Coordinator(again, place.link)
     moments = coordinator.fleet.guest.state.tensors
     assert moments.keys() == {f"{kind}/{name}" for kind in ("m_t", "v_t") for name in PARTS}
