@@ -276,12 +276,16 @@ class SecureAttempt:
     async def _upload(self, name: str, message: dict[str, bytes]) -> None:
         """The one step with a large answer: the masked vector, spooled, checked, added."""
         request, stepped = await self._ask(name, message)
+        accepted, reason = False, "the round is over"
         try:
             await self._add(name, stepped)
+            accepted, reason = True, ""
         except (PeerMisbehaved, UpdateError) as error:
-            self.fleet.link.settle(name, request.id, False, str(error))
+            reason = str(error)
             raise
-        self.fleet.link.settle(name, request.id, True)
+        finally:
+            # Also when it was too slow: until it is told, a device keeps its vector.
+            self.fleet.link.settle(name, request.id, accepted, reason)
 
     async def _add(self, name: str, stepped: link_pb2.SecureStepped) -> None:
         masked = MaskedInput.from_bytes(stepped.message)

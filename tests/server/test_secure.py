@@ -166,6 +166,23 @@ async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
     assert not any(peers[name].asked for name in NAMES)
 
 
+async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(place, monkeypatch):
+    sending = set()
+    before = [set(peer.unsettled) for peer in place.net.link.peers.values()]
+
+    async def never(name, content, write):
+        sending.add(name)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(place.net.link, "fetch", never)
+    attempt = asyncio.create_task(place.train())
+    await place.net.until(lambda: sending == set(NAMES))
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert [peer.unsettled for peer in place.net.link.peers.values()] == before
+
+
 async def test_an_attempt_ends_at_the_deadline_that_it_is_given(place, monkeypatch):
     place.devices["a"].silent_at = place.devices["b"].silent_at = "train_local"
     run = SecureAttempt.run
