@@ -7,7 +7,6 @@ join`, read by `start`. The private keys in it were made here and never leave.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus import tls
+from isthmus.alone import alone
 from isthmus.errors import Refused, UserError
 
 RENEW_AT = 2 / 3
@@ -168,24 +168,14 @@ class Membership:
         self.key = _private_key(data)
         self.certificate = tls.read_certificate(data)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Be the only process that uses this membership.
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Be the only process that uses this membership, while the block lasts.
 
         Raises:
             UserError: another one does.
         """
-        handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another process runs as {self.name!r} from {self.directory}"
-                ) from None
-            yield
-        finally:
-            os.close(handle)
+        said = f"another process runs as {self.name!r} from {self.directory}"
+        return alone(self.directory / "lock", said)
 
 
 @contextlib.contextmanager

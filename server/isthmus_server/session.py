@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -49,18 +50,15 @@ class Session:
             UserError: with the one sentence to show.
         """
         torch.set_num_threads(1)  # the devices and ranks beside it need the cores
-        link = Link(self.store.job.time.lease_seconds)
-        with Progress(console) as progress:
+        store, link = self.store, Link(self.store.job.time.lease_seconds)
+        with contextlib.closing(store), store.locked(), Progress(console) as progress:
             link.on_progress = progress.heard
-            coordinator = Coordinator(self.store, link, progress)
-            try:
-                async with participants(
-                    self.store.job, link, host, port, self.directory, template
-                ) as embedded:
-                    embedded.on_gone = coordinator.roster.decline
-                    return await coordinator.run()
-            finally:
-                self.store.close()
+            coordinator = Coordinator(store, link, progress)
+            async with participants(
+                store.job, link, host, port, self.directory, template
+            ) as embedded:
+                embedded.on_gone = coordinator.roster.decline
+                return await coordinator.run()
 
 
 @asynccontextmanager
@@ -70,8 +68,8 @@ async def participants(
     """Listen, and have the job's devices and ranks running, for as long as the block lasts."""
     bound = await link.start(host, port)
     embedded = Embedded(job, bound, directory, template, lambda name, role, reason: None)
-    embedded.start()
     try:
+        embedded.start()
         yield embedded
     finally:
         await embedded.stop()

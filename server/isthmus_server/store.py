@@ -7,6 +7,7 @@ A run directory holds::
     checkpoints/            model-, served- and optimizer-<round>.safetensors
     model.safetensors       the final model, when the run has ended
     logs/                   one file per process
+    lock                    held by the process that runs it
 
 A round is planned in the log before anything runs, and becomes visible with everything that
 belongs to it in one transaction. Files that a commit names are complete on disk before it.
@@ -14,6 +15,7 @@ belongs to it in one transaction. Files that a commit names are complete on disk
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from isthmus.alone import alone
 from isthmus.errors import UserError
 from isthmus.job import Job, read_job
 from isthmus_server.checkpoints import Checkpoints, Saved, replacing
@@ -91,15 +94,19 @@ class Store:
             (directory / "checkpoints").mkdir(exist_ok=True)
             (directory / "logs").mkdir(exist_ok=True)
             store = cls(directory, job, base, run_id)
+            store._begin()
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"the run directory {directory} cannot be used: {error}") from error
-        store._db.execute("INSERT INTO run VALUES (?, 'running', '', NULL)", (run_id,))
-        text = json.dumps(
-            {"run_id": run_id, "base": str(base), "job": job.model_dump(mode="json")}, indent=1
-        )
-        with replacing(directory / "job.json") as file:
-            file.write(text.encode())
         return store
+
+    def _begin(self) -> None:
+        """Write down that there is a run; one that a crash ended before its job.json never was."""
+        self._db.execute("DELETE FROM run")
+        self._db.execute("INSERT INTO run VALUES (?, 'running', '', NULL)", (self.run_id,))
+        job = self.job.model_dump(mode="json")
+        text = json.dumps({"run_id": self.run_id, "base": str(self.base), "job": job}, indent=1)
+        with replacing(self.directory / "job.json") as file:
+            file.write(text.encode())
 
     @classmethod
     def open(cls, directory: Path) -> Store:
@@ -130,6 +137,14 @@ class Store:
     def close(self) -> None:
         """Let go of the files."""
         self._db.close()
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Be the only process that goes on with the run, while the block lasts; others may read.
+
+        Raises:
+            UserError: another one does.
+        """
+        return alone(self.directory / "lock", f"another process runs {self.directory} already")
 
     # -- the round log -----------------------------------------------------------------------------
 

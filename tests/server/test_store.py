@@ -96,10 +96,13 @@ def test_creating_over_a_run_is_refused(create, make_job, tmp_path):
         Store.create(tmp_path / "run", make_job(), tmp_path)
 
 
-def test_a_crash_before_the_run_was_made_leaves_the_directory_usable(create, make_job, tmp_path):
+def test_a_crash_before_the_run_was_made_leaves_the_directory_usable(
+    create, crash, make_job, tmp_path
+):
     (create().directory / "job.json").unlink()
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     assert store.status()[0] == "running"
+    assert crash(store).run_id == store.run_id
     store.finish("finished", "done", {"x": 1})
     assert store.status() == ("finished", "done", {"x": 1})
     store.close()
@@ -312,6 +315,20 @@ def test_a_checkpoint_that_is_not_what_was_written_is_one_sentence(create, at):
         store.checkpoints.read_model(saved, bytearray(16))
     with pytest.raises(UserError, match=r"optimizer-000001\.safetensors is damaged"):
         store.checkpoints.read_tensors(tensors)
+
+
+def test_one_process_at_a_time_goes_on_with_a_run_and_others_read_it(create, crash):
+    store = create()
+    with store.locked():
+        other = crash(store)
+        assert other.status()[0] == "running"
+        with (
+            pytest.raises(UserError, match=r"^another process runs .*/run already$"),
+            other.locked(),
+        ):
+            raise AssertionError("unreachable")
+    with other.locked():
+        pass
 
 
 def test_a_directory_without_a_run_is_one_sentence(tmp_path):

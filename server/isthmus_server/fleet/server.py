@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from isthmus import tls
-from isthmus.errors import UserError
+from isthmus.alone import alone
 from isthmus_server.fleet.authority import Authority
 from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
@@ -70,7 +68,13 @@ class FleetServer:
             UserError: a port is in use.
         """
         _allow_many_files()
-        lock = _locked(self.members.directory)
+        directory = self.members.directory
+        with alone(directory / "lock", f"another server runs from {directory}"):
+            async with self._open(host, port):
+                yield
+
+    @asynccontextmanager
+    async def _open(self, host: str, port: int) -> AsyncIterator[None]:
         self._pair = self.members.certifier.server_pair()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -88,7 +92,6 @@ class FleetServer:
             await self.joining.stop()
             await self.link.stop()
             self.members.close()
-            os.close(lock)
 
     async def _watch(self) -> None:
         while True:
@@ -128,21 +131,6 @@ class FleetServer:
         return grpc.dynamic_ssl_server_credentials(
             first, fetch, require_client_authentication=known
         )
-
-
-def _locked(directory: Path) -> int:
-    """Be the only server of a state directory; returns the open file that says so.
-
-    Raises:
-        UserError: another one runs.
-    """
-    handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(f"another server runs from {directory}") from None
-    return handle
 
 
 def _allow_many_files() -> None:
