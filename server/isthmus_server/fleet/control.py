@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sqlite3
@@ -158,10 +159,12 @@ async def serve_queue(
     """
     runner = Runner(server, state, console)
     server.link.beside[SERVICE] = Control(server.members, runner).methods()
-    async with server.listening(host, port):
-        where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
-        console.print(where, soft_wrap=True)
-        await runner.run()
+    # It outlives the listening: who follows a log until the server stops still reads it.
+    with contextlib.closing(runner.queue):
+        async with server.listening(host, port):
+            where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
+            console.print(where, soft_wrap=True)
+            await runner.run()
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:

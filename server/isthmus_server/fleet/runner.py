@@ -35,6 +35,7 @@ class Runner:
 
     Guarantees:
       * a job that fails is marked so, with its reason, and the next one runs;
+      * a job that was cancelled is never taken up again, whatever becomes of the server;
       * a task is loaded only from the server's own directory of tasks: who may submit jobs cannot
         bring code.
     """
@@ -68,8 +69,6 @@ class Runner:
             raise UserError(
                 f"the queue of jobs cannot be used: {error}; see to it, then start the server again"
             ) from error
-        finally:
-            self.queue.close()
 
     async def _one(self, entry: Entry) -> None:
         self.console.print(f"{entry.id}, submitted by {entry.submitted_by}", highlight=False)
@@ -79,22 +78,27 @@ class Runner:
         try:
             await asyncio.shield(task)
         except IsthmusError as error:
-            self.queue.mark(entry, "failed", str(error))
+            self._mark(entry, "failed", str(error))
             self.console.print(f"{entry.id} failed: {error}", highlight=False, markup=False)
         except asyncio.CancelledError:
-            if not self._cancelled:  # it is the server that stops
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():  # it is the server that stops
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
-            self.queue.mark(entry, "cancelled", _CANCELLED)
             self.console.print(f"{entry.id} is cancelled", highlight=False)
         except Exception as error:
             log.exception("%s failed", entry.id)
-            self.queue.mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
+            self._mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
         else:
-            self.queue.mark(entry, "finished")
+            self._mark(entry, "finished")
         finally:
             self._running = None
+
+    def _mark(self, entry: Entry, state: State, reason: str = "") -> None:
+        """Say how a run has ended, unless an operator was told that it is cancelled."""
+        if not self._cancelled:
+            self.queue.mark(entry, state, reason)
 
     async def _train(self, entry: Entry) -> None:
         job = entry.job
@@ -104,7 +108,7 @@ class Runner:
         store = Store.open(directory) if begun else Store.create(directory, job, self.tasks)
         torch.set_num_threads(1)  # what the server computes is small beside the link's work
         try:
-            with Progress(self.console) as progress:
+            with store.locked(), Progress(self.console) as progress:
                 await Coordinator(store, self.server.link, progress).run()
         except asyncio.CancelledError:
             if self._cancelled:
@@ -151,10 +155,10 @@ class Runner:
         if entry.state in ENDED:
             raise Refused(f"{id_} has ended already: {entry.state}")
         if self._running is not None and self._running[0] == entry.number:
-            self._cancelled = True
-            self._running[1].cancel()
-        else:
-            self.queue.mark(entry, "cancelled", _CANCELLED)
+            self._cancelled = self._running[1].cancel()
+            if not self._cancelled:
+                raise Refused(f"{id_} has ended just now")
+        self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
         return "cancelled"
 
     async def progress(self, entry: Entry) -> int:

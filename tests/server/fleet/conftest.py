@@ -39,6 +39,7 @@ class Fleet:
         self.server = FleetServer(self.state, lease_seconds=lease_seconds, authority=authority)
         if queue:
             self.runner = Runner(self.server, self.state, Console(file=io.StringIO()))
+            self.stack.callback(self.runner.queue.close)
             methods = Control(self.server.members, self.runner).methods()
             self.server.link.beside[SERVICE] = methods
             self.guests.append(asyncio.create_task(self.runner.run()))

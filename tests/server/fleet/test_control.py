@@ -127,6 +127,20 @@ async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place):
         await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
 
 
+async def test_who_was_told_that_a_job_is_cancelled_is_right_whatever_happens_next(place):
+    await place.devices()
+    running = await place.submit(place.job())
+    await place.until(lambda: place.runner._running is not None)
+    place.runner.cancel(running)
+    assert place.runner.queue.get(running).state == "cancelled"  # before its run has been ended
+    with pytest.raises(Refused, match=f"{running} has ended already: cancelled"):
+        place.runner.cancel(running)
+    serving = place.guests[0]
+    serving.cancel()
+    await asyncio.wait([serving], timeout=20)
+    assert serving.cancelled()
+
+
 async def test_the_queue_and_the_run_survive_the_server(place, tmp_path):
     await place.devices()
     first = await place.submit(place.job("rounds=1"), "one")
