@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from isthmus import tls
-from isthmus.errors import Refused
+from isthmus.errors import Refused, UserError
 from isthmus.wire import link_pb2
 from isthmus_server.enrolment import Enrolments
 from isthmus_server.fleet.authority import Authority
@@ -18,6 +20,8 @@ from isthmus_server.fleet.registry import Registry
 from isthmus_server.link import Link
 
 _T = TypeVar("_T")
+
+log = logging.getLogger(__name__)
 
 
 class Members(Enrolments):
@@ -81,12 +85,22 @@ class Members(Enrolments):
         return await self.write(write)
 
     async def write(self, change: Callable[[Registry], _T]) -> _T:
-        """Run a change of the registry on the thread that is for it."""
+        """Run a change of the registry on the thread that is for it.
+
+        Raises:
+            Refused: `change` said so, or the registry cannot be written.
+        """
 
         def run() -> _T:
-            if self._writing is None:
-                self._writing = Registry(self.directory)
-            return change(self._writing)
+            try:
+                if self._writing is None:
+                    self._writing = Registry(self.directory)
+                return change(self._writing)
+            except (sqlite3.Error, UserError) as error:
+                log.error("the registry in %s cannot be written: %s", self.directory, error)
+                raise Refused(
+                    "the server cannot write its registry now; its log says why"
+                ) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._clerk, run)
 
@@ -97,7 +111,7 @@ class Members(Enrolments):
         """
         now = time.time()
         version = self.registry.version
-        changed, self._seen = version != self._seen, version
+        changed = version != self._seen
         if changed:
             self.revoked.update(self.registry.revoked_identities())
         for peer in list(link.peers.values()):
@@ -108,3 +122,4 @@ class Members(Enrolments):
                 self.registry.check(subject)
             except Refused as error:
                 link.cut(peer.name, str(error))
+        self._seen = version  # not before: what failed is looked at again

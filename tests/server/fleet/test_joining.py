@@ -3,6 +3,7 @@ import datetime
 import errno
 import os
 import socket
+import sqlite3
 import stat
 
 import grpc
@@ -15,10 +16,11 @@ from isthmus import joining, tls
 from isthmus.errors import Refused, UserError
 from isthmus.joining import JOIN, Token
 from isthmus.membership import Membership
-from isthmus.wire import join_pb2
+from isthmus.wire import join_pb2, link_pb2
 from isthmus_server.fleet.authority import Authority, initialise
 from isthmus_server.fleet.commands import server
 from isthmus_server.fleet.joining import MOST_CALLERS, Purse
+from isthmus_server.fleet.registry import Registry
 from isthmus_server.fleet.server import FleetServer
 
 
@@ -327,6 +329,46 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
             member.renewed(pem)
     assert (member.directory / "credentials.pem").read_bytes() == before
     member.renewed(certifier.issue(request, **ours)[0])
+
+
+async def test_a_registry_that_cannot_be_written_is_one_sentence_and_may_work_again(
+    fleet, monkeypatch, caplog
+):
+    await fleet.listen()
+    token = fleet.token("phone-0")
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "redeem", full)
+        with pytest.raises(Refused, match=r"said no: the server cannot write its registry now"):
+            await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
+    assert "database or disk is full" in caplog.text
+    member = await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
+    monkeypatch.setattr(Registry, "renew", full)
+    async with fleet.raw(member) as (_, send, receive):
+        await receive("welcome")
+        await send(renew=link_pb2.Renew(signing_request=member.next_request()))
+        assert "cannot write its registry" in (await receive("renewed")).reason
+
+
+async def test_a_revocation_is_looked_for_until_it_was_seen(fleet, monkeypatch):
+    await fleet.listen()
+    guest = await fleet.join("phone-0", answering())
+    check, failures = Registry.check, []
+
+    def fails_once(registry, subject):
+        if not failures:
+            failures.append(subject.name)
+            raise sqlite3.OperationalError("disk I/O error")
+        check(registry, subject)
+
+    monkeypatch.setattr(Registry, "check", fails_once)
+    fleet.registry().revoke("phone-0")
+    with pytest.raises(Refused, match="'phone-0' has been revoked"):
+        await asyncio.wait_for(guest.link, 10)
+    assert failures == ["phone-0"]
 
 
 async def test_one_process_at_a_time_uses_a_membership(fleet):
