@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import random
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks,
 from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.heartbeats import Heartbeats
 from isthmus.membership import Membership, check_dialling
+from isthmus.redial import Redial
 from isthmus.requests import content_of, failure, model_of
 from isthmus.stream import GONE, Stream
 from isthmus.wire import link_pb2
@@ -93,7 +94,7 @@ class Worker(Protocol):
         ...
 
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """What became of the reply: its content is not needed any more."""
+        """What became of a request: neither its model nor its result is needed any more."""
         ...
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
@@ -168,6 +169,8 @@ class Uplink:
         self._instance = uuid.uuid4().hex
         self._jobs: dict[str, _Job] = {}
         self._stream: Stream | None = None
+        self._linked_at = math.inf
+        """When the stream was welcomed, by the monotonic clock."""
         self._welcome: link_pb2.Welcome | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -178,22 +181,25 @@ class Uplink:
             Refused: the server does not want this participant, with its reason.
         """
         self._loop = asyncio.get_running_loop()
-        pause = 0.05
+        redial = Redial(self.longest_pause)
         try:
             while True:
+                self._linked_at = math.inf
                 try:
                     await self._serve_one_stream()
-                    pause = 0.05
+                    why = "the server ended the stream"
                 except grpc.aio.AioRpcError as error:
                     if error.code() in _FINAL:
                         raise Refused(
                             f"the server refused {self.name!r}: {error.details()}"
                         ) from None
-                    log.info("no link to %s: %s", self.address, error.details())
+                    why = error.details() or error.code().name
                 except (TimeoutError, UpdateError, *GONE) as error:
-                    log.info("link to %s broke: %s", self.address, error or "silence")
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-                pause = min(2 * pause, self.longest_pause)
+                    why = str(error) or "silence"
+                if redial.broke(held=time.monotonic() - self._linked_at):
+                    more = f" ({redial.tries} tries so far)" if redial.tries > 1 else ""
+                    log.info("no link to %s: %s%s", self.address, why, more)
+                await asyncio.sleep(redial.pause())
         finally:
             for job in self._jobs.values():
                 if job.task is not None:
@@ -218,7 +224,7 @@ class Uplink:
                 lease = first.welcome.lease_seconds
                 self._welcomed(first.welcome)
                 log.info("linked to %s as %s", self.address, self.name)
-                self._stream = stream
+                self._stream, self._linked_at = stream, time.monotonic()
                 if self.membership is not None:
                     stream.spawn(self._renew(stream, self.membership))
                 async with Heartbeats(lease).of(stream):
@@ -303,13 +309,13 @@ class Uplink:
             await self._renewed(message.renewed)
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
-            if job is not None and job.reply is not None:  # it did not arrive, and never will
+            reason = message.cancel.reason or "nobody waits for it"
+            # It still waits for its model; or its reply did not arrive, and never will.
+            if job is not None and (job.task is None or job.reply is not None):
                 del self._jobs[message.cancel.id]
-                self.worker.settled(job.request, False, message.cancel.reason)
+                self.worker.settled(job.request, False, reason)
             elif job is not None:
-                self.worker.cancel(job.request, message.cancel.reason)
-                if job.task is None:
-                    del self._jobs[message.cancel.id]  # it still waits for its model
+                self.worker.cancel(job.request, reason)
         # Anything else is a ping, or news from a newer server that is no business of ours.
 
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:

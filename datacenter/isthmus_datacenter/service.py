@@ -230,7 +230,8 @@ class Service:
             self._drop(self._incoming, request.id)
 
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """The file of the result is not needed any more."""
+        """The files of the request are not needed any more: its model may not even have come."""
+        self._drop(self._incoming, request.id)
         self._drop(self._outgoing, request.id)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:

@@ -1,0 +1,22 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.redial import HELD_SECONDS, Redial
+
+
+@given(st.integers(1, 100_000), st.floats(0.1, 60.0))
+def test_pauses_grow_to_the_longest_and_no_further(tries, longest):
+    redial = Redial(longest)
+    redial.tries = tries
+    pause = redial.pause()
+    assert 0.02 < pause <= longest
+    if tries > 15:
+        assert pause >= longest / 2
+
+
+def test_a_link_that_held_begins_everything_anew():
+    redial = Redial(60.0)
+    assert sum(redial.broke(held=0.0) for _ in range(1000)) == 10
+    assert redial.pause() >= 30.0
+    assert redial.broke(held=HELD_SECONDS + 1)  # and is told of at once
+    assert redial.pause() <= 0.05
