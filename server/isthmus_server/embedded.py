@@ -77,7 +77,6 @@ class Embedded:
             except UserError as error:
                 self.on_gone(name, _role(arguments), str(error))
                 return
-            (self.directory / "logs" / f"{name}.pid").write_text(f"{program.pid}\n")
             try:
                 code = await asyncio.shield(program.ended)
             except asyncio.CancelledError:

@@ -90,7 +90,11 @@ class Template:
         started: asyncio.Future[Program] = loop.create_future()
         self._starting[number] = started
         request = {"number": number, "arguments": list(arguments), "log": str(log)}
-        await loop.sock_sendall(self._end, json.dumps(request).encode())
+        try:
+            await loop.sock_sendall(self._end, json.dumps(request).encode())
+        except ConnectionError:
+            self._starting.pop(number, None)
+            raise UserError(_LOST) from None
         return await started
 
     def __enter__(self) -> Template:
