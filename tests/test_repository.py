@@ -44,7 +44,7 @@ COMMANDS = [
     ),
     "isthmus job check --set PATH",
     "isthmus job schema",
-    "isthmus jobs --json --state",
+    "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
     "isthmus operator join --state TOKEN URL",
     "isthmus report --json RUN_DIR",

@@ -248,7 +248,3 @@ def _inside_closed(model: nn.Module, name: str) -> bool:
     return any(
         isinstance(model.get_submodule(".".join(parts[:end])), _CLOSED) for end in range(len(parts))
     )
-
-
-def _join(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child

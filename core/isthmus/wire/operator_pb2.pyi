@@ -21,8 +21,10 @@ class SubmitReply(_message.Message):
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
 class JobsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("ended",)
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ended: int
+    def __init__(self, ended: _Optional[int] = ...) -> None: ...
 
 class JobsReply(_message.Message):
     __slots__ = ("jobs",)

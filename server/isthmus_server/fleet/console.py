@@ -141,10 +141,18 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print them as one document.")
+@click.option(
+    "--ended",
+    type=click.IntRange(0, 1000),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Of those that have ended, list the latest N.",
+)
 @_STATE
-def jobs(as_json: bool, state: Path) -> None:
-    """List the server's jobs."""
-    found = Server(state).call("Jobs", pb.JobsRequest(), pb.JobsReply).jobs
+def jobs(as_json: bool, ended: int, state: Path) -> None:
+    """List the server's jobs: those that run or wait, and the latest that have ended."""
+    found = Server(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply).jobs
     keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
     if as_json:
         click.echo(

@@ -29,6 +29,9 @@ SERVICE = "isthmus.operator.v1.Operator"
 _CALLS = 8
 """Calls of one operator at a time."""
 
+MOST_ENDED = 1000
+"""Jobs that have ended, in one list."""
+
 _Asked = TypeVar("_Asked", bound=Message)
 
 log = logging.getLogger(__name__)
@@ -71,7 +74,8 @@ class Control:
         self, asked: operator_pb2.JobsRequest, operator: tls.Subject
     ) -> operator_pb2.JobsReply:
         reply = operator_pb2.JobsReply()
-        for entry in self.runner.queue.entries()[-1000:]:
+        ended = min(asked.ended, MOST_ENDED) if asked.HasField("ended") else MOST_ENDED
+        for entry in self.runner.queue.entries(ended):
             reply.jobs.add(
                 id=entry.id,
                 state=entry.state,

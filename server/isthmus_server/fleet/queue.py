@@ -116,9 +116,11 @@ class Queue:
             "UPDATE jobs SET state=?, reason=? WHERE number=?", (state, reason, entry.number)
         )
 
-    def entries(self) -> list[Entry]:
-        """All of them, in the order in which they were submitted."""
-        return self._find("1")
+    def entries(self, ended: int) -> list[Entry]:
+        """Those that wait or run, and the latest `ended` of the others, as they were submitted."""
+        over = f"state IN {ENDED}"
+        latest = f"SELECT number FROM jobs WHERE {over} ORDER BY number DESC LIMIT ?"
+        return self._find(f"NOT {over} OR number IN ({latest})", (ended,))
 
     def get(self, id_: str) -> Entry:
         """One job.

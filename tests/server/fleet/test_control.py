@@ -127,6 +127,17 @@ async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place):
         await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
 
 
+async def test_of_the_jobs_that_have_ended_the_latest_are_listed(place):
+    ids = [await place.submit(place.job(), str(number)) for number in range(5)]
+    for id_ in ids[:4]:
+        await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=id_))
+    listed = {}
+    for ended in (None, 0, 2, 1000):
+        reply = await place.ask("Jobs", pb.JobsReply, pb.JobsRequest(ended=ended))
+        listed[ended] = [job.id for job in reply.jobs]
+    assert listed == {None: ids, 0: ids[4:], 2: ids[2:], 1000: ids}
+
+
 async def test_who_was_told_that_a_job_is_cancelled_is_right_whatever_happens_next(place):
     await place.devices()
     running = await place.submit(place.job())
