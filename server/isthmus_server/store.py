@@ -138,13 +138,19 @@ class Store:
         """Let go of the files."""
         self._db.close()
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Be the only process that goes on with the run, while the block lasts; others may read.
 
         Raises:
-            UserError: another one does.
+            UserError: another one does, or the log could not be used in the block.
         """
-        return alone(self.directory / "lock", f"another process runs {self.directory} already")
+        said = f"another process runs {self.directory} already"
+        with alone(self.directory / "lock", said):
+            try:
+                yield
+            except sqlite3.Error as error:
+                raise self.unusable(error) from error
 
     # -- the round log -----------------------------------------------------------------------------
 

@@ -331,6 +331,15 @@ def test_one_process_at_a_time_goes_on_with_a_run_and_others_read_it(create, cra
         pass
 
 
+def test_a_log_that_is_damaged_is_one_sentence_to_who_goes_on_with_the_run(create):
+    store = create()
+    commit(store, 1)
+    store._db.execute("DROP TABLE attempts")
+    sentence = r"^the run directory .* could not be used: no such table: attempts; see to it, then"
+    with pytest.raises(UserError, match=sentence), store.locked():
+        store.resume_point()
+
+
 def test_a_directory_without_a_run_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"does not hold a run \(no job\.json\)$"):
         Store.open(tmp_path)
