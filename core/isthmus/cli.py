@@ -16,6 +16,8 @@ import click
 from isthmus import __version__
 from isthmus.errors import IsthmusError
 
+log = logging.getLogger(__name__)
+
 
 class _Commands(click.Group):
     """Looks a subcommand up by name and imports only that one."""
@@ -62,6 +64,14 @@ def main() -> None:
         sys.exit(error.exit_code)
     except IsthmusError as error:
         click.echo(f"isthmus: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read our output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except OSError as error:  # a disk that is full, a file that may not be read
+        log.debug("where it was", exc_info=True)
+        where = f"{error.filename}: " if error.filename else ""
+        click.echo(f"isthmus: {where}{error.strerror or error}", err=True)
         sys.exit(1)
 
 

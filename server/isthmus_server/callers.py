@@ -91,7 +91,8 @@ async def listen(
             bound = server.add_secure_port(f"{host}:{port}", credentials)
     except RuntimeError:
         raise UserError(
-            f"cannot listen on {host}:{port}; is the port in use? Give another, or 0 for any"
+            f"cannot listen on {host}:{port}; is the port in use, or {host} no address of this "
+            "machine? Give another, or port 0 for any"
         ) from None
     await server.start()
     return server, int(bound)

@@ -90,6 +90,23 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(isthmus, monk
     assert "pip install 'isthmus[datacenter]'" in err
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "runs/a"), "runs/a: No space left on device"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (BrokenPipeError(32, "Broken pipe"), ""),  # as of `| head`: nobody reads any more
+    ],
+)
+def test_what_the_machine_refuses_is_a_sentence_at_most(isthmus, monkeypatch, error, said):
+    @click.command()
+    def refused():
+        raise error
+
+    monkeypatch.setattr(cli, "isthmus", refused)
+    assert isthmus() == (1, "", said and f"isthmus: {said}\n")
+
+
 def test_an_interrupt_is_exit_code_130(isthmus, monkeypatch):
     @click.command()
     def interrupted():

@@ -48,14 +48,24 @@ def initialise(directory: Path, hosts: Iterable[str]) -> None:
         hosts: names and addresses that participants will dial.
 
     Raises:
-        UserError: something is there already, or a host is neither a name nor an address.
+        UserError: something is there already, it cannot be written, or a host is neither a name
+            nor an address.
     """
+    if directory.resolve() == Path.cwd():  # it is renamed into place
+        raise UserError(f"{directory} is the directory you are in; name a new one below it")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(
             f"{directory} is not empty; nothing was changed. Give a new directory: an authority is "
             "made once, and all who joined it would have to join again"
         )
     names = [_host(text) for text in hosts]
+    try:
+        _make(directory, names)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be made: {error}") from None
+
+
+def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)

@@ -1,5 +1,6 @@
 import datetime
 import stat
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -103,6 +104,16 @@ def test_a_host_that_is_none_is_refused(tmp_path, host):
     with pytest.raises(UserError, match="is neither a host name nor an IP address"):
         initialise(tmp_path / "server", [host])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_a_server_s_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"is the directory you are in; name a new one below it"):
+        initialise(Path(), ["localhost"])
+    assert tmp_path.is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^file/server cannot be made: .*File exists"):
+        initialise(Path("file/server"), ["localhost"])
 
 
 def test_a_directory_without_a_server_says_how_to_make_one(tmp_path):
