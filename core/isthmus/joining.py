@@ -17,6 +17,7 @@ import base64
 import binascii
 import dataclasses
 import hashlib
+import ipaddress
 import random
 import socket
 import ssl
@@ -141,7 +142,7 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
     leaf = await asyncio.to_thread(_presented, host, port)
     # Trust for this one call is in the very certificate we were just shown, whatever it says.
     pinned = grpc.ssl_channel_credentials(tls.pem(leaf))
-    answer = await _call(f"{host}:{port}", pinned, AUTHORITY, b"", override=_a_name_of(leaf))
+    answer = await _call(f"{host}:{port}", pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
     try:
         authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
     except DecodeError:
@@ -149,6 +150,12 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
     if tls.fingerprint(authority) != token.fingerprint or not tls.issued_by(leaf, authority):
         raise Refused(
             f"the server at {host}:{port} is not the one this token is for; nothing was sent to it"
+        )
+    names = _names_of(leaf)
+    if _spelled(host.strip("[]")) not in map(_spelled, names):
+        raise UserError(
+            f"the server at {host}:{port} has no certificate for {host!r}; it is known as "
+            f"{', '.join(names)}: dial one of these"
         )
     return authority
 
@@ -173,14 +180,25 @@ def _presented(host: str, port: int) -> x509.Certificate:
     return x509.load_der_x509_certificate(data)
 
 
-def _a_name_of(certificate: x509.Certificate) -> str:
-    """Any name that a certificate is for, to satisfy the check of a certificate we pinned."""
+def _names_of(certificate: x509.Certificate) -> list[str]:
+    """What a server may be dialled by: one at least."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         addresses = map(str, names.get_values_for_type(x509.IPAddress))
-        return [*names.get_values_for_type(x509.DNSName), *addresses][0]
-    except (x509.ExtensionNotFound, ValueError, IndexError):
-        raise Refused("what answers there is not an Isthmus server") from None
+        found = [*names.get_values_for_type(x509.DNSName), *addresses]
+    except (x509.ExtensionNotFound, ValueError):
+        found = []
+    if not found:
+        raise Refused("what answers there is not an Isthmus server")
+    return found
+
+
+def _spelled(host: str) -> str:
+    """A name or an address in the one way to write it."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
 
 
 async def _call(

@@ -214,8 +214,12 @@ def check_named(source: str, key: str, *, base: Path) -> None:
         raise TaskError(f"{asked}: there is no file {path}")
 
 
-def check_installed(source: str, tasks: Path, key: str = "task.source") -> None:
+def check_installed(
+    source: str, tasks: Path, key: str = "task.source", *, movable: bool = True
+) -> None:
     """Refuse code that a job names and this machine's owner has not put into `tasks`.
+
+    `movable`: another directory can be named, with --tasks.
 
     Raises:
         TaskError: it is not `path/to/file.py:Name` with a file in that directory.
@@ -225,7 +229,8 @@ def check_installed(source: str, tasks: Path, key: str = "task.source") -> None:
     if not where.endswith(".py") or not path.is_relative_to(tasks.resolve()) or not path.is_file():
         raise TaskError(
             f"{key}={source!r} is not a file in {tasks}, where this machine keeps the tasks "
-            "its owner allows; put it there, or name another directory with --tasks"
+            "its owner allows; put it there"
+            + (", or name another directory with --tasks" if movable else "")
         )
 
 

@@ -125,7 +125,7 @@ class Runner:
                 f"time.lease_seconds={job.time.lease_seconds:g}, but participants here have one "
                 f"lease for all jobs: add --set time.lease_seconds={lease:g}"
             )
-        check_installed(job.task.source, self.tasks)
+        check_installed(job.task.source, self.tasks, movable=False)
         if job.task.data is not None:
             path = (self.tasks / job.task.data).resolve()
             if not path.is_relative_to(self.tasks.resolve()):

@@ -209,7 +209,7 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("task.source=../task.py:Learn", "is not a file in"),
+        ("task.source=../task.py:Learn", "is not a file in .* its owner allows; put it there$"),
         ("task.source=statistics:Learn", "is not a file in"),
         ("task.data=../../secrets", "is not below"),
         ("federated.clients=8", "add --set federated.clients=0"),

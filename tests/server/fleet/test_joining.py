@@ -58,6 +58,18 @@ async def test_a_server_without_a_name_is_joined_by_its_address(fleet):
     assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 5
 
 
+async def test_a_server_that_is_dialled_by_no_name_of_its_own_is_one_sentence(fleet):
+    fleet.state = fleet.folder / "named"
+    initialise(fleet.state, ["localhost", "10.0.0.7"])
+    server = await fleet.listen()
+    sentence = r"has no certificate for '127\.0\.0\.1'; it is known as localhost, 10\.0\.0\.7: dial"
+    with pytest.raises(UserError, match=sentence):
+        await joining.join(
+            f"127.0.0.1:{server.join_port}", fleet.token("a"), fleet.folder / "a", "client"
+        )
+    await joining.join(fleet.url, fleet.token("a"), fleet.folder / "a", "client")
+
+
 async def test_joining_makes_a_participant_whose_keys_never_left_it(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
