@@ -31,6 +31,7 @@ from torch import nn
 
 from isthmus.exchange import Layout
 from isthmus.task import Participant, Task
+from isthmus_datacenter.agreement import Wish
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.optim import Updater
@@ -100,7 +101,8 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
         None,
         False,
     )
-    Passes(task, share, rank, device).run(batch, batch, 1.0, lambda mine: batch.numel() * dp)
+    passes = Passes(task, share, rank, device, len(batch))
+    passes.run(batch, batch, 1.0, lambda: Wish.GO_ON)
     gradients = sum(local(each).nbytes for each in share.gradients().values())
     updater.step(1.0)
     parameters = sum(local(each).nbytes for each in share.parameters().values())

@@ -55,17 +55,24 @@ class agreement:  # noqa: N801 - used as a statement
             raise AgreedError(sentence) from error
 
 
-def agree_on_units(mine: int, wish: Wish, ranks: int) -> tuple[int, Wish]:
+def ask_for_units(mine: int, wish: Wish, ranks: int) -> Callable[[], tuple[int, Wish]]:
     """Units scored by all ranks in this step, and the strongest wish that any rank heard of.
 
-    Between processors, not devices: the device's queue never has to be waited for.
+    What is returned waits for them; until it is called, this rank goes on. Between processors, not
+    devices: the device's queue never has to be waited for.
     """
     if ranks == 1:
-        return mine, wish
+        return lambda: (mine, wish)
     numbers = torch.tensor([mine, *(int(wish is each) for each in (Wish.SAVE, Wish.ABORT))])
-    dist.all_reduce(numbers)
-    units, save, abort = numbers.tolist()
-    return units, Wish.ABORT if abort else Wish.SAVE if save else Wish.GO_ON
+    work = dist.all_reduce(numbers, async_op=True)
+    assert work is not None
+
+    def answer() -> tuple[int, Wish]:
+        work.wait()
+        units, save, abort = numbers.tolist()
+        return units, Wish.ABORT if abort else Wish.SAVE if save else Wish.GO_ON
+
+    return answer
 
 
 def agree_on_loss(

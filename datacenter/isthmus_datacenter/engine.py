@@ -26,7 +26,6 @@ from isthmus_datacenter.agreement import (
     Wish,
     Wishes,
     agree_on_loss,
-    agree_on_units,
     agreement,
 )
 from isthmus_datacenter.checkpoint import Checkpoints, Midway, Within
@@ -210,7 +209,7 @@ class Engine:
             self.share = parallelize(
                 self.task, model, self.ranks, self.place.rank, device, sample=self._sample
             )
-        self.passes = Passes(self.task, self.share, self.place.rank, device)
+        self.passes = Passes(self.task, self.share, self.place.rank, device, self.order.batch_size)
         self.passes.model.train()
         with agreement():
             self.updater = self._make_updater()
@@ -325,7 +324,7 @@ class Engine:
         passes, profile, device = self.passes, self.profile, self.place.device
         first, until = command.from_step, command.until_step
         total = torch.tensor(begun.summed, dtype=torch.float64, device=device)
-        units, wish = begun.units, Wish.GO_ON
+        units = begun.units
         live = None
         if passes.scores and self.here.data == 0:
             examples = self.order.ranks * self.order.batch_size
@@ -338,17 +337,10 @@ class Engine:
             if self._flops is None:
                 self._flops = passes.step_flops(inputs, self.order.batch_size / _SAMPLE)
 
-            def agree(mine: int, step: int = step) -> int:
-                nonlocal wish
-                everyones, wish = agree_on_units(mine, wishes(), self.ranks.ranks)
-                if wish is Wish.ABORT:
-                    raise StoppedError(
-                        f"stopped before step {step} because the result is not wanted"
-                    )
-                return everyones
-
             with profile.device_time("passes"):
-                done = passes.run(inputs, target, self.updater.scale, agree)
+                done = passes.run(inputs, target, self.updater.scale, wishes)
+            if done.wish is Wish.ABORT:
+                raise StoppedError(f"stopped before step {step} because the result is not wanted")
             with profile.device_time("optimizer"):
                 self.updater.step(done.factor)
             total += done.summed
@@ -356,7 +348,7 @@ class Engine:
             if live is not None:
                 live.step(total, done.mine, done.everyones)
             if origin is not None and step + 1 < until:
-                self._save_within(Within(origin, step + 1), command, total, units, wish)
+                self._save_within(Within(origin, step + 1), command, total, units, done.wish)
         self._units = units - begun.units
         loss = None
         if until > first:

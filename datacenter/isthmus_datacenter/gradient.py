@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from isthmus_datacenter.agreement import AgreedError, StoppedError, Wish, Wishes, agree_on_units
+from isthmus_datacenter.agreement import AgreedError, StoppedError, Wish, Wishes
 from isthmus_datacenter.control import Command
 from isthmus_datacenter.draws import seed_all
 from isthmus_datacenter.exchange import load_shards, store_shards
@@ -95,22 +95,16 @@ def accumulate(
     """
     total = torch.zeros((), dtype=torch.float64, device=passes.device)
     units = 0
-    ranks = passes.layout.ranks
-
-    def agree(mine: int) -> int:
-        everyones, wish = agree_on_units(mine, wishes(), ranks)
-        if wish is Wish.ABORT:
-            raise StoppedError("stopped because the gradient is not wanted")
-        return everyones
-
     mean.optimizer.zero_grad(set_to_none=True)
     for inputs, target in stream:
-        done = passes.run(inputs, target, mean.scale, agree)
+        done = passes.run(inputs, target, mean.scale, wishes)
+        if done.wish is Wish.ABORT:
+            raise StoppedError("stopped because the gradient is not wanted")
         mean.step(done.factor)
         total += done.summed
         units += done.everyones
     summed = (total * passes.scores).cpu()
-    if ranks > 1:
+    if passes.layout.ranks > 1:
         dist.all_reduce(summed)
     loss = float(summed) / max(units, 1)
     if not math.isfinite(loss):

@@ -49,7 +49,8 @@ class RankLayout:
     Every ZeRO stage is the same code, `fully_shard`, on another mesh or with another option:
     stage 0 shards over an axis of one rank and replicates over the rest; stages 1 and 2 keep
     gathered parameters from forward to backward, and differ only when several pieces make a step;
-    stage 3 gathers them twice. At rest, stages 1 to 3 hold a share of everything.
+    stage 3 gathers them twice. At rest, stages 1 to 3 hold a share of everything. Only stage 0 on
+    processors leaves it out (`adds_up`).
 
     The innermost axis is tensor parallelism, which talks most, then data, then pipeline.
     """
@@ -148,8 +149,12 @@ class RankLayout:
 
     @property
     def wrapped(self) -> bool:
-        """Whether the model is wrapped by `fully_shard`, which also does mixed precision."""
+        """Whether `fully_shard` has something to do: for replicas, or for mixed precision."""
         return self.data > 1 or self.precision != "fp32"
+
+    def adds_up(self, device_type: str) -> bool:
+        """Whether `Replicas` does the same for less: with whole replicas, on processors."""
+        return device_type == "cpu" and self.zero_stage == 0 and self.precision == "fp32"
 
     def place(self, rank: int) -> Coordinates:
         """Where a rank is."""

@@ -65,20 +65,21 @@ class Updater:
     def step(self, factor: float) -> None:
         """Multiply all gradients by `factor`, clip them, step, and forget them."""
         gradients = self.share.gradients()
+        self.share.add_up(gradients)
         self.share.agree_on_whole(gradients)
         if self._fp16:
             factor /= self.scale
-        parts = [local(gradient) for gradient in gradients.values()]
-        if factor != 1.0 and parts:
-            torch._foreach_mul_(parts, factor)
+        clipped: float | torch.Tensor = factor
         good = True
         if self.clip_norm is not None or self._fp16:
-            norm = self._norm(gradients)
+            norm = self._norm(gradients) * factor
             if self._fp16:
                 good = bool(torch.isfinite(norm))
-            if self.clip_norm is not None and parts:
-                torch._foreach_mul_(parts, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            if self.clip_norm is not None:
+                clipped = factor * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         if good:
+            if gradients and (isinstance(clipped, torch.Tensor) or clipped != 1.0):
+                torch._foreach_mul_([local(each) for each in gradients.values()], clipped)
             self._use(gradients)
         self._rescale(good)
         self.optimizer.zero_grad(set_to_none=True)

@@ -26,6 +26,7 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus_datacenter import plans
 from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.replicas import Replicas
 from isthmus_datacenter.share import Names, Share
 from isthmus_datacenter.stages import check_chain, cut
 from isthmus_datacenter.trials import run_still, same
@@ -85,6 +86,8 @@ def parallelize(
     share.notes = notes
     share.sample_flops = int(counter.get_total_flops())
     share.find_tied(tables, rank)
+    if mesh is not None and layout.wrapped and layout.adds_up(device.type):
+        share.replicas = Replicas(mesh.get_group("replicate"))
     for at, stage in mine.items():
         stage.to(device)
         if layout.tensor > 1:
@@ -97,12 +100,9 @@ def parallelize(
                 _detach_from_compiled(changed)
         blocks = units(stage, smallest_unit) if chosen is None else _members(stage, chosen)
         _wrap(blocks or [stage], layout, backend)
-        if layout.wrapped:
+        if layout.wrapped and share.replicas is None:
             assert mesh is not None
-            # With a whole replica on each rank nothing is gathered, and what units are good for is
-            # to add up gradients while others are computed: on CPUs both want the same cores.
-            apart = [] if layout.zero_stage == 0 and device.type == "cpu" else blocks
-            _shard(stage, apart, layout, mesh, last=at == layout.stages - 1)
+            _shard(stage, blocks, layout, mesh, last=at == layout.stages - 1)
     return share
 
 

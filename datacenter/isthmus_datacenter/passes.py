@@ -18,12 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from isthmus.errors import TaskError
 from isthmus.scoring import losses
 from isthmus.task import Task, user_code
+from isthmus_datacenter.agreement import Wish, Wishes, ask_for_units
 from isthmus_datacenter.pipeline import Pipeline
 from isthmus_datacenter.profile import FORWARD_AND_BACKWARD, count_flops
 from isthmus_datacenter.share import Share
-
-Agree = Callable[[int], int]
-"""From the units this rank scored to those that all did; may raise to stop the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +34,8 @@ class Done:
     """Units in it."""
     everyones: int
     """Units of all replicas."""
+    wish: Wish
+    """The strongest of all ranks."""
     factor: float
     """What the gradients must be multiplied by to be those of the mean loss."""
 
@@ -43,11 +43,15 @@ class Done:
 class Passes:
     """Makes gradients."""
 
-    def __init__(self, task: Task, share: Share, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, task: Task, share: Share, rank: int, device: torch.device, batch_size: int
+    ) -> None:
+        """`batch_size` is a replica's, in examples."""
         self.task = task
         self.share = share
         self.layout = share.layout
         self.device = device
+        self.batch_size = batch_size
         self.scores = self.layout.scores(rank)
         """Whether the losses that this rank sees count."""
         self.pipeline = None if self.layout.pipeline == 1 else Pipeline(share, device)
@@ -56,26 +60,55 @@ class Passes:
         self.has_output = self.layout.stages - 1 in share.stages
         """Whether it gives an output here."""
 
-    def run(self, inputs: Any, target: Any, scale: float, agree: Agree) -> Done:
+    def run(self, inputs: Any, target: Any, scale: float, wishes: Wishes) -> Done:
         """One batch.
+
+        The number of all units is known only afterwards. Until then that of a replica's examples
+        stands for it, which is the same on all ranks and in every repetition.
 
         Args:
             inputs: batch of the task's inputs.
             target: batch of its targets.
             scale: what the losses are multiplied by, for fp16; undone by whoever set it.
-            agree: called once, before the gradients can be used.
+            wishes: asked once, when this rank's units are known.
         """
-        if self.layout.accumulate == 1 and self.pipeline is None:
-            _, values = losses(self.task, self.model, inputs, target)
-            mine = values.numel()
-            everyones = agree(mine if self.scores else 0)
-            # fully_shard averages gradients over the replicas; undone here, the sum over all
-            # units is divided by their number, also where ranks scored different numbers of them.
-            summed = values.sum()
-            weight = scale * self.layout.data / max(everyones, 1)
-            (summed * weight).backward()  # type: ignore[no-untyped-call]  # torch
-            return Done(summed.detach(), mine, everyones, 1.0)
-        return self._in_pieces(inputs, target, scale, agree)
+        pieces = self.layout.accumulate
+        if pieces > 1 or self.pipeline is not None:
+            _refuse_ragged(target)
+        summed = torch.zeros((), device=self.device)
+        mine, guess = 0, self.batch_size
+
+        def score(values: torch.Tensor) -> torch.Tensor:
+            nonlocal summed, mine, guess
+            total = values.sum()
+            summed = summed + total.detach()
+            mine += values.numel()
+            if self.layout.ranks == pieces == 1:
+                guess = mine  # which saves a pass over the gradients
+            return total * (scale / max(guess, 1))
+
+        def ask() -> Callable[[], tuple[int, Wish]]:
+            return ask_for_units(mine if self.scores else 0, wishes(), self.layout.ranks)
+
+        for at in range(pieces):
+            part, goal = _piece(inputs, at, pieces), _piece(target, at, pieces)
+            self._sync_gradients(at == pieces - 1)
+            if self.pipeline is None:
+                _, values = losses(self.task, self.model, part, goal)
+                scored = score(values)
+                if at == pieces - 1:
+                    answer = ask()  # the other ranks answer while this one goes backward
+                scored.backward()  # type: ignore[no-untyped-call]  # torch
+            else:
+                self.pipeline.run(part, functools.partial(self._score, goal, score))
+        if self.pipeline is not None:
+            answer = ask()
+            self.pipeline.sync_tied()
+        everyones, wish = answer()
+        # fully_shard averages gradients over the replicas; undone, the sum over all units is
+        # divided by their number, also where ranks scored different numbers of them.
+        averaged = 1 if self.share.replicas is not None else self.layout.data
+        return Done(summed, mine, everyones, wish, guess * averaged / max(everyones, 1))
 
     def step_flops(self, inputs: Any, samples: float) -> float:
         """Operations of one step on this rank, where something knows them or can use them; or 0.
@@ -93,33 +126,6 @@ class Passes:
         flops = count_flops(self.model, lambda: self.task.forward(self.model, inputs))
         self.share.at_rest()
         return flops
-
-    def _in_pieces(self, inputs: Any, target: Any, scale: float, agree: Agree) -> Done:
-        """The number of units is known only afterwards; until then a guess stands for it."""
-        size = _batch_size(target)
-        pieces = self.layout.accumulate
-        summed = torch.zeros((), device=self.device)
-        mine = 0
-
-        def score(values: torch.Tensor) -> torch.Tensor:
-            nonlocal summed, mine
-            total = values.sum()
-            summed = summed + total.detach()
-            mine += values.numel()
-            return total * (scale / size)
-
-        for at in range(pieces):
-            part, goal = _piece(inputs, at, pieces), _piece(target, at, pieces)
-            self._sync_gradients(at == pieces - 1)
-            if self.pipeline is None:
-                _, values = losses(self.task, self.model, part, goal)
-                score(values).backward()  # type: ignore[no-untyped-call]  # torch
-            else:
-                self.pipeline.run(part, functools.partial(self._score, goal, score))
-        everyones = agree(mine if self.scores else 0)
-        if self.pipeline is not None:
-            self.pipeline.sync_tied()
-        return Done(summed, mine, everyones, size * self.layout.data / max(everyones, 1))
 
     def _score(
         self, target: Any, score: Callable[[torch.Tensor], torch.Tensor], output: Any, number: int
@@ -153,13 +159,12 @@ class _Given(Task):
         return self._task.loss(output, target)
 
 
-def _batch_size(batch: Any) -> int:
-    sizes = [len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
-    if not sizes or len(set(sizes)) > 1:
+def _refuse_ragged(batch: Any) -> None:
+    sizes = {len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
+    if len(sizes) != 1:
         raise TaskError(
             "to train a batch in pieces, every tensor of its targets must have one row per example"
         )
-    return sizes[0]
 
 
 def _piece(batch: Any, at: int, pieces: int) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.replicas import Replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Share:
         self.stages = dict(stages)
         self.names = {at: dict(table) for at, table in names.items()}
         self.mesh: DeviceMesh | None = None
+        self.replicas: Replicas | None = None
+        """Who adds up gradients with this rank; None where `fully_shard` does it, or nobody."""
         self.sample_flops = 0
         """Operations of the whole model's forward pass of the sample, where it was made."""
         self.notes: list[str] = []
@@ -108,6 +111,24 @@ class Share:
                 gradient = parameter.grad = gradient.redistribute(placements=placements)
             found[name] = gradient
         return found
+
+    def add_up(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Make gradients those of all replicas, where `fully_shard` does not do it.
+
+        A parameter has one afterwards if it has one on any of them.
+        """
+        if self.replicas is None:
+            return
+        trained = {name: each for name, each in self.parameters().items() if each.requires_grad}
+        whole = {
+            name: gradients[name] if name in gradients else torch.zeros_like(each)
+            for name, each in trained.items()
+        }
+        finders = torch.tensor([float(name in gradients) for name in whole])
+        self.replicas.add_up([*map(local, whole.values()), finders])
+        for (name, gradient), found in zip(whole.items(), finders.tolist(), strict=True):
+            if found and name not in gradients:
+                gradients[name] = trained[name].grad = gradient
 
     def agree_on_whole(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Make alike what all ranks of a tensor-parallel group found for what none of them cuts.
@@ -196,8 +217,10 @@ def _group(members: tuple[int, ...]) -> dist.ProcessGroup:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, detached."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # or this would be recorded, at some cost, to be forgotten
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
