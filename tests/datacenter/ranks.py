@@ -25,7 +25,10 @@ from isthmus_datacenter.engine import Engine, Place
 from isthmus_datacenter.exchange import load_shards, store_shards
 from isthmus_datacenter.fused import _Deal, part_of
 from isthmus_datacenter.gradient import mean_gradient
+from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.parallelize import parallelize
+from isthmus_datacenter.replicas import Replicas
+from isthmus_datacenter.share import Share
 
 
 def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
@@ -94,6 +97,31 @@ def dealt(rank: int, pieces: int) -> bool:
     (mine * mine.detach()).sum().backward()  # type: ignore[no-untyped-call]
     expected = part_of(whole, part=rank, degree=ranks, pieces=pieces)
     return torch.equal(mine, expected) and torch.equal(shard.grad, shard.detach())  # type: ignore[arg-type]
+
+
+def added_up(rank: int) -> tuple[list[list[float]], dict[str, list[float] | None]]:
+    """Sums of tensors of several sizes, types and strides; gradients that not all replicas have."""
+    mine = rank + 1
+    tensors = [
+        torch.full((2, 3), 1.0 * mine),
+        torch.full((4, 2), 2.0 * mine)[:, 0],
+        torch.full((4,), 3.0 * mine, dtype=torch.float64),
+        torch.full((20,), 4.0 * mine),
+        torch.full((2,), 5.0 * mine),
+    ]
+    Replicas(dist.group.WORLD, pack_bytes=64).add_up(tensors)
+    stage = nn.ParameterDict({name: torch.zeros(1) for name in ("both", "one", "none")})
+    names = {name: name for name in stage}
+    share = Share(RankLayout(ranks=2, zero_stage=0), {0: stage}, {0: names})
+    share.replicas = Replicas(dist.group.WORLD)
+    (stage["both"] * mine + (stage["one"] * mine if rank else 0.0)).sum().backward()
+    gradients = share.gradients()
+    share.add_up(gradients)
+    left = {name: None if each.grad is None else each.grad.tolist() for name, each in stage.items()}
+    assert {name: each.tolist() for name, each in gradients.items()} == {
+        name: each for name, each in left.items() if each is not None
+    }
+    return [each.flatten().tolist() for each in tensors], left
 
 
 def store_state(rank: int, opened: dict[str, Any], states: list[str], step: int, to: str) -> None:

@@ -211,8 +211,16 @@ def test_what_a_fused_layer_makes_is_dealt_out_by_heads(ranks: int, on_ranks: An
     assert on_ranks(ranks, "dealt", 3) == [True] * ranks
 
 
+def test_replicas_add_up_what_they_find(on_ranks: Any) -> None:
+    """Alike in one message or several, and where only one of them uses a parameter."""
+    for sums, found in on_ranks(2, "added_up"):
+        assert sums == [[3.0] * 6, [6.0] * 4, [9.0] * 4, [12.0] * 20, [15.0] * 2]
+        assert found == {"both": [3.0], "one": [2.0], "none": None}
+
+
 ROUNDED = {
     "dp2-bf16": ("Gpt", SGD, layout(2, stage=3, precision="bf16")),
+    "dp2-zero0-bf16": ("Gpt", SGD, layout(2, stage=0, precision="bf16")),  # sharded, as on devices
     "tp2-pp2-bf16": ("Gpt", SGD, layout(1, 2, 2, precision="bf16")),
     "dp2-fp16": ("Gpt", SGD, layout(2, precision="fp16")),
     "dp2-pp2-fp16": ("Gpt", SGD, layout(2, pp=2, precision="fp16", clip_norm=10.0)),
