@@ -84,8 +84,8 @@ class Passes:
             summed = summed + total.detach()
             mine += values.numel()
             if self.layout.ranks == pieces == 1:
-                guess = mine  # which saves a pass over the gradients
-            return total * (scale / max(guess, 1))
+                guess = max(mine, 1)  # which saves a pass over the gradients
+            return total * (scale / guess)
 
         def ask() -> Callable[[], tuple[int, Wish]]:
             return ask_for_units(mine if self.scores else 0, wishes(), self.layout.ranks)

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pp2-cnn": ("Pictures", SGD, layout(pp=2)),
     "dp4-zero0": ("Language", ADAMW, layout(4, stage=0)),
     "dp4-zero3": ("Language", ADAMW, layout(4, stage=3)),
-    "dp2-tp2-zero0": ("Gpt", SGD, layout(2, 2, stage=0)),
+    "dp2-tp2-zero0-clip": ("Gpt", SGD, layout(2, 2, stage=0, clip_norm=0.2)),
     "dp2-tp2-zero1": ("Gpt", PLAN, layout(2, 2, stage=1, accumulate=2)),
     "dp2-tp2-zero2": ("Gpt", SGD, layout(2, 2)),
     "dp2-tp2-zero3": ("Gpt", ADAMW, layout(2, 2, stage=3)),
