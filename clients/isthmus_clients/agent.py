@@ -200,12 +200,10 @@ class Agent:
         return await asyncio.to_thread(run)
 
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """Log a refusal; there is nothing to keep."""
+        """Its memory is for the next model."""
         self._stopped.discard(request.id)
         if self._sent is not None and self._sent[0] == request.id:
             self._spare, self._sent = self._sent[1], None
-        if not accepted:
-            log.warning("the server did not use our result: %s", reason)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training for a result that nobody wants, at the next step."""

@@ -60,7 +60,7 @@ def join(url: str, token: str, state: Path) -> None:
 @click.option("--name", help="For a server on this machine that asks for no certificate.")
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=click.Path(exists=True, path_type=Path),
     help="Where this device keeps its data; wins over the job's task.data.",
 )
 @click.option(

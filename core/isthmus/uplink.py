@@ -302,9 +302,13 @@ class Uplink:
         elif kind == "want":
             stream.spawn(self._pump(stream, message.want))
         elif kind == "receipt":
-            job = self._jobs.pop(message.receipt.id, None)
+            job, receipt = self._jobs.pop(message.receipt.id, None), message.receipt
             if job is not None:
-                self.worker.settled(job.request, message.receipt.accepted, message.receipt.reason)
+                if not receipt.accepted and (
+                    job.reply is None or not job.reply.HasField("failure")
+                ):
+                    log.info("%s: its result was not used: %s", self.name, receipt.reason)
+                self.worker.settled(job.request, receipt.accepted, receipt.reason)
         elif kind == "renewed":
             await self._renewed(message.renewed)
         elif kind == "cancel":
@@ -390,6 +394,8 @@ class Uplink:
         reply.id = job.request.id
         job.payload = payload
         job.reply = reply
+        if reply.HasField("failure"):  # for its owner, who does not see the server's report
+            log.warning("%s does not do what it is asked: %s", self.name, reply.failure.reason)
         if self._stream is not None:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
 

@@ -222,6 +222,8 @@ def _serve(
     grace: float,
     member: Membership | None,
 ) -> None:
+    if tasks is not None and not tasks.is_dir():
+        raise UserError(f"--tasks {tasks} is not a directory of this machine")
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service import Service

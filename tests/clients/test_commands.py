@@ -12,6 +12,7 @@ from tests.server.conftest import Net, until
 
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
+from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent, serve
 from isthmus_clients.commands import client
 
@@ -32,6 +33,17 @@ def test_a_shard_of_another_form_is_one_sentence(shard, sentence):
     assert isinstance(result.exception, UserError)
     with pytest.raises(UserError, match=sentence):
         raise result.exception
+
+
+async def test_an_owner_reads_in_the_log_what_the_device_told_the_server(caplog):
+    net = Net()
+    link = await net.listen()
+    net.call(Agent(Participant(name="phone", regime="federated"), None), "phone")
+    await until(lambda: "phone" in link.peers)
+    work = link_pb2.OpenRun(run_id="run", job='{"name": "later"}')
+    reply = await link.ask("phone", link_pb2.Request(id=link.new_id(), open=work))
+    await net.close()
+    assert f"phone does not do what it is asked: {reply.failure.reason}" in caplog.text
 
 
 async def test_a_server_that_refuses_ends_the_client():

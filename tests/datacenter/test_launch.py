@@ -64,6 +64,14 @@ def test_secrets_that_others_can_read(tmp_path: Path) -> None:
         rendered("--env-file", str(secrets))
 
 
+def test_tasks_that_are_nowhere_are_one_sentence(tmp_path: Path) -> None:
+    here = ["launch", "--ranks", "1", "--server", "127.0.0.1:1", "--name", "x"]
+    words = [*here, "--state", str(tmp_path), "--tasks", str(tmp_path / "nowhere")]
+    found = CliRunner().invoke(datacenter, words).exception
+    assert isinstance(found, UserError)
+    assert str(found) == f"--tasks {tmp_path}/nowhere is not a directory of this machine"
+
+
 @pytest.mark.parametrize(
     ("words", "scheduler", "sentence"),
     [

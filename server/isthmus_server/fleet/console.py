@@ -104,7 +104,9 @@ class Server:
     def _said_no(self, error: grpc.RpcError, unsure: str = "") -> Refused:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
-        return Refused(f"the server at {self.member.server}: {error.details()}{doubt}")
+        gone = error.code() is grpc.StatusCode.UNAVAILABLE
+        said = f" is not there now ({error.details()})" if gone else f": {error.details()}"
+        return Refused(f"the server at {self.member.server}{said}{doubt}")
 
 
 @click.group()

@@ -40,8 +40,8 @@ class Fleet:
         if queue:
             self.runner = Runner(self.server, self.state, Console(file=io.StringIO()))
             self.stack.callback(self.runner.queue.close)
-            methods = Control(self.server.members, self.runner).methods()
-            self.server.link.beside[SERVICE] = methods
+            self.control = Control(self.server.members, self.runner)
+            self.server.link.beside[SERVICE] = self.control.methods()
             self.guests.append(asyncio.create_task(self.runner.run()))
         await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0))
         self.link = self.server.link

@@ -268,6 +268,18 @@ async def test_an_operator_who_is_revoked_is_not_heard_any_more(place):
         await following
 
 
+async def test_who_follows_a_log_is_told_that_the_server_was_stopped(place):
+    id_ = await place.submit(place.job())
+    asked = pb.LogsRequest(id=id_, follow=True)
+    following = asyncio.create_task(
+        asyncio.to_thread(lambda: list(Server(place.me.directory).events(asked)))
+    )
+    await place.until(lambda: place.control._calls)
+    await place.close()
+    with pytest.raises(Refused, match=r"^the server at localhost:\d+ is not there now \("):
+        await following
+
+
 async def test_an_operator_s_certificate_is_renewed_when_a_command_is_typed(place, monkeypatch):
     before = place.me.certificate.serial_number
     await place.states()
