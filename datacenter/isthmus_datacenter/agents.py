@@ -8,6 +8,8 @@ itself would not agree on which attempt is meant.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from isthmus.redial import Redial
 from isthmus_datacenter.agent import AgentSettings
 from isthmus_datacenter.control import Control
 from isthmus_datacenter.logs import last_words
@@ -23,6 +26,8 @@ from isthmus_datacenter.template import Template
 
 _LOOK_SECONDS = 0.2
 _REDIAL_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class Agents(Protocol):
@@ -100,14 +105,20 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
     `leaving` says whether this node was told to go: the service hears of it, finishes what it can
     and ends the generation; after that this returns.
     """
+    redial = Redial(_REDIAL_SECONDS)
     with Template("fork") as template:
         node = _Node(template, leaving)
         while not leaving():
+            connected = math.inf
             try:
-                node.serve(Control.connect(host, port))
+                control = Control.connect(host, port)
+                connected = time.monotonic()
+                node.serve(control)
             except dist.DistError:
                 # No service, not yet or not any more: ranks without one are of no use.
-                time.sleep(_REDIAL_SECONDS)
+                if redial.broke(held=time.monotonic() - connected):
+                    log.info("no service at %s:%d; this node waits for it", host, port)
+                time.sleep(redial.pause())
 
 
 class _Node:

@@ -221,8 +221,12 @@ class Service:
                 raise UserError("cancelled before it began")
             self._working = request.id
             return await self._work(request, model, progress)
-        except BaseException:
+        except BaseException as error:
             self._drop(self._outgoing, request.id)
+            if isinstance(error, OSError):  # no room for a result, say
+                raise UserError(
+                    f"the state directory {self.state} cannot be used: {error}"
+                ) from error
             raise
         finally:
             self._working = None

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 from pydantic import BaseModel, ConfigDict
 from tests import forked
 
 from isthmus.errors import UserError
 from isthmus.wire import link_pb2
+from isthmus_datacenter import agents
 from isthmus_datacenter.commands import datacenter
 from isthmus_datacenter.group import Nodes
 from isthmus_datacenter.launch import Launch, kubernetes, slurm
@@ -258,6 +261,23 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def test_a_node_says_that_it_waits_for_its_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[int] = []
+
+    def nobody(host: str, port: int) -> Any:
+        tries.append(port)
+        raise dist.DistNetworkError("connection refused")
+
+    monkeypatch.setattr(agents, "Template", contextlib.nullcontext)
+    monkeypatch.setattr(agents.Control, "connect", nobody)
+    monkeypatch.setattr(agents, "_REDIAL_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        agents.serve_node("head", 29400, lambda: len(tries) == 9)
+    assert caplog.messages == ["no service at head:29400; this node waits for it"] * 4
 
 
 def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any, tmp_path: Path) -> None:

@@ -166,6 +166,10 @@ def test_a_model_that_the_disk_has_no_room_for_leaves_nothing(
     service, nbytes = opened
     with pytest.raises(OSError, match="No space"):
         service.buffer(asking(), nbytes)
+    back = link_pb2.TrainSteps(run_id="run", until_step=1, hand_back=True)
+    request = link_pb2.Request(id="two", train_steps=back)
+    with pytest.raises(UserError, match=r"^the state directory .* cannot be used: .*No space left"):
+        asyncio.run(service.work(request, None, lambda progress: None))
     assert not list((service.state / "exchange").iterdir())
 
 
