@@ -21,7 +21,7 @@ from pathlib import Path
 from isthmus.contents import Buffer, describe
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.exchange import Layout
-from isthmus.job import Job, read_job
+from isthmus.job import read_job
 from isthmus.membership import Membership
 from isthmus.task import check_installed
 from isthmus.uplink import ReportProgress, Uplink
@@ -45,13 +45,12 @@ _OURS = {"exchange", "logs", "lock", "membership"}
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Run:
     """The run that is open."""
 
-    def __init__(self, run_id: str, job: Job, layout: Layout) -> None:
-        self.run_id = run_id
-        self.job = job
-        self.layout = layout
+    run_id: str
+    layout: Layout
 
 
 class Service:
@@ -224,9 +223,8 @@ class Service:
         except BaseException as error:
             self._drop(self._outgoing, request.id)
             if isinstance(error, OSError):  # no room for a result, say
-                raise UserError(
-                    f"the state directory {self.state} cannot be used: {error}"
-                ) from error
+                said = f"the state directory {self.state} cannot be used: {error}"
+                raise UserError(said) from error
             raise
         finally:
             self._working = None
@@ -289,7 +287,7 @@ class Service:
         values, _ = await self._group.do(command)
         if values["note"]:
             progress(link_pb2.Progress(note=values["note"]))
-        self._run = _Run(open_.run_id, job, layout)
+        self._run = _Run(open_.run_id, layout)
         return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
 
     async def _train(

@@ -130,7 +130,7 @@ def opened_(setup: Any, tmp_path: Path) -> Iterator[tuple[Service, int]]:
     """A service whose ranks are never started, with a run open; bytes of its model."""
     service = Service("own", 1, tmp_path / "state")
     made = setup("Table")
-    service._run = isthmus_datacenter.service._Run("run", made.job, made.layout)
+    service._run = isthmus_datacenter.service._Run("run", made.layout)
     yield service, made.layout.nbytes
     service.close()
 
