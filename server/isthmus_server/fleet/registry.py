@@ -35,6 +35,10 @@ CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT
 REPEAT_SECONDS = 600.0
 """For so long after a token was used, whoever used it is given the same certificate again."""
 
+MOST_CERTIFICATES = 1000
+"""Of one participant that are good at a time: far more than even one needs that keeps failing to
+write the next one down."""
+
 _KEEP_SECONDS = 24 * 3600.0
 """How long after its end a certificate or a token is forgotten."""
 
@@ -183,10 +187,14 @@ class Registry:
         """Make the next certificate (PEM) of a participant.
 
         Raises:
-            Refused: it is not one any more.
+            Refused: it is not one any more, or has more of them than anybody needs.
         """
         with self._transaction():
             self.check(old)
+            query = "SELECT count(*) FROM certificates WHERE name=? AND not_after>?"
+            (good,) = self._db.execute(query, (old.name, time.time())).fetchone()
+            if good >= MOST_CERTIFICATES:
+                raise Refused(f"{old.name!r} has {good} certificates that are good; use one")
             certificate, subject = issue(old.name)
             self._add_certificate(subject, time.time())
             return certificate

@@ -235,3 +235,13 @@ def test_processes_see_each_other_s_changes_and_lose_none(tmp_path, registry):
     seen = elsewhere(tmp_path, "print(*(entry.name for entry in registry.participants()))")
     assert seen.split() == [b"a", b"b"]
     second.close()
+
+
+def test_a_participant_does_not_fill_the_registry_with_certificates(registry, monkeypatch):
+    monkeypatch.setattr(module, "MOST_CERTIFICATES", 3)
+    allow(registry, "a")
+    redeem(registry)
+    for serial in ("2", "3"):
+        registry.renew(subject("a"), issuing(serial=serial))
+    with pytest.raises(Refused, match=r"^'a' has 3 certificates that are good; use one$"):
+        registry.renew(subject("a"), issuing(serial="4"))
