@@ -81,12 +81,22 @@ def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> 
             where = key if place else prefix.removesuffix(".")
             found.append((f"{where}: " if where else "") + str(item["ctx"]["error"]))
         elif item["type"] in _SHAPES:
-            found.append(f"{key}={item['input']!r}: a {_SHAPES[item['type']]} is wanted")
+            found.append(f"{_shown(key, item['input'])}: a {_SHAPES[item['type']]} is wanted")
         else:
-            found.append(f"{key}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+            wrong = item["msg"][0].lower() + item["msg"][1:]
+            found.append(f"{_shown(key, item['input'])}: {wrong}")
     return found
 
 
+def _shown(key: str, value: object) -> str:
+    """A key and so much of its value that a sentence stays one; the value alone of all of it."""
+    text = repr(value)
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[:_LONGEST_VALUE]}..."
+    return f"{key}={text}" if key else text
+
+
+_LONGEST_VALUE = 100
 _SHAPES = {"model_type": "table", "dict_type": "table", "tuple_type": "list"}
 
 

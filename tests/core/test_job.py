@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import JobError
-from isthmus.job import Job, job_schema, load_job, parse_job, with_changes
+from isthmus.job import Job, job_schema, load_job, parse_job, read_job, with_changes
 from isthmus.section import Section
 
 SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
@@ -278,3 +278,12 @@ def test_an_app_takes_no_gradient_along(make_job):
         "and federated.flower.app='app.py:app' makes steps of its own; use \"weighted\" or "
         '"projected"'
     )
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"name":' * 100_000, f'"{"x" * 10**6}"'])
+def test_what_is_no_job_is_one_sentence_however_long_it_is(text):
+    with pytest.raises(
+        JobError, match=r"^the job cannot be read here, .*: '.{50,100}\.\.\.: "
+    ) as told:
+        read_job(text)
+    assert len(str(told.value)) < 300
