@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -24,10 +25,14 @@ async def published(
     """Have so many vectors (N) for participants to fetch, for as long as the block lasts.
 
     They lie in a file under `spool`, in the page cache and not in this process's own memory.
+
+    Raises:
+        OSError: there is no room for it. A mapped page without room would end the process.
     """
+    size = count * layout.nbytes
     with tempfile.TemporaryFile(dir=spool) as file:
-        file.truncate(count * layout.nbytes)
-        payload = memoryview(mmap.mmap(file.fileno(), count * layout.nbytes))
+        os.posix_fallocate(file.fileno(), 0, size)
+        payload = memoryview(mmap.mmap(file.fileno(), size))
         content = await asyncio.to_thread(_fill, payload, layout, vectors)
         link.publish(content, payload)
         try:

@@ -1,10 +1,13 @@
 """Devices compare models for a policy: what comes back, what it costs, and what a crash leaves."""
 
 import asyncio
+import errno
+import os
 import sqlite3
 import statistics
 
 import pytest
+import torch
 
 from isthmus import uplink
 from isthmus.errors import TaskError, UserError
@@ -14,6 +17,7 @@ from isthmus.task import Participant, load_task
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual import VirtualFleet
 from isthmus_server import coordinator as coordinator_module
+from isthmus_server.bundle import published
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.inprocess import InProcessLink
 from isthmus_server.report import document
@@ -258,3 +262,19 @@ async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp
     with pytest.raises(UserError, match="could not be used: database or disk is full; see to it"):
         await Coordinator(store, place.link).run()
     assert store.status()[0] == "failed"
+
+
+async def test_models_that_the_disk_has_no_room_for_are_an_error_and_not_the_end(
+    net, tmp_path, monkeypatch
+):
+    """Where a page of a mapped file cannot be written, the kernel ends the process."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    link, layout = await net.listen(), Layout.from_shapes({"weight": (4,)})
+    with pytest.raises(OSError, match="No space left"):
+        async with published(link, layout, tmp_path, [torch.ones(4)], 1):
+            raise AssertionError("unreachable")
+    assert link._published == {}
