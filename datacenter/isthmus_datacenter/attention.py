@@ -93,8 +93,9 @@ def _attentions(model: nn.Module) -> Iterator[Attention]:
             mixes = tuple(each for each in linears.values() if each.in_features == width)
             if mixes:
                 yield Attention(name, module, into, mixes)
-        for fused in children.keys() & set(_FUSED):
-            yield from _fused(name, module, fused)
+        for fused in _FUSED:  # in one order: all ranks must find the same
+            if fused in children:
+                yield from _fused(name, module, fused)
 
 
 def _fused(name: str, module: nn.Module, fused: str) -> Iterator[Attention]:
@@ -121,7 +122,8 @@ def _tried_when_called(
     reached: dict[nn.Module, torch.Tensor] = {}
 
     def reaches(mix: nn.Module, given: tuple[Any, ...]) -> None:
-        reached.setdefault(mix, given[0])
+        if given:  # called by keyword, it is not one of those
+            reached.setdefault(mix, given[0])
 
     def called(module: nn.Module, given: Any, named: Any, output: Any) -> None:
         for mix in whole.mixes:

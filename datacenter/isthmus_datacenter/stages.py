@@ -96,8 +96,9 @@ def _order_of_calls(
     finally:
         for hook in hooks:
             hook.remove()
+    handed_on = reached[0] if reached else None
     for full, shape in made.items():
-        if order[full] == "before" and shape != reached[0]:
+        if order[full] == "before" and shape != handed_on:
             order[full] = "beside"
     return order
 

@@ -88,6 +88,27 @@ class Together(nn.Module):
         return output
 
 
+class ByKeyword(nn.Linear):
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = super().__call__(input=given)
+        return output
+
+
+class Inside(Model):
+    """Calls what is in its blocks, and not them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(words))
+        for block in self.blocks:
+            hidden = block[0](hidden)
+        output: torch.Tensor = self.head(hidden)
+        return output
+
+
 @pytest.fixture
 def words() -> torch.Tensor:
     return torch.randint(9, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -121,6 +142,13 @@ def test_one_layer_for_all_three(order: str, pieces: int, remembered: tuple[str,
     assert [each.name for each in others] == ([] if pieces else ["1"])
     assert (model[1].width, model[1].heads) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_layer_called_by_keyword_mixes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, WIDTH), Together("head by head"))
+    model[1].out = ByKeyword(WIDTH, WIDTH)
+    found, others = by_heads(model, 2, lambda: run_still(model, torch.ones(2, 5, 4)))
+    assert (found, [each.name for each in others]) == ([], ["1"])
 
 
 @pytest.mark.parametrize(
@@ -161,3 +189,10 @@ def test_every_stage_has_the_angles_and_only_the_first_the_dropout(words: torch.
     assert kinds[0] == [nn.Dropout, Angles]
     assert kinds[1][0] is not nn.Dropout
     assert kinds[1][1] is Angles
+
+
+def test_blocks_that_are_not_called_are_no_stages(words: torch.Tensor) -> None:
+    model = Inside()
+    stages = cut(model, 2, words)
+    with pytest.raises(TypeError, match="Pass"):
+        check_chain(stages, run_still(model, words), words)
