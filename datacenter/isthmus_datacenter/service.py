@@ -254,7 +254,8 @@ class Service:
         if kind == "train_steps":
             return await self._train(request.id, request.train_steps, model, progress)
         if kind == "mean_gradient":
-            assert model is not None
+            if model is None:
+                raise UpdateError("a gradient was asked for without the model to take it at")
             return await self._mean_gradient(request.id, request.mean_gradient, model)
         if kind == "export":
             return await self._export(request.id, request.export)

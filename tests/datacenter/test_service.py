@@ -173,6 +173,13 @@ def test_a_model_that_the_disk_has_no_room_for_leaves_nothing(
     assert not list((service.state / "exchange").iterdir())
 
 
+def test_a_gradient_is_taken_at_a_model(opened: tuple[Service, int]) -> None:
+    work = link_pb2.MeanGradient(run_id="run", until_step=1)
+    request = link_pb2.Request(id="one", mean_gradient=work)
+    with pytest.raises(UpdateError, match="without the model to take it at"):
+        asyncio.run(opened[0].work(request, None, lambda progress: None))
+
+
 def test_a_loss_that_is_not_finite(warm: Any, setup: Any) -> None:
     warm.open("diverges", setup("Table", {"optimizer": "SGD", "options": {"lr": 1e30}}))
     sentence = r"^the (loss|model) is not finite.* between steps 0 and 6; lower the learning rate"
