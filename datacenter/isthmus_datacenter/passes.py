@@ -63,8 +63,9 @@ class Passes:
     def run(self, inputs: Any, target: Any, scale: float, wishes: Wishes) -> Done:
         """One batch.
 
-        The number of all units is known only afterwards. Until then that of a replica's examples
-        stands for it, which is the same on all ranks and in every repetition.
+        The number of all units is known only afterwards, or would have to be waited for: until then
+        that of a replica's examples stands for it, which is the same on all ranks and in every
+        repetition. In fp16, whose range is small, a batch in one piece does wait.
 
         Args:
             inputs: batch of the task's inputs.
@@ -76,16 +77,20 @@ class Passes:
         if pieces > 1 or self.pipeline is not None:
             _refuse_ragged(target)
         summed = torch.zeros((), device=self.device)
-        mine, guess = 0, self.batch_size
+        mine, guess = 0, float(self.batch_size)
+        # fully_shard averages gradients over the replicas; undone, the sum over all units is
+        # divided by their number, also where ranks scored different numbers of them.
+        averaged = 1 if self.share.replicas is not None else self.layout.data
 
-        def score(values: torch.Tensor) -> torch.Tensor:
-            nonlocal summed, mine, guess
+        def add(values: torch.Tensor) -> torch.Tensor:
+            nonlocal summed, mine
             total = values.sum()
             summed = summed + total.detach()
             mine += values.numel()
-            if self.layout.ranks == pieces == 1:
-                guess = max(mine, 1)  # which saves a pass over the gradients
-            return total * (scale / guess)
+            return total
+
+        def score(values: torch.Tensor) -> torch.Tensor:
+            return add(values) * (scale / self.batch_size)
 
         def ask() -> Callable[[], tuple[int, Wish]]:
             return ask_for_units(mine if self.scores else 0, wishes(), self.layout.ranks)
@@ -93,21 +98,19 @@ class Passes:
         for at in range(pieces):
             part, goal = _piece(inputs, at, pieces), _piece(target, at, pieces)
             self._sync_gradients(at == pieces - 1)
-            if self.pipeline is None:
-                _, values = losses(self.task, self.model, part, goal)
-                scored = score(values)
-                if at == pieces - 1:
-                    answer = ask()  # the other ranks answer while this one goes backward
-                scored.backward()  # type: ignore[no-untyped-call]  # torch
-            else:
+            if self.pipeline is not None:
                 self.pipeline.run(part, functools.partial(self._score, goal, score))
+                continue
+            total = add(losses(self.task, self.model, part, goal)[1])
+            if at == pieces - 1:
+                answer = ask()  # the other ranks answer while this one goes backward
+                if pieces == 1 and (self.layout.ranks == 1 or self.layout.precision == "fp16"):
+                    guess = max(answer()[0], 1) / averaged
+            (total * (scale / guess)).backward()  # type: ignore[no-untyped-call]  # torch
         if self.pipeline is not None:
             answer = ask()
             self.pipeline.sync_tied()
         everyones, wish = answer()
-        # fully_shard averages gradients over the replicas; undone, the sum over all units is
-        # divided by their number, also where ranks scored different numbers of them.
-        averaged = 1 if self.share.replicas is not None else self.layout.data
         return Done(summed, mine, everyones, wish, guess * averaged / max(everyones, 1))
 
     def step_flops(self, inputs: Any, samples: float) -> float:
