@@ -272,8 +272,8 @@ class Service:
         if self.tasks is not None:
             check_installed(job.task.source, self.tasks)
             base = self.tasks
-        elif data is None and job.task.data is not None:
-            data = base / job.task.data
+        elif data is None:
+            data = job.task.data_in(base)
         self._run = None
         self._group.lease_seconds = job.time.lease_seconds
         (self.state / open_.run_id).mkdir(exist_ok=True)
