@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from isthmus.errors import UserError
 from isthmus.exchange import Layout
+from isthmus_server.pages import Pages
 
 if TYPE_CHECKING:
     import torch
+
+
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +130,7 @@ class Checkpoints:
 class _Hashed:
     """A file that is being written, and the SHA-256 of what was."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Written) -> None:
         self.file = file
         self.hash = hashlib.sha256()
 
@@ -132,14 +139,58 @@ class _Hashed:
         self.hash.update(data)
 
 
+class Written:
+    """A file that is being written from its start, past the page cache where that can be done.
+
+    Nobody reads it while the run goes on, and fresh pages of cache take longer than the disk.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        """`file` has no buffer of its own."""
+        self._file = file
+        self._block = Pages(_BLOCK_BYTES).view  # aligned, as what goes to a disk directly must be
+        self._filled = 0
+        self._direct = getattr(os, "O_DIRECT", 0)
+        """The flag for it; 0 once it is known that this file system, or machine, cannot."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes; they are in the file when a block is full, or after `sync`."""
+        left = memoryview(data)
+        while left:
+            part = left[: _BLOCK_BYTES - self._filled]
+            self._block[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            left = left[len(part) :]
+            if self._filled == _BLOCK_BYTES:
+                self._flush(self._direct)
+
+    def sync(self) -> None:
+        """Have everything on the disk."""
+        self._flush(0)
+        os.fsync(self._file.fileno())
+
+    def _flush(self, direct: int) -> None:
+        left, self._filled = self._block[: self._filled], 0
+        while left:
+            try:
+                flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~self._direct
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags | direct)
+                left = left[self._file.write(left) :]
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+                self._direct = direct = 0
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[Written]:
     """Write a file that appears under its name complete and durable, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+    with temporary.open("wb", buffering=0) as file:
+        written = Written(file)
+        yield written
+        written.sync()
     temporary.replace(path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
