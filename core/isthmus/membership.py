@@ -233,9 +233,10 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
     Raises:
         UserError: what is wrong, and what to do.
     """
-    host, _ = tls.split_address(address, "the server's address")
+    here = tls.is_socket(address)
+    host = "" if here else tls.split_address(address, "the server's address")[0]
     if membership is None:
-        if not tls.is_loopback(host):
+        if not here and not tls.is_loopback(host):
             raise UserError(
                 f"{host} is another machine, and this one has not joined its fleet; join first: "
                 f"isthmus {kind} join HOST:PORT TOKEN"

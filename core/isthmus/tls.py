@@ -207,6 +207,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_socket(address: str) -> bool:
+    """Whether an address is a Unix socket, `unix:PATH`, as an embedded run listens on."""
+    return address.startswith("unix:")
+
+
 def split_address(text: str, what: str) -> tuple[str, int]:
     """`HOST:PORT` (an IPv6 host in brackets) as host and port.
 

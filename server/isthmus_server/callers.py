@@ -69,12 +69,12 @@ def listening_options(connections: int, message_bytes: int) -> tuple[tuple[str, 
 
 async def listen(
     services: Mapping[str, Mapping[str, grpc.RpcMethodHandler]],
-    address: tuple[str, int],
+    address: str,
     credentials: grpc.ServerCredentials | None,
     options: tuple[tuple[str, int], ...],
     calls: int,
 ) -> tuple[grpc.aio.Server, int]:
-    """Serve gRPC services on a host and port (0: any); returns the server and its port.
+    """Serve gRPC services at HOST:PORT (0: any) or on a socket; returns the server and its port.
 
     Raises:
         UserError: the port is in use.
@@ -83,15 +83,14 @@ async def listen(
     server.add_generic_rpc_handlers(
         tuple(grpc.method_handlers_generic_handler(*service) for service in services.items())
     )
-    host, port = address
     try:
         if credentials is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(f"{host}:{port}", credentials)
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError:
         raise UserError(
-            f"cannot listen on {host}:{port}; is the port in use, or {host} no address of this "
+            f"cannot listen on {address}; is the port in use, or the host no address of this "
             "machine? Give another, or port 0 for any"
         ) from None
     await server.start()

@@ -37,9 +37,8 @@ _DIRECTORY = click.option(
 )
 _ADDRESS = click.option(
     "--address",
-    default="127.0.0.1:0",
-    show_default=True,
-    help="Where to listen; port 0 takes a free one.",
+    metavar="HOST:PORT",
+    help="Loopback address for others on this machine to take part at. Default: nobody else can.",
 )
 
 
@@ -54,12 +53,12 @@ def run(
     overrides: tuple[str, ...],
     run_dir: Path | None,
     resume: bool,
-    address: str,
+    address: str | None,
 ) -> None:
     """Train JOB on this machine: the server, its edge clients and its datacenter ranks.
 
     With federated.clients=0 or datacenter.ranks=0 that role is not started here, and whoever
-    dials in takes it.
+    dials in at --address takes it.
     """
     from isthmus_server.template import Template
 
@@ -73,7 +72,7 @@ def run(
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
     loaded = _loaded(job, overrides) if job is not None and not resume else None
-    host, port = split_address(address, "--address")
+    at = None if address is None else split_address(address, "--address")
     console = Console()
     # Before anything is opened.
     with Template.fork(ranks=loaded is None or loaded.datacenter.ranks > 0) as template:
@@ -86,7 +85,7 @@ def run(
         else:
             directory = run_dir or _fresh_directory(loaded)
             session = Session.new(loaded, job.resolve().parent, directory)
-        run_until_stopped(session.run(host, port, console, template))
+        run_until_stopped(session.run(at, console, template))
     console.print(f"report  isthmus report {session.directory}", soft_wrap=True)
 
 

@@ -44,7 +44,7 @@ async def compare_policies(
     torch.set_num_threads(1)
     link = Link(job.time.lease_seconds)
     found: dict[str, list[Mapping[str, Any]]] = {policy: [] for policy in policies}
-    async with participants(job, link, "127.0.0.1", 0, directory, template) as embedded:
+    async with participants(job, link, None, directory, template) as embedded:
         for seed in range(1, seeds + 1):
             for policy in policies:
                 changes: dict[str, Any] = {"strategy.policy": policy, "seed": seed}

@@ -46,11 +46,11 @@ class Embedded:
     """Starts, restarts and stops the processes of an embedded run."""
 
     def __init__(
-        self, job: Job, port: int, directory: Path, template: Template, on_gone: Gone
+        self, job: Job, address: str, directory: Path, template: Template, on_gone: Gone
     ) -> None:
         """`on_gone(name, role, reason)` is told when a process is given up."""
         self.job = job
-        self.address = f"127.0.0.1:{port}"
+        self.address = address
         self.directory = directory.absolute()
         self.template = template
         self.on_gone = on_gone

@@ -21,7 +21,7 @@ from isthmus.contents import Assembly, Broadcast, Buffer, InFile, Piece, Write
 from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
 from isthmus.heartbeats import Heartbeats
 from isthmus.stream import Stream, to_the_end
-from isthmus.tls import Subject, is_loopback
+from isthmus.tls import Subject, is_loopback, is_socket
 from isthmus.wire import link_pb2
 from isthmus_server.callers import (
     ANSWERS,
@@ -91,10 +91,22 @@ class Link:
                 f"address={host!r} is not loopback, and this link is not encrypted; use 127.0.0.1, "
                 "or `isthmus server`"
             )
+        return await self._listen(f"{host}:{port}", credentials)
+
+    async def start_on_socket(self, address: str) -> None:
+        """Listen on a Unix socket, `unix:PATH`: only who may enter its directory can dial.
+
+        Raises:
+            UserError: it cannot be made.
+        """
+        assert is_socket(address)
+        await self._listen(address, None)
+
+    async def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         handler = grpc.stream_stream_rpc_method_handler(self._connect)
         self._server, bound = await listen(
             {"isthmus.link.v1.Link": {"Connect": handler}, **self.beside},
-            (host, port),
+            address,
             credentials,
             listening_options(20_000, MAX_FROM_PARTICIPANT),
             calls=20_000,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.embedded import Embedded
@@ -18,6 +21,12 @@ from isthmus_server.link import Link
 from isthmus_server.progress import Progress
 from isthmus_server.store import Store
 from isthmus_server.template import Template
+
+Address = tuple[str, int]
+"""Loopback host and port; port 0 takes a free one."""
+
+_SOCKET_BYTES = 100
+"""That the address of a Unix socket may have: the kernel takes paths of up to 107."""
 
 
 class Session:
@@ -42,9 +51,11 @@ class Session:
         return self.store.directory
 
     async def run(
-        self, host: str, port: int, console: Console, template: Template
+        self, address: Address | None, console: Console, template: Template
     ) -> Mapping[str, Any]:
         """Train to the end, in processes forked from a template; returns the final figures.
+
+        At an address others on this machine can take part; without one nobody else can.
 
         Raises:
             UserError: with the one sentence to show.
@@ -54,23 +65,44 @@ class Session:
         with contextlib.closing(store), store.locked(), Progress(console) as progress:
             link.on_progress = progress.heard
             coordinator = Coordinator(store, link, progress)
-            async with participants(
-                store.job, link, host, port, self.directory, template
-            ) as embedded:
+            async with participants(store.job, link, address, self.directory, template) as embedded:
                 embedded.on_gone = coordinator.roster.decline
                 return await coordinator.run()
 
 
 @asynccontextmanager
 async def participants(
-    job: Job, link: Link, host: str, port: int, directory: Path, template: Template
+    job: Job, link: Link, address: Address | None, directory: Path, template: Template
 ) -> AsyncIterator[Embedded]:
-    """Listen, and have the job's devices and ranks running, for as long as the block lasts."""
-    bound = await link.start(host, port)
-    embedded = Embedded(job, bound, directory, template, lambda name, role, reason: None)
-    try:
-        embedded.start()
-        yield embedded
-    finally:
-        await embedded.stop()
-        await link.stop()
+    """Listen, and have the job's devices and ranks running, for as long as the block lasts.
+
+    Raises:
+        UserError: nobody can listen there.
+    """
+    # Of mode 0700: no other user of this machine can dial.
+    with tempfile.TemporaryDirectory(prefix="isthmus-") as private:
+        try:
+            server = await _listen(link, address, private)
+            embedded = Embedded(job, server, directory, template, lambda name, role, reason: None)
+            try:
+                embedded.start()
+                yield embedded
+            finally:
+                await embedded.stop()
+        finally:
+            await link.stop()
+
+
+async def _listen(link: Link, address: Address | None, private: str) -> str:
+    """Returns what participants dial."""
+    if address is not None:
+        host, port = address
+        return f"{host}:{await link.start(host, port)}"
+    server = f"unix:{private}/link"
+    if len(os.fsencode(server)) > _SOCKET_BYTES:
+        raise UserError(
+            f"{private} is too long a path for a socket; set TMPDIR to a folder with a shorter "
+            "one, or give --address 127.0.0.1:0"
+        )
+    await link.start_on_socket(server)
+    return server

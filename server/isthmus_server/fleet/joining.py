@@ -94,7 +94,7 @@ class JoinService:
             "Join": grpc.unary_unary_rpc_method_handler(self._join),
         }
         self._server, bound = await listen(
-            {"isthmus.join.v1.Join": methods}, (host, port), credentials, options, MOST_CALLERS
+            {"isthmus.join.v1.Join": methods}, f"{host}:{port}", credentials, options, MOST_CALLERS
         )
         return bound
 
