@@ -241,6 +241,8 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
                 f"{host} is another machine, and this one has not joined its fleet; join first: "
                 f"isthmus {kind} join HOST:PORT TOKEN"
             )
+    elif here:
+        raise UserError(f"{address} asks for no certificate; give --name as well to dial it")
     elif (membership.kind, membership.name) != (kind, name):
         raise UserError(
             f"{membership.directory} is the membership of the {membership.kind} "

@@ -300,6 +300,8 @@ async def test_a_membership_is_for_one_name_and_role(fleet):
     for name, role in (("phone-1", link_pb2.CLIENT), ("phone-0", link_pb2.DATACENTER)):
         with pytest.raises(UserError, match="is the membership of the client 'phone-0', not of"):
             Uplink(fleet.address, name, role, None, membership=member)
+    with pytest.raises(UserError, match=r"^unix:/run/link asks for no certificate; give --name"):
+        Uplink("unix:/run/link", "phone-0", link_pb2.CLIENT, None, membership=member)
 
 
 async def test_a_server_that_names_another_enroller_is_refused(fleet):

@@ -1,0 +1,47 @@
+import asyncio
+import os
+import tempfile
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.uplink import Uplink
+from isthmus.wire import link_pb2
+from isthmus_server.link import Link
+from isthmus_server.session import participants
+
+
+def listening(make_job, tmp_path, address, link):
+    """An embedded run that starts nobody: its job has no devices and no ranks."""
+    return participants(make_job(), link, address, tmp_path, None)
+
+
+@pytest.mark.parametrize("address", [None, ("127.0.0.1", 0)])
+async def test_participants_of_an_embedded_run_dial_where_it_listens(make_job, tmp_path, address):
+    link, here = Link(10.0), asyncio.Event()
+    link.on_join = lambda peer: here.set()
+    async with listening(make_job, tmp_path, address, link) as embedded:
+        uplink = Uplink(embedded.address, "a", link_pb2.CLIENT, None)
+        dialling = asyncio.create_task(uplink.run())
+        await here.wait()
+        dialling.cancel()
+        await asyncio.gather(dialling, return_exceptions=True)
+
+
+async def test_no_other_user_can_dial_an_embedded_run_that_names_no_address(make_job, tmp_path):
+    async with listening(make_job, tmp_path, None, Link(10.0)) as embedded:
+        directory = os.path.dirname(embedded.address.removeprefix("unix:"))  # noqa: PTH120
+        assert os.stat(directory).st_mode & 0o077 == 0  # noqa: PTH116
+        assert os.listdir(directory) == ["link"]  # noqa: PTH208
+    assert not os.path.exists(directory)  # noqa: PTH110
+
+
+async def test_a_temporary_folder_too_deep_for_a_socket_is_one_sentence(
+    make_job, tmp_path, monkeypatch
+):
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(UserError, match=r"is too long a path for a socket; set TMPDIR to"):
+        async with listening(make_job, tmp_path, None, Link(10.0)):
+            pass
