@@ -61,6 +61,7 @@ def dot(one: torch.Tensor, other: torch.Tensor) -> float:
     doubles = torch.empty(2, TILE, dtype=torch.float64)  # one for all: fresh pages cost the most
 
     def product(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float(torch.dot(doubles[0, : len(a)].copy_(a), doubles[1, : len(b)].copy_(b)))
+        left = doubles[0, : len(a)].copy_(a)
+        return float(torch.dot(left, left if one is other else doubles[1, : len(b)].copy_(b)))
 
     return math.fsum(map(product, torch.split(one, TILE), torch.split(other, TILE)))
