@@ -21,6 +21,7 @@ from isthmus_server.fleet.queue import ENDED, Entry, Queue, State
 from isthmus_server.fleet.server import FleetServer
 from isthmus_server.progress import Progress
 from isthmus_server.store import Store
+from isthmus_server.strategy import load_policy
 
 _LOOK_SECONDS = 0.5
 """Between two looks at a run that somebody follows."""
@@ -71,7 +72,7 @@ class Runner:
             ) from error
 
     async def _one(self, entry: Entry) -> None:
-        self.console.print(f"{entry.id}, submitted by {entry.submitted_by}", highlight=False)
+        self._say(f"{entry.id}, submitted by {entry.submitted_by}")
         self.queue.mark(entry, "running")
         task = asyncio.create_task(self._train(entry))
         self._running, self._cancelled = (entry.number, task), False
@@ -79,14 +80,14 @@ class Runner:
             await asyncio.shield(task)
         except IsthmusError as error:
             self._mark(entry, "failed", str(error))
-            self.console.print(f"{entry.id} failed: {error}", highlight=False, markup=False)
+            self._say(f"{entry.id} failed: {error}")
         except asyncio.CancelledError:
             this = asyncio.current_task()
             if this is not None and this.cancelling():  # it is the server that stops
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
-            self.console.print(f"{entry.id} is cancelled", highlight=False)
+            self._say(f"{entry.id} is cancelled")
         except Exception as error:
             log.exception("%s failed", entry.id)
             self._mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
@@ -94,6 +95,9 @@ class Runner:
             self._mark(entry, "finished")
         finally:
             self._running = None
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _mark(self, entry: Entry, state: State, reason: str = "") -> None:
         """Say how a run has ended, unless an operator was told that it is cancelled."""
@@ -126,6 +130,8 @@ class Runner:
                 f"lease for all jobs: add --set time.lease_seconds={lease:g}"
             )
         check_installed(job.task.source, self.tasks, movable=False)
+        if ":" not in job.strategy.policy:  # another's module may lie beside the task
+            load_policy(job.strategy)
         if job.task.data is not None:
             path = (self.tasks / job.task.data).resolve()
             if not path.is_relative_to(self.tasks.resolve()):

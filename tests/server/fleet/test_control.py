@@ -213,10 +213,14 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
         ("task.source=statistics:Learn", "is not a file in"),
         ("task.data=../../secrets", "is not below"),
         ("federated.clients=8", "add --set federated.clients=0"),
+        ("strategy.policy=nope", "strategy.policy='nope' is not known; there are adaptive, "),
+        ("strategy.settings={a=1}", "unknown key strategy.settings.a"),
         ("time.lease_seconds=30", "one lease for all jobs: add --set time.lease_seconds=10"),
     ],
 )
-async def test_an_operator_brings_no_code_and_reads_no_files(place, change, sentence):
+async def test_a_job_that_could_not_run_here_is_refused_when_it_is_submitted(
+    place, change, sentence
+):
     with pytest.raises(Refused, match=sentence):
         await place.submit(place.job(change))
     assert await place.states() == {}
