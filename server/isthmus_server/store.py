@@ -142,6 +142,8 @@ class Store:
     def locked(self) -> Iterator[None]:
         """Be the only process that goes on with the run, while the block lasts; others may read.
 
+        What a run could not begin for is written down.
+
         Raises:
             UserError: another one does, or the log could not be used in the block.
         """
@@ -151,6 +153,13 @@ class Store:
                 yield
             except sqlite3.Error as error:
                 raise self.unusable(error) from error
+            except UserError as error:
+                with contextlib.suppress(sqlite3.Error):
+                    tried = self._db.execute("SELECT 1 FROM attempts").fetchone()
+                    # One that was cut off stays as it is, and goes on where it was.
+                    if tried is None and self.status()[0] == "running":
+                        self.finish("failed", str(error), None)
+                raise
 
     # -- the round log -----------------------------------------------------------------------------
 

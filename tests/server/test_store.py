@@ -331,6 +331,26 @@ def test_one_process_at_a_time_goes_on_with_a_run_and_others_read_it(create, cra
         pass
 
 
+def test_a_run_that_could_not_begin_is_not_said_to_be_running(create):
+    store = create()
+    with pytest.raises(UserError), store.locked():
+        raise UserError("there is no such policy")
+    assert store.status() == ("failed", "there is no such policy", None)
+    store.finish("finished", "done", {"x": 1})
+    with pytest.raises(UserError), store.locked():
+        raise UserError("the port is in use")
+    assert store.status() == ("finished", "done", {"x": 1})
+
+
+def test_a_run_that_was_cut_off_and_cannot_go_on_yet_goes_on_where_it_was(create, crash):
+    store = create()
+    plan(store, 1)
+    with pytest.raises(UserError), store.locked():
+        raise UserError("the port is in use")
+    assert store.status()[0] == "running"
+    assert crash(store).resume_point().decided is not None
+
+
 def test_a_log_that_is_damaged_is_one_sentence_to_who_goes_on_with_the_run(create):
     store = create()
     commit(store, 1)
