@@ -161,6 +161,7 @@ def broadcast(sizes: Sizes) -> Found:
                     "all have replied",
                     lambda news, key=key: news.rounds[key].replied == count,
                     300.0,
+                    pause=0.1,  # asking costs the devices' processes time that is counted here
                 ).rounds[key]
                 if number > 1:  # connections have found their windows in the first
                     ours.append(notes.replied_at - notes.begun)

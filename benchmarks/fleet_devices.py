@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import asyncio
 import dataclasses
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -261,8 +262,10 @@ class Drivers:
         for pipe in self._pipes:
             pipe.send(round_)
 
-    def until(self, what: str, done: Callable[[News], bool], seconds: float) -> News:
-        """Wait until the news are such.
+    def until(
+        self, what: str, done: Callable[[News], bool], seconds: float, pause: float = 0.02
+    ) -> News:
+        """Wait until the news are such; they are asked for after every `pause`.
 
         Raises:
             RuntimeError: they are not, in time.
@@ -271,7 +274,7 @@ class Drivers:
         while not done(news := self.news()):
             if time.monotonic() > end:
                 raise RuntimeError(f"in {seconds:g} s it did not come to this: {what}; {news}")
-            time.sleep(0.02)
+            time.sleep(pause)
         return news
 
     def __enter__(self) -> Drivers:
@@ -301,6 +304,9 @@ def _drive(
     """One process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # As in the server. No device would have its collector walk through hundreds of others.
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
     asyncio.run(_devices(address, members, held, pipe))
 
 

@@ -209,7 +209,7 @@ def prepare() -> None:
     """Set this process up to be a server."""
     return_freed_memory()
     gc.freeze()  # what was imported stays; to look through it again and again takes time
-    gc.set_threshold(7000, 10, 10)
+    gc.set_threshold(50_000, 10, 10)  # a round with a thousand devices makes fewer that stay
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.getLogger("isthmus").setLevel(logging.WARNING)
     logging.getLogger("isthmus_server").setLevel(logging.WARNING)
