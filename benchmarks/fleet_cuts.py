@@ -136,6 +136,7 @@ async def resume(
         link_pb2.CLIENT,
         _Sized(crowd, value(index), every),
         membership=membership,
+        longest_pause=0.1,  # no link holds here for long; bytes are counted, not seconds
     )
     link.wire, link.left = wire, {"down": set(), "up": set()}
     link.worker.link = link  # type: ignore[attr-defined]  # workers in general have none
