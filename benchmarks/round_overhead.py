@@ -7,7 +7,8 @@ Both sides are started the way a user starts them, one after the other, on loopb
     evaluation by devices. Its settings are its defaults, but for what would go to the network
     (telemetry, update check, dependency installation).
   * Isthmus: `isthmus run` of `null_job.toml`: devices that take 0 local steps and send back a zero
-    update of full size; every round is checkpointed and committed.
+    update of full size; every round is checkpointed and committed. It listens on TCP, as Flower
+    does and as servers do, in place of the socket that it takes by itself.
 
 A round is the time from one central evaluation to the next, which on both sides only notes the
 time. The first round is dropped, as are start and end; the median of the rest counts. In every
@@ -144,6 +145,7 @@ def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:
     }
     isthmus = str(SCRIPTS / "isthmus")
     command = [isthmus, "run", str(HERE / "null_job.toml"), "--run-dir", str(directory)]
+    command += ["--address", "127.0.0.1:0"]
     command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     with started(command, scratch / f"{directory.name}.log") as program:
         cost = _follow(marks, size.our_rounds, program, program.tree, 600.0)
