@@ -122,7 +122,7 @@ def idle(sizes: Sizes) -> Found:
             with _devices(place, members) as devices:
                 devices.until("all are welcome", lambda news: news.welcomes >= count, 600.0)
                 cpu = server.tree.cpu_seconds()
-                time.sleep(sizes.idle_seconds)
+                time.sleep(sizes.idle_seconds)  # nothing is to happen: that is what is measured
                 cpu = server.tree.cpu_seconds() - cpu
                 after = memory(pid, "VmRSS")
                 _check_nobody_left(devices.news(), count)
@@ -302,7 +302,7 @@ def _finish(place: Place, run: Path, count: int, rounds: int, seconds: float = 3
     while not place.ended():
         if time.monotonic() > until:
             raise RuntimeError(f"the job has not ended in {seconds:g} s")
-        time.sleep(0.2)
+        time.sleep(0.2)  # the queue is another process's and tells nobody when a job ends
     accepted = []
     for entry in report(run)["rounds"]:
         names = {one["participant"] for one in entry["receipts"] if one["status"] == "accepted"}

@@ -93,7 +93,7 @@ class Severed(Uplink):
         self._at("down", chunk.offset + len(chunk.data))
 
     async def _pump(self, stream: Stream, want: link_pb2.Want) -> None:
-        await super()._pump(_Counted(stream, want.offset, self._at), want)  # type: ignore[arg-type]  # a stream but in name
+        await super()._pump(_Counted(stream, want.offset, self._at), want)  # type: ignore[arg-type]  # it has what `_pump` uses of a stream
 
     def _at(self, way: str, offset: int) -> None:
         if offset in self.left[way]:
@@ -139,7 +139,7 @@ async def resume(
         longest_pause=0.1,  # no link holds here for long; bytes are counted, not seconds
     )
     link.wire, link.left = wire, {"down": set(), "up": set()}
-    link.worker.link = link  # type: ignore[attr-defined]  # workers in general have none
+    link.worker.link = link  # type: ignore[attr-defined]  # `_Sized` has one, workers in general do not
     running = asyncio.create_task(link.run())
     try:
         run = await asyncio.to_thread(place.submit, 1, parameters, 1)

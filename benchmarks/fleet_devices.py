@@ -274,7 +274,7 @@ class Drivers:
         while not done(news := self.news()):
             if time.monotonic() > end:
                 raise RuntimeError(f"in {seconds:g} s it did not come to this: {what}; {news}")
-            time.sleep(pause)
+            time.sleep(pause)  # drivers answer when asked, and each question costs them time
         return news
 
     def __enter__(self) -> Drivers:

@@ -137,7 +137,7 @@ def _peaks() -> Iterator[tuple[list[int], list[int]]]:
         while not done.is_set():
             for peak, before, size in zip((own, mapped), start, now(), strict=True):
                 peak[0] = max(peak[0], size - before)
-            time.sleep(0.0002)
+            time.sleep(0.0002)  # a peak shorter than this is missed; more often costs the ranks
 
     start = now()
     thread = threading.Thread(target=look)

@@ -167,7 +167,7 @@ def read(data: bytes) -> Package:
         raise Refused("the package is not signed by the author it names") from None
     except (
         zipfile.BadZipFile,
-        NotImplementedError,  # of zipfile, for compression that it does not know
+        NotImplementedError,  # raised by zipfile for a compression that it does not know
         RuntimeError,
         EOFError,
         OSError,

@@ -99,14 +99,14 @@ class Task:
 
     def model(self) -> nn.Module:
         """The module to train, freshly initialised. Its trainable parameters are what travels."""
-        raise NotImplementedError
+        raise NotImplementedError  # each task defines it, or `user_code` says that it must
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
 
         Unaveraged, so that ragged batches, ranks and clients are weighted exactly.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each task defines it, or `user_code` says that it must
 
     def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
         """Further figures, each one value per scored unit; averaged by Isthmus. Default: none."""
@@ -123,17 +123,17 @@ class Task:
 
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
-        raise NotImplementedError
+        raise NotImplementedError  # each task defines it, or `user_code` says that it must
 
     def eval_data(self) -> Dataset[Any]:
         """Central held-out data, as `(input, target)` pairs."""
-        raise NotImplementedError
+        raise NotImplementedError  # each task defines it, or `user_code` says that it must
 
     def optimizer(
         self, parameters: Iterable[torch.nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
         """The inner optimizer: made anew each round on a device, kept in the datacenter."""
-        raise NotImplementedError
+        raise NotImplementedError  # each task defines it, or `user_code` says that it must
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """How a batch of inputs goes through the model. Default: ``model(inputs)``."""

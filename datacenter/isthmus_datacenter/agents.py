@@ -25,6 +25,7 @@ from isthmus_datacenter.logs import last_words
 from isthmus_datacenter.template import Template
 
 _LOOK_SECONDS = 0.2
+"""Between two looks at the control store, a store of PyTorch's, which tells nobody of anything."""
 _REDIAL_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
                 # No service, not yet or not any more: ranks without one are of no use.
                 if redial.broke(held=time.monotonic() - connected):
                     log.info("no service at %s:%d; this node waits for it", host, port)
-                time.sleep(redial.pause())
+                time.sleep(redial.pause())  # nobody tells when a service is there again
 
 
 class _Node:

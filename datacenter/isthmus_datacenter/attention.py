@@ -160,7 +160,7 @@ def _parts(
                     run()
                 except _ReachedError as reached:
                     found.append(reached.given)
-    except Exception:  # noqa: BLE001 - whatever the model says about a part of its layers
+    except Exception:  # noqa: BLE001 - the model's own code met shapes it was not written for
         return []
     finally:
         hook.remove()

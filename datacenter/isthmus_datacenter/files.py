@@ -60,7 +60,7 @@ def locked(state: Path) -> Any:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() < deadline:
-                time.sleep(0.1)
+                time.sleep(0.1)  # `flock` waits for ever, or not at all
                 continue
             file.close()
             raise UserError(

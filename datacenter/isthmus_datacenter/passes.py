@@ -106,7 +106,7 @@ class Passes:
                 answer = ask()  # the other ranks answer while this one goes backward
                 if pieces == 1 and (self.layout.ranks == 1 or self.layout.precision == "fp16"):
                     guess = max(answer()[0], 1) / averaged
-            (total * (scale / guess)).backward()  # type: ignore[no-untyped-call]  # torch
+            (total * (scale / guess)).backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         if self.pipeline is not None:
             answer = ask()
             self.pipeline.sync_tied()

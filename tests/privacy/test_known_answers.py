@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.errors import UserError
 from isthmus_privacy.secagg import graph, keys, shamir
 from isthmus_privacy.secagg.canonical import DOMAIN, Members, tagged
 from isthmus_privacy.secagg.keys import OneTimeKey, SigningKey
@@ -112,6 +113,12 @@ def test_masks_are_added_and_taken_away_in_the_ring(size, bits, threads, plus, m
         expected -= ring_vector(bytearray(keystream(key, size * bits // 8)), bits)
     add_masks(vector, added, taken, threads=threads)
     assert torch.equal(vector, expected)
+
+
+def test_a_machine_with_the_other_order_of_bytes_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr("sys.byteorder", "big")
+    with pytest.raises(UserError, match="needs a little-endian machine"):
+        ring_vector(bytearray(8), 32)
 
 
 def test_low_order_points_are_refused():

@@ -26,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
+from isthmus.errors import UserError
+
 RING = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Ring bits to the dtype whose wrapping addition is the ring's; signs mean nothing here."""
 
@@ -42,10 +44,16 @@ _WORTH_A_THREAD = 1 << 20
 
 
 def ring_vector(buffer: bytearray | memoryview, bits: int) -> torch.Tensor:
-    """The 1-D tensor over `buffer` (writable, little-endian words); they share their memory."""
+    """The 1-D tensor over `buffer` (writable, little-endian words); they share their memory.
+
+    Raises:
+        UserError: this machine has the bytes of a word in the other order.
+    """
     if sys.byteorder != "little":
-        # As x86-64 and aarch64 are; no device that is supported gets here.
-        raise NotImplementedError("secure aggregation runs on little-endian machines only")
+        raise UserError(
+            "secure aggregation needs a little-endian machine, as x86-64 and aarch64 are; "
+            "this one is big-endian"
+        )
     if len(buffer) == 0:
         return torch.empty(0, dtype=RING[bits])
     return torch.frombuffer(buffer, dtype=RING[bits])
