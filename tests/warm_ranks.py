@@ -6,6 +6,7 @@ file, named by its path, because test modules cannot be imported by name.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import traceback
@@ -95,6 +96,7 @@ def _result(rank: int, ours: Connection) -> Any:
 
 
 def _member(theirs: Connection, rank: int, ranks: int, port: int) -> None:
+    faulthandler.enable()
     die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

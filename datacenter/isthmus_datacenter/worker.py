@@ -9,6 +9,7 @@ service sees it, has the group restarted and repeats the command.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import signal
@@ -57,6 +58,7 @@ def main(settings: str) -> None:
     # The agent's handlers came along; they would wait for whatever this rank is stuck in.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable()  # a crash in native code leaves the stacks of Python in the log
     die_with_parent()
     rank = None
     try:

@@ -268,6 +268,15 @@ def test_a_rank_that_dies_again_and_again(warm: Any, setup: Any) -> None:
     warm.open("lives", setup("Table"))
 
 
+def test_a_crash_in_native_code_leaves_the_stack_of_python_in_the_log(
+    warm: Any, setup: Any, tmp_path: Path
+) -> None:
+    once = {"fault": "crash", "at": "model", "rank": "1", "once": str(tmp_path / "once")}
+    warm.open("crashed", setup("Faulty", once))
+    logs = [path.read_text() for path in warm.service.state.glob("**/stderr.log")]
+    assert any("Segmentation fault" in text and "in maybe_fail" in text for text in logs)
+
+
 def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
     warm.open("unwanted", setup("Table"))
     train = link_pb2.TrainSteps(run_id="unwanted", from_step=0, until_step=10**6)
