@@ -71,7 +71,8 @@ def main() -> None:
     except OSError as error:  # a disk that is full, a file that may not be read
         log.debug("where it was", exc_info=True)
         where = f"{error.filename}: " if error.filename else ""
-        click.echo(f"isthmus: {where}{error.strerror or error}", err=True)
+        said = error.strerror or str(error) or type(error).__name__
+        click.echo(f"isthmus: {where}{said}", err=True)
         sys.exit(1)
 
 

@@ -142,7 +142,8 @@ class _Hashed:
 class Written:
     """A file that is being written from its start, past the page cache where that can be done.
 
-    Nobody reads it while the run goes on, and fresh pages of cache take longer than the disk.
+    Fresh pages of cache take longer than the disk, and who reads it while the run goes on, for a
+    model too large to stay in memory, does so for all devices from the pages that it reads first.
     """
 
     def __init__(self, file: FileIO) -> None:

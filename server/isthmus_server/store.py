@@ -83,18 +83,20 @@ class Store:
         Raises:
             UserError: it holds a run already, or cannot be written.
         """
-        if (directory / "job.json").exists():
-            raise UserError(
-                f"{directory} already holds a run; add --resume to go on with it, or name another"
-            )
         directory = directory.absolute()
         run_id = f"{job.name}-{uuid.uuid4().hex[:8]}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "checkpoints").mkdir(exist_ok=True)
-            (directory / "logs").mkdir(exist_ok=True)
-            store = cls(directory, job, base, run_id)
-            store._begin()
+            with _alone_in(directory):  # or two that are started together would make one run
+                if (directory / "job.json").exists():
+                    raise UserError(
+                        f"{directory} already holds a run; add --resume to go on with it, or name "
+                        "another"
+                    )
+                (directory / "checkpoints").mkdir(exist_ok=True)
+                (directory / "logs").mkdir(exist_ok=True)
+                store = cls(directory, job, base, run_id)
+                store._begin()
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"the run directory {directory} cannot be used: {error}") from error
         return store
@@ -147,8 +149,7 @@ class Store:
         Raises:
             UserError: another one does, or the log could not be used in the block.
         """
-        said = f"another process runs {self.directory} already"
-        with alone(self.directory / "lock", said):
+        with _alone_in(self.directory):
             try:
                 yield
             except sqlite3.Error as error:
@@ -374,3 +375,7 @@ class Store:
             saved = [*resume["models"].values(), resume["optimizer"]]
             kept |= {one["file"] for one in saved if one is not None}
         self.checkpoints.keep_only(kept)
+
+
+def _alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:
+    return alone(directory / "lock", f"another process runs {directory} already")

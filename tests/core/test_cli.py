@@ -95,6 +95,7 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(isthmus, monk
     [
         (OSError(28, "No space left on device", "runs/a"), "runs/a: No space left on device"),
         (OSError(28, "No space left on device"), "No space left on device"),
+        (TimeoutError(), "TimeoutError"),
         (BrokenPipeError(32, "Broken pipe"), ""),  # as of `| head`: nobody reads any more
     ],
 )

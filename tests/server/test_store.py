@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 
+from isthmus.alone import alone
 from isthmus.errors import UserError
 from isthmus_server.checkpoints import Saved
 from isthmus_server.receipts import Receipt, attempt_row
@@ -329,6 +330,16 @@ def test_one_process_at_a_time_goes_on_with_a_run_and_others_read_it(create, cra
             raise AssertionError("unreachable")
     with other.locked():
         pass
+
+
+def test_of_two_who_begin_a_run_together_one_does(make_job, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with alone(directory / "lock", ""), pytest.raises(UserError, match=r"^another process runs "):
+        Store.create(
+            directory, make_job(), tmp_path
+        )  # while the other has not written its job.json
+    assert [path.name for path in directory.iterdir()] == ["lock"]
 
 
 def test_a_run_that_could_not_begin_is_not_said_to_be_running(create):

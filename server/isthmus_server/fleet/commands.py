@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -14,6 +18,9 @@ from rich.table import Table
 
 from isthmus import tls
 from isthmus.errors import UserError
+
+if TYPE_CHECKING:
+    from isthmus_server.fleet.registry import Registry
 
 _STATE = click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 _LAST_PORT = 65535
@@ -71,16 +78,12 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
     """Print a token that lets one participant join, once."""
     from isthmus.joining import SECRET_BYTES, Token
     from isthmus_server.fleet.authority import Authority
-    from isthmus_server.fleet.registry import Registry
 
     seconds = _seconds(expires)
     fingerprint = tls.fingerprint(Authority(state).certificate)
     made = Token(os.urandom(SECRET_BYTES), fingerprint)
-    registry = Registry(state)
-    try:
+    with _registry(state) as registry:
         registry.add_token(made.digest, name=name, kind=kind, expires=time.time() + seconds)
-    finally:
-        registry.close()
     click.echo(str(made))
 
 
@@ -89,15 +92,8 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
 @click.argument("name")
 def revoke(state: Path, name: str) -> None:
     """Shut participant NAME out, now and for good; unused tokens for it are worthless too."""
-    from isthmus_server.fleet.authority import Authority
-    from isthmus_server.fleet.registry import Registry
-
-    Authority(state)  # is there a server at all?
-    registry = Registry(state)
-    try:
+    with _registry(state) as registry:
         registry.revoke(name)
-    finally:
-        registry.close()
     click.echo(f"{name} is revoked; a running server cuts its stream at once")
 
 
@@ -105,15 +101,8 @@ def revoke(state: Path, name: str) -> None:
 @_STATE
 def participants(state: Path) -> None:
     """List everybody who has joined."""
-    from isthmus_server.fleet.authority import Authority
-    from isthmus_server.fleet.registry import Registry
-
-    Authority(state)
-    registry = Registry(state)
-    try:
+    with _registry(state) as registry:
         entries = registry.participants()
-    finally:
-        registry.close()
     table = Table("name", "kind", "joined", "certificate until", box=None)
     for entry in entries:
         until = "revoked" if entry.revoked is not None else _day(entry.not_after)
@@ -144,6 +133,24 @@ def start(state: Path, address: str) -> None:
     prepare()
     logging.getLogger("isthmus_server.fleet").setLevel(logging.INFO)
     run_until_stopped(serve_queue(FleetServer(state), state, host, port, Console()))
+
+
+@contextlib.contextmanager
+def _registry(state: Path) -> Iterator[Registry]:
+    """The registry of the server in a state directory.
+
+    Raises:
+        UserError: there is no server, or its registry cannot be used.
+    """
+    from isthmus_server.fleet.authority import Authority
+    from isthmus_server.fleet.registry import Registry
+
+    Authority(state)  # or a registry would be made where there is none
+    with contextlib.closing(Registry(state)) as registry:
+        try:
+            yield registry
+        except sqlite3.Error as error:
+            raise UserError(f"the registry in {state} cannot be used: {error}") from error
 
 
 def _seconds(text: str) -> float:

@@ -249,7 +249,8 @@ class Registry:
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite ends it by itself where the disk is full, say
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import datetime
 import errno
 import os
@@ -281,6 +282,19 @@ def test_the_last_port_leaves_none_for_joining(fleet):
     assert str(result.exception) == (
         "--address '127.0.0.1:65535' leaves no port after it for joining"
     )
+
+
+@pytest.mark.parametrize(
+    "words", ["participants STATE", "revoke STATE a", "token create STATE --name a"]
+)
+def test_a_registry_that_is_damaged_is_one_sentence_to_who_types(fleet, words):
+    with contextlib.closing(Registry(fleet.state)) as registry:
+        registry._db.execute("DROP TABLE participants")
+        registry._db.execute("CREATE TABLE participants (name TEXT)")
+    arguments = words.replace("STATE", str(fleet.state)).split()
+    error = CliRunner().invoke(server, arguments).exception
+    assert isinstance(error, UserError)
+    assert str(error).startswith(f"the registry in {fleet.state} cannot be used: no such column: ")
 
 
 async def test_whoever_joins_at_the_links_port_is_told_of_the_other(fleet, tmp_path, monkeypatch):

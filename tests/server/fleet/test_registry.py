@@ -1,3 +1,4 @@
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -245,3 +246,13 @@ def test_a_participant_does_not_fill_the_registry_with_certificates(registry, mo
         registry.renew(subject("a"), issuing(serial=serial))
     with pytest.raises(Refused, match=r"^'a' has 3 certificates that are good; use one$"):
         registry.renew(subject("a"), issuing(serial="4"))
+
+
+def test_a_disk_that_is_full_is_said_to_be_and_changes_nothing(registry):
+    (pages,) = registry._db.execute("PRAGMA page_count").fetchone()
+    registry._db.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
+        allow(registry, "a", digest=b"t" * 10_000)
+    registry._db.execute(f"PRAGMA max_page_count={pages + 9}")
+    allow(registry, "a")
+    assert redeem(registry) == ("a", b"certificate")
