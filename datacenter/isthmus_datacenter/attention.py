@@ -121,9 +121,8 @@ def _tried_when_called(
     """Have a module tried when it is called in the block; added to `found` where it can be cut."""
     reached: dict[nn.Module, torch.Tensor] = {}
 
-    def reaches(mix: nn.Module, given: tuple[Any, ...]) -> None:
-        if given:  # called by keyword, it is not one of those
-            reached.setdefault(mix, given[0])
+    def reaches(mix: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        reached.setdefault(mix, *given, *named.values())
 
     def called(module: nn.Module, given: Any, named: Any, output: Any) -> None:
         for mix in whole.mixes:
@@ -132,7 +131,7 @@ def _tried_when_called(
                 if _same(reached[mix], parts):
                     found[whole.name] = dataclasses.replace(whole, mixes=(mix,))
 
-    hooks = [mix.register_forward_pre_hook(reaches) for mix in whole.mixes]
+    hooks = [mix.register_forward_pre_hook(reaches, with_kwargs=True) for mix in whole.mixes]
     hooks.append(whole.module.register_forward_hook(called, with_kwargs=True))
     try:
         yield
@@ -146,13 +145,13 @@ def _parts(
 ) -> list[torch.Tensor]:
     """What reaches the mixing layer with each part of the others; empty where something fails."""
 
-    def stop(_: nn.Module, given: tuple[Any, ...]) -> None:
-        raise _ReachedError(given[0])
+    def stop(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        raise _ReachedError(*given, *named.values())
 
     if any((widths(layer) or (0, 1))[1] % (whole.pieces * degree) for layer in whole.into):
         return []
     found: list[torch.Tensor] = []
-    hook = mix.register_forward_pre_hook(stop, prepend=True)
+    hook = mix.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     try:
         for part in range(degree):
             with _only(whole, part, degree):

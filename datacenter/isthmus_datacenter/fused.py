@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from isthmus_datacenter.linears import by_outputs
+from isthmus_datacenter.linears import by_outputs, lay_out
 
 
 def part_of(outputs: torch.Tensor, *, part: int, degree: int, pieces: int) -> torch.Tensor:
@@ -42,9 +42,7 @@ class ByHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = module.get_submodule(self._layer)
-        style = by_outputs(layer)
-        style.src_data_rank = None  # all ranks have the same layer already
-        style._apply(layer, device_mesh)
+        lay_out(layer, by_outputs(layer), device_mesh)
         for name in self._remembered:
             setattr(module, name, getattr(module, name) // device_mesh.size())
         if self._pieces > 1:

@@ -28,7 +28,13 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 
 def widths(module: nn.Module | None) -> tuple[int, int] | None:
@@ -57,6 +63,20 @@ def by_inputs(layer: nn.Module) -> ParallelStyle:
     if isinstance(layer, nn.Linear):
         return RowwiseParallel()
     return _Transposed(cut=0, given=Shard(-1), output=Replicate())
+
+
+def lay_out(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Apply a style to a module that all ranks have already, however it is called.
+
+    Styles of layers look for the inputs where they are if they came by position.
+    """
+    if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel, _Transposed)):
+        module.register_forward_pre_hook(_by_position, with_kwargs=True)
+    parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _by_position(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return ((*given, *named.values()), {}) if not given else None
 
 
 class _Transposed(ParallelStyle):

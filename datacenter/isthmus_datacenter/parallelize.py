@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +25,7 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus_datacenter import plans
 from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.linears import lay_out
 from isthmus_datacenter.replicas import Replicas
 from isthmus_datacenter.share import Names, Share
 from isthmus_datacenter.stages import check_chain, cut
@@ -238,7 +238,7 @@ def _cut_matrices(
     for module, style in plan:
         if id(module) in here:
             with user_code("the tensor-parallel plan"):
-                parallelize_module(module, mesh, style, src_data_rank=None)
+                lay_out(module, style, mesh)
             cut.append(module)
     for users in tied:
         (owner, attribute, first), *others = users

@@ -10,6 +10,7 @@ goes through the whole model and through the stages, and the outputs must agree.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,20 @@ from isthmus_datacenter.trials import run_still, same
 
 
 class Pass(nn.Module):
-    """Stands where another stage's module is: hands on the first thing it is called with."""
+    """Stands where another stage's module is: hands on the first of what that takes."""
 
-    def forward(self, first: Any = None, *rest: Any, **named: Any) -> Any:
-        """The first argument, unchanged."""
-        return first
+    def __init__(self, instead_of: nn.Module) -> None:
+        super().__init__()
+        self._first = _first_name(instead_of)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """The first argument, unchanged; None where there is none."""
+        return given[0] if given else named.get(self._first)
+
+
+def _first_name(module: nn.Module) -> str:
+    """What a module's forward() calls the first thing it takes."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def cut(model: nn.Module, stages: int, sample: torch.Tensor) -> list[nn.Module]:
@@ -85,11 +95,12 @@ def _order_of_calls(
             if not _size(child):
                 hooks.append(child.register_forward_hook(returned))
         module = module.get_submodule(step)
+
+    def reaches(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        reached.append(_shape(given[0] if given else named.get(_first_name(block))))
+
     hooks += [
-        block.register_forward_pre_hook(
-            lambda _, given: reached.append(_shape(given[0]) if given else None)
-        )
-        for block in container.children()
+        block.register_forward_pre_hook(reaches, with_kwargs=True) for block in container.children()
     ]
     try:
         run_still(model, sample)
@@ -134,17 +145,17 @@ def _stage(
     """A copy of the modules that lead to the blocks; everything else is shared or passed by."""
     clone = root = _shallow(model)
     for depth, step in enumerate(path):
-        for name in list(clone._modules):
+        for name, module in clone._modules.items():
             when = order.get(".".join([*path[:depth], name]))
             here = when == "beside" or at == (0 if when == "before" else of - 1)
-            if name != step and not here:
-                clone._modules[name] = Pass()
+            if name != step and not here and module is not None:
+                clone._modules[name] = Pass(module)
         child = clone._modules[step]
         assert child is not None
         clone._modules[step] = clone = _shallow(child)
-    for name in clone._modules:
-        if name not in blocks:
-            clone._modules[name] = Pass()
+    for name, block in clone._modules.items():
+        if name not in blocks and block is not None:
+            clone._modules[name] = Pass(block)
     return root
 
 

@@ -125,7 +125,7 @@ class _Transformer(nn.Module):
 class Gpt(_Small):
     """A decoder whose matrices divide: tied embedding, attention by heads, an MLP, at most five
     scored words. `plan` has it give plans of its own, `together` make queries, keys and values in
-    one layer; `blocks` is how many it has, of two."""
+    one layer, and call all layers by keyword; `blocks` is how many it has, of two."""
 
     def model(self) -> nn.Module:
         kind = _Together if self.settings.get("together") else _Block
@@ -210,8 +210,12 @@ class _Block(nn.Module):
         made = self.made(self.first(hidden))
         q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in made)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(-2))
-        output: torch.Tensor = hidden + self.down(nn.functional.gelu(self.up(self.second(hidden))))
+        hidden = hidden + self.call(self.out, mixed.transpose(1, 2).flatten(-2))
+        up = self.call(self.up, self.second(hidden))
+        return hidden + self.call(self.down, nn.functional.gelu(up))
+
+    def call(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer(given)
         return output
 
 
@@ -221,7 +225,11 @@ class _Together(_Block):
         self.split_size = 8
 
     def made(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
-        return self.c_attn(hidden).split(self.split_size, -1)
+        return self.call(self.c_attn, hidden).split(self.split_size, -1)
+
+    def call(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer(input=given)
+        return output
 
 
 class _Gpt(nn.Module):
@@ -235,9 +243,9 @@ class _Gpt(nn.Module):
             self.head.weight = self.embed.words.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(words)
+        hidden = self.embed(words=words)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden=hidden)
         output: torch.Tensor = self.head(self.norm(hidden))
         return output
 

@@ -144,11 +144,12 @@ def test_one_layer_for_all_three(order: str, pieces: int, remembered: tuple[str,
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_layer_called_by_keyword_mixes_nothing() -> None:
+def test_layers_may_be_called_by_keyword() -> None:
     model = nn.Sequential(nn.Linear(4, WIDTH), Together("head by head"))
-    model[1].out = ByKeyword(WIDTH, WIDTH)
-    found, others = by_heads(model, 2, lambda: run_still(model, torch.ones(2, 5, 4)))
-    assert (found, [each.name for each in others]) == ([], ["1"])
+    model[1].out, model[1].c_attn = ByKeyword(WIDTH, WIDTH), ByKeyword(WIDTH, 3 * WIDTH)
+    hidden = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    found, others = by_heads(model, 2, lambda: run_still(model, hidden))
+    assert ([each.mixes for each in found], others) == ([(model[1].out,)], [])
 
 
 @pytest.mark.parametrize(
