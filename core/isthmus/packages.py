@@ -23,7 +23,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from isthmus.errors import Refused, UserError
@@ -61,7 +62,7 @@ class Package:
 
 
 def new_author(path: Path) -> bytes:
-    """Make an author's key in a new file (0600); returns the public key.
+    """Make an author's key in a new file (PKCS #8 PEM, 0600); returns the public key, 32 bytes.
 
     Raises:
         UserError: the file is there already, or cannot be written.
@@ -69,8 +70,13 @@ def new_author(path: Path) -> bytes:
     if path.exists():
         raise UserError(f"{path} is there already; nothing was changed")
     key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),  # its file's mode protects it
+    )
     try:
-        private_file(path, key.private_bytes_raw().hex().encode() + b"\n")
+        private_file(path, pem)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
     return key.public_key().public_bytes_raw()
@@ -80,15 +86,21 @@ def read_author(path: Path) -> Ed25519PrivateKey:
     """An author's key from its file.
 
     Raises:
-        UserError: it cannot be read, or others can read it.
+        UserError: it cannot be read, holds something else, or others can read it.
     """
     try:
-        check_private(path)
-        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text().strip()))
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} holds no author's key: {error}") from None
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UserError(
+            f"{path} holds no author's signing key: that is the file `isthmus task key` makes, and "
+            "what it prints is the public key, which signs nothing"
+        )
+    check_private(path)
+    return key
 
 
 def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:

@@ -205,6 +205,17 @@ def test_an_author_s_key_is_made_once_and_is_private(tmp_path):
         read_author(tmp_path / "author.key")
 
 
+def test_a_public_key_signs_nothing(tmp_path):
+    """It is as long as a private one, which it was once taken for."""
+    public = tmp_path / "author.pub"
+    public.write_text(new_author(tmp_path / "author.key").hex() + "\n")
+    public.chmod(0o600)
+    with pytest.raises(UserError, match=r"author.pub holds no author's signing key: .* public key"):
+        read_author(public)
+    with pytest.raises(UserError, match="nowhere cannot be read: No such file"):
+        read_author(tmp_path / "nowhere")
+
+
 def test_the_commands_from_a_key_to_an_installed_task(folder, tmp_path):
     def type_(*words):
         result = CliRunner().invoke(task, [str(word) for word in words], catch_exceptions=False)
