@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 import time
 import uuid
@@ -29,31 +30,11 @@ from isthmus.errors import UserError
 from isthmus.job import Job, read_job
 from isthmus_server.checkpoints import Checkpoints, Saved, replacing
 from isthmus_server.resume import Resume
+from isthmus_server.roundlog import open_log
 from isthmus_server.strategy.observation import past_round
 
 KEPT_CHECKPOINTS = 2
 """Committed models kept on disk besides the final one."""
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS run (
-    run_id TEXT PRIMARY KEY, status TEXT NOT NULL, reason TEXT NOT NULL, final TEXT
-);
-CREATE TABLE IF NOT EXISTS attempts (
-    round INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
-    planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL, outcome TEXT,
-    PRIMARY KEY (round, attempt)
-);
-CREATE TABLE IF NOT EXISTS visit_attempts (
-    number INTEGER NOT NULL, attempt INTEGER NOT NULL, round INTEGER NOT NULL, asked TEXT NOT NULL,
-    outcome TEXT, PRIMARY KEY (number, attempt)
-);
-CREATE TABLE IF NOT EXISTS lasted (
-    one INTEGER PRIMARY KEY CHECK (one = 1), elapsed REAL NOT NULL
-);
-CREATE TABLE IF NOT EXISTS events (
-    at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
-);
-"""
 
 
 class Store:
@@ -71,10 +52,7 @@ class Store:
         self.base = base
         self.run_id = run_id
         self.checkpoints = Checkpoints(directory / "checkpoints")
-        self._db = sqlite3.connect(directory / "run.sqlite", isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        self._db = open_log(directory / "run.sqlite")
 
     @classmethod
     def create(cls, directory: Path, job: Job, base: Path) -> Store:
@@ -112,10 +90,10 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> Store:
-        """Open an existing run.
+        """Open an existing run; one on a read-only medium can be read.
 
         Raises:
-            UserError: there is none, or it is damaged.
+            UserError: there is none, it is damaged, or its log cannot be read where it is.
         """
         try:
             table = json.loads((directory / "job.json").read_text())
@@ -129,7 +107,10 @@ class Store:
         except FileNotFoundError:
             raise UserError(f"{directory} does not hold a run (no job.json)") from None
         except (OSError, sqlite3.Error, UserError) as error:
-            raise UserError(f"the run in {directory} cannot be read: {error}") from error
+            why: object = error
+            if isinstance(error, sqlite3.Error) and not os.access(directory, os.W_OK):
+                why = "that takes leave to write there (SQLite's log); copy it to where you have it"
+            raise UserError(f"the run in {directory} cannot be read: {why}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"the run in {directory} cannot be read: job.json is damaged"

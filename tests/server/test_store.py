@@ -1,5 +1,9 @@
 import dataclasses
+import os
 import pickle
+import shutil
+import sqlite3
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,6 +373,33 @@ def test_a_log_that_is_damaged_is_one_sentence_to_who_goes_on_with_the_run(creat
     sentence = r"^the run directory .* could not be used: no such table: attempts; see to it, then"
     with pytest.raises(UserError, match=sentence), store.locked():
         store.resume_point()
+
+
+def test_a_run_on_a_read_only_medium_is_read_as_it_lies(create, crash, monkeypatch):
+    """Here only what the medium says of itself: to have it be so takes a mount."""
+    store = create()
+    commit(store, 1)
+    cut_off = store.directory.with_name("cut-off")
+    shutil.copytree(store.directory, cut_off, ignore=shutil.ignore_patterns("*-shm"))
+    store.close()
+    files = {path.name for path in store.directory.iterdir()}
+
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    read = crash(store)
+    assert (read.last_round(), len(list(read.rows()))) == (1, 1)
+    assert {path.name for path in store.directory.iterdir()} == files
+    with pytest.raises(sqlite3.OperationalError, match="readonly database"):
+        commit(read, 2)
+    with pytest.raises(UserError, match="it was cut off and lies on a read-only medium; copy it"):
+        Store.open(cut_off)
+
+
+def test_a_run_that_goes_on_is_read_where_its_directory_is_read_only(create, crash, monkeypatch):
+    """As in a container that has it mounted so: its newest entries are not in the database yet."""
+    store = create()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    commit(store, 1)
+    assert crash(store).last_round() == 1
 
 
 def test_a_directory_without_a_run_is_one_sentence(tmp_path):
