@@ -29,6 +29,7 @@ from cryptography import x509
 from google.protobuf.message import DecodeError
 
 from isthmus import tls
+from isthmus.causes import cause
 from isthmus.errors import Refused, UserError
 from isthmus.membership import Membership, check_issued, prepare
 from isthmus.wire import join_pb2
@@ -232,7 +233,7 @@ def _why_not(address: str, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return (
             f"nobody lets participants in at {address}: joining has a port of its own, the one "
-            f"after that of the link ({error.details()})"
+            f"after that of the link; {cause(error.details() or '')}"
         )
     return f"the server at {address} said no: {error.details()}"
 

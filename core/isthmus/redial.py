@@ -1,6 +1,10 @@
 """Between two tries to dial: pauses that grow, and a word of it now and then.
 
->>> redial = Redial(longest_pause=5.0)
+This is exponential backoff with jitter, slow to grow: a pause is about 0.6 of how long there has
+been no link, so that all are back soon after a short break. The longest is for a server that lets
+everybody in and drops them: where that is a minute, 5,000 devices dial about 110 times a second.
+
+>>> redial = Redial(longest_pause=60.0)
 >>> told = [redial.broke(held=0.0) for _ in range(100)]
 >>> [tries + 1 for tries, said in enumerate(told) if said]
 [1, 2, 4, 8, 16, 32, 64]
@@ -14,6 +18,7 @@ HELD_SECONDS = 5.0
 """A link that was open for so long was no mere try: after it everything begins anew."""
 
 _SHORTEST_PAUSE = 0.05
+_GROWTH = 1.6
 
 
 class Redial:
@@ -35,6 +40,6 @@ class Redial:
 
     def pause(self) -> float:
         """Seconds until the next try, jittered."""
-        doubled = min(self.tries - 1, 32)
-        longest = min(_SHORTEST_PAUSE * 2.0**doubled, self._longest)
+        grown = min(self.tries - 1, 64)
+        longest = min(_SHORTEST_PAUSE * _GROWTH**grown, self._longest)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter

@@ -19,6 +19,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from isthmus.causes import cause
 from isthmus.contents import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.heartbeats import Heartbeats
@@ -137,7 +138,7 @@ class Uplink:
         *,
         identity: bytes = b"",
         on_welcome: Callable[[link_pb2.Welcome], None] = lambda welcome: None,
-        longest_pause: float = 5.0,
+        longest_pause: float = 60.0,
         membership: Membership | None = None,
     ) -> None:
         """Dial `address` (host:port) when `run`.
@@ -194,6 +195,8 @@ class Uplink:
                             f"the server refused {self.name!r}: {error.details()}"
                         ) from None
                     why = error.details() or error.code().name
+                    if error.code() is grpc.StatusCode.UNAVAILABLE:
+                        why = cause(why)
                 except (TimeoutError, UpdateError, *GONE) as error:
                     why = str(error) or "silence"
                 if redial.broke(held=time.monotonic() - self._linked_at):

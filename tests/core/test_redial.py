@@ -1,7 +1,10 @@
+import inspect
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.redial import HELD_SECONDS, Redial
+from isthmus.uplink import Uplink
 
 
 @given(st.integers(1, 100_000), st.floats(0.1, 60.0))
@@ -20,3 +23,16 @@ def test_a_link_that_held_begins_everything_anew():
     assert redial.pause() >= 30.0
     assert redial.broke(held=HELD_SECONDS + 1)  # and is told of at once
     assert redial.pause() <= 0.05
+
+
+def test_a_server_that_drops_a_participant_at_once_is_left_alone_more_and_more():
+    redial = Redial(inspect.signature(Uplink).parameters["longest_pause"].default)
+    at, tries = 0.0, [0.0]
+    while at < 3600.0:
+        redial.broke(held=0.0)
+        pause = redial.pause()
+        assert pause <= 1.2 * at + 0.05  # who is back after a short break is back soon
+        at += pause
+        tries.append(at)
+    assert sum(each < 60.0 for each in tries) <= 20
+    assert sum(each >= 300.0 for each in tries) <= 2 * 55  # twice a minute at most, 4/3 on average

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from isthmus.causes import cause
 from isthmus.errors import Refused, UserError
 from isthmus.job import Job, load_job, write_job
 from isthmus.membership import Membership, default_state
@@ -105,7 +106,8 @@ class Server:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
         gone = error.code() is grpc.StatusCode.UNAVAILABLE
-        said = f" is not there now ({error.details()})" if gone else f": {error.details()}"
+        details = error.details() or ""
+        said = f" is not there now: {cause(details)}" if gone else f": {details}"
         return Refused(f"the server at {self.member.server}{said}{doubt}")
 
 

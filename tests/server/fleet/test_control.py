@@ -280,7 +280,7 @@ async def test_who_follows_a_log_is_told_that_the_server_was_stopped(place):
     )
     await place.until(lambda: place.control._calls)
     await place.close()
-    with pytest.raises(Refused, match=r"^the server at localhost:\d+ is not there now \("):
+    with pytest.raises(Refused, match=r"localhost:\d+ is not there now: it was stopped$"):
         await following
 
 

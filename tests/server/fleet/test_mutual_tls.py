@@ -167,6 +167,8 @@ async def test_a_device_does_not_talk_to_a_server_of_another_authority(fleet, ca
     with caplog.at_level("INFO", logger="isthmus"):
         fleet.dial(member)
         await fleet.until(lambda: "no link to" in caplog.text)
+    said = ": its certificate does not pass: certificate signature failure"
+    assert f"no link to {fleet.address}{said}" in caplog.text
     assert thief.link.peers == {}
     fleet.state = state
 

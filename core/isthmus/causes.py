@@ -1,0 +1,36 @@
+"""Why nobody is reached, in few words of ours: gRPC's are many and change.
+
+>>> cause("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9400: Failed to "
+...       "connect to remote host: Connection refused")
+'nothing listens there (connection refused)'
+"""
+
+from __future__ import annotations
+
+import re
+
+_LONGEST = 200
+
+_KNOWN = (
+    (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", r"its certificate does not pass: \1"),
+    (r"Hostname Verification Check", "its certificate is for another name than the one dialled"),
+    (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
+    (r"HTTP/2|http1", "what answers there does not speak gRPC"),
+    (r"Connection refused", "nothing listens there (connection refused)"),
+    (r"resolv|hostname lookup|DNS", "nobody knows an address for that name"),
+    (r"Cancelling all calls|GOAWAY", "it was stopped"),
+    (r"No such file or directory", "there is no such socket"),
+    (r"No route to host|Network is unreachable", "there is no way to it in the network"),
+    (r"(?i)timed? ?out|deadline", "it did not answer in time"),
+    (r"Connection reset|Broken pipe", "the connection was cut"),
+    (r"Socket closed|Stream removed", "it closed the connection"),
+)
+
+
+def cause(details: str) -> str:
+    """What the details of an `UNAVAILABLE` come down to; unknown ones without their preamble."""
+    for pattern, words in _KNOWN:
+        found = re.search(pattern, details)
+        if found is not None:
+            return found.expand(words)
+    return details.rpartition("last error: ")[2][:_LONGEST] or "no reason was given"
