@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,20 +11,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.embedded import Embedded
 from isthmus_server.link import Link
+from isthmus_server.private_socket import private_socket
 from isthmus_server.progress import Progress
 from isthmus_server.store import Store
 from isthmus_server.template import Template
 
 Address = tuple[str, int]
 """Loopback host and port; port 0 takes a free one."""
-
-_SOCKET_BYTES = 100
-"""That the address of a Unix socket may have: the kernel takes paths of up to 107."""
 
 
 class Session:
@@ -79,10 +74,9 @@ async def participants(
     Raises:
         UserError: nobody can listen there.
     """
-    # Of mode 0700: no other user of this machine can dial.
-    with tempfile.TemporaryDirectory(prefix="isthmus-") as private:
+    with private_socket() if address is None else contextlib.nullcontext() as socket:
         try:
-            server = await _listen(link, address, private)
+            server = await _listen(link, socket, address)
             embedded = Embedded(job, server, directory, template, lambda name, role, reason: None)
             try:
                 embedded.start()
@@ -93,16 +87,11 @@ async def participants(
             await link.stop()
 
 
-async def _listen(link: Link, address: Address | None, private: str) -> str:
+async def _listen(link: Link, socket: str | None, address: Address | None) -> str:
     """Returns what participants dial."""
-    if address is not None:
-        host, port = address
-        return f"{host}:{await link.start(host, port)}"
-    server = f"unix:{private}/link"
-    if len(os.fsencode(server)) > _SOCKET_BYTES:
-        raise UserError(
-            f"{private} is too long a path for a socket; set TMPDIR to a folder with a shorter "
-            "one, or give --address 127.0.0.1:0"
-        )
-    await link.start_on_socket(server)
-    return server
+    if socket is not None:
+        await link.start_on_socket(socket)
+        return socket
+    assert address is not None
+    host, port = address
+    return f"{host}:{await link.start(host, port)}"

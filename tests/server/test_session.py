@@ -32,7 +32,7 @@ async def test_no_other_user_can_dial_an_embedded_run_that_names_no_address(make
     async with listening(make_job, tmp_path, None, Link(10.0)) as embedded:
         directory = os.path.dirname(embedded.address.removeprefix("unix:"))  # noqa: PTH120
         assert os.stat(directory).st_mode & 0o077 == 0  # noqa: PTH116
-        assert os.listdir(directory) == ["link"]  # noqa: PTH208
+        assert sorted(os.listdir(directory)) == ["link", "lock"]  # noqa: PTH208
     assert not os.access(directory, os.F_OK)
 
 

@@ -1,0 +1,48 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isthmus_server.private_socket import private_socket
+
+KILLED = """
+import os, socket
+from isthmus_server.private_socket import private_socket
+
+with private_socket() as address:
+    socket.socket(socket.AF_UNIX).bind(address.removeprefix("unix:"))
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path_factory, monkeypatch):
+    """The system's temporary folder, with nothing of others in it."""
+    found = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(found))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return found
+
+
+def test_what_a_killed_run_left_is_taken_away_by_the_next(folder):
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    (left,) = folder.iterdir()
+    assert {each.name for each in left.iterdir()} == {"link", "lock"}
+    with private_socket():
+        assert not left.exists()
+    assert not list(folder.iterdir())
+
+
+def test_nothing_else_is_taken_away(folder):
+    """Another run's that goes on, and folders that only have such a name."""
+    (folder / "isthmus-notes").mkdir()
+    (folder / "isthmus-backup").mkdir()
+    (folder / "isthmus-backup" / "lock").touch()
+    (folder / "isthmus-backup" / "model.safetensors").touch()
+    (folder / "isthmus-link").symlink_to(folder / "isthmus-backup")
+    with private_socket() as address, private_socket():
+        assert Path(address.removeprefix("unix:")).parent.is_dir()
+    names = {each.name for each in folder.iterdir()}
+    assert names == {"isthmus-backup", "isthmus-link", "isthmus-notes"}
+    assert len(list((folder / "isthmus-backup").iterdir())) == 2
