@@ -19,6 +19,10 @@ from isthmus_server.secure import SecureAttempt
 NAMES = "abcde"
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 STEPS = ("open", "train_local", "roster", "inbox", "survivors", "consents")
+ASKED = dict(
+    zip(("training", "sharing keys", "sending", "signing", "releasing"), STEPS[1:], strict=True)
+)
+"""What devices are asked in each step of an attempt."""
 
 
 class Device:
@@ -95,17 +99,51 @@ class Place:
 @pytest.fixture
 async def place(net, make_job, write_task, tmp_path):
     write_task()
-    await net.listen(2.0)
+    await net.listen()
     job = make_job(
         "federated.cohort=5",
         "federated.quorum=4",
         "federated.secure_aggregation=true",
-        "time.round_seconds=4",
-        "time.lease_seconds=1",
+        "time.round_seconds=60",  # no deadline passes here but where a test has it pass
+        "time.lease_seconds=20",
     )
     place = Place(net, job, tmp_path)
     await place.gather()
     return place
+
+
+class OnlySilentLeft(float):
+    """A deadline that passes as soon as all have done their part who ever will."""
+
+    def __new__(cls, deadline, waited_for):
+        made = super().__new__(cls, deadline)
+        made.waited_for = waited_for
+        return made
+
+    def __sub__(self, now):
+        return float(self) - now if self.waited_for else 0.0
+
+
+@pytest.fixture
+def deadlines(place, monkeypatch):
+    """Seconds that each step has, by its name; they pass when only the silent are left."""
+    found = {}
+    step = SecureAttempt._step
+
+    async def timed(self, what, names, one, deadline, wanted=None):
+        found[what] = deadline - asyncio.get_running_loop().time()
+        left = {name for name in names if place.devices[name].silent_at != ASKED[what]}
+
+        async def part(name):
+            try:
+                await one(name)
+            finally:
+                left.discard(name)
+
+        await step(self, what, names, part, OnlySilentLeft(deadline, left), wanted)
+
+    monkeypatch.setattr(SecureAttempt, "_step", timed)
+    return found
 
 
 async def test_the_opened_sum_is_the_plain_weighted_mean(place):
@@ -120,7 +158,7 @@ async def test_the_opened_sum_is_the_plain_weighted_mean(place):
 
 @pytest.mark.parametrize("how", ["silent_at", "fails_at"])
 @pytest.mark.parametrize("step", STEPS[1:])
-async def test_one_may_drop_out_at_any_step(place, step, how):
+async def test_one_may_drop_out_at_any_step(place, deadlines, step, how):
     setattr(place.devices["c"], how, step)
     result = await place.train()
     late = step in ("survivors", "consents")  # its masked vector was in already
@@ -132,6 +170,18 @@ async def test_one_may_drop_out_at_any_step(place, step, how):
         "accepted" if late else "dropped" if how == "silent_at" else "rejected"
     )
     assert receipt.reason
+
+
+async def test_training_and_sending_end_with_the_round_and_the_rest_within_a_lease(
+    place, deadlines
+):
+    began = asyncio.get_running_loop().time()
+    await place.train()
+    took = asyncio.get_running_loop().time() - began
+    for step, whole in {"training": 45, "sending": 60}.items():  # of the round's 60 seconds
+        assert whole - took <= deadlines[step] <= whole + 1e-3
+    for step in ("sharing keys", "signing", "releasing"):
+        assert 20 - took <= deadlines[step] <= 20 + 1e-3
 
 
 @pytest.mark.parametrize("step", STEPS[1:4])
