@@ -65,13 +65,14 @@ def run(
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory of the run to go on with")
-        if overrides:
-            raise UserError("--set does not go with --resume: a run keeps the job it began with")
+        if job is not None or overrides:
+            given = "--set" if job is None else "JOB"
+            raise UserError(f"{given} does not go with --resume: a run keeps the job it began with")
         if not (run_dir / "job.json").exists():
             raise UserError(f"{run_dir} does not hold a run to go on with")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
-    loaded = _loaded(job, overrides) if job is not None and not resume else None
+    loaded = None if job is None else _loaded(job, overrides)
     at = None if address is None else split_address(address, "--address")
     console = Console()
     # Before anything is opened.

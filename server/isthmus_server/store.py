@@ -68,8 +68,8 @@ class Store:
             with _alone_in(directory):  # or two that are started together would make one run
                 if (directory / "job.json").exists():
                     raise UserError(
-                        f"{directory} already holds a run; add --resume to go on with it, or name "
-                        "another"
+                        f"{directory} already holds a run; go on with it by `isthmus run --resume "
+                        "--run-dir DIR`, or name another"
                     )
                 (directory / "checkpoints").mkdir(exist_ok=True)
                 (directory / "logs").mkdir(exist_ok=True)

@@ -21,6 +21,10 @@ def typed(command, *arguments):
         ([], r"^give a job file, or --resume --run-dir DIR$"),
         (["--resume"], r"^--resume needs --run-dir"),
         (["--resume", "--run-dir", "x", "--set", "a=1"], r"^--set does not go with --resume"),
+        (
+            ["job.toml", "--resume", "--run-dir", "x"],
+            r"^JOB does not go with --resume: a run keeps",
+        ),
         (["--resume", "--run-dir", "nowhere"], r"^nowhere does not hold a run"),
         (["nowhere.toml"], r"^there is no job file nowhere\.toml$"),
     ],

@@ -97,7 +97,9 @@ def test_a_run_is_found_again_as_it_was_made(create, crash, tmp_path):
 
 def test_creating_over_a_run_is_refused(create, make_job, tmp_path):
     create()
-    with pytest.raises(UserError, match=r"already holds a run; add --resume to go on with it"):
+    with pytest.raises(
+        UserError, match=r"already holds a run; go on with it by `isthmus run --resume"
+    ):
         Store.create(tmp_path / "run", make_job(), tmp_path)
 
 
