@@ -72,12 +72,24 @@ class Layout:
         """The layout of a module's trainable parameters, tied ones once.
 
         Raises:
-            TaskError: nothing to train, a parameter that is not of a real floating type, or
-                normalisation statistics that change in training and would not travel.
+            TaskError: nothing to train, a parameter that is not of a real floating type or has no
+                values yet, or normalisation statistics that change in training and do not travel.
         """
+        from torch.nn.parameter import is_lazy
+
         _refuse_running_statistics(model)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise TaskError(
+                    f"parameter {name!r} has no shape until the model has seen data; give its "
+                    "layer its sizes, or have model() run the model once"
+                )
+            if parameter.is_meta:
+                raise TaskError(
+                    f"parameter {name!r} is on the device 'meta', which holds no values; have "
+                    "model() make it on the CPU"
+                )
             if not parameter.requires_grad:
                 continue
             if not parameter.is_floating_point():

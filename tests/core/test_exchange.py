@@ -205,6 +205,18 @@ def test_frozen_parameters_stay_where_they_are():
     assert [entry.name for entry in Layout.of(model).entries] == ["1.bias", "1.weight"]
 
 
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (lambda: nn.LazyLinear(2), r"'0\.weight' has no shape until the model has seen data; give"),
+        (lambda: nn.Linear(2, 2, device="meta"), r"'0\.weight' is on the device 'meta', which"),
+    ],
+)
+def test_parameters_without_values_are_refused(layer, sentence):
+    with pytest.raises(TaskError, match=sentence):
+        Layout.of(nn.Sequential(layer()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_parameters_of_every_precision_travel_as_float32(dtype):
     model = nn.Linear(3, 2).to(dtype)
