@@ -14,7 +14,10 @@ of unequal size are weighted by what they really scored.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +62,29 @@ def build_model(task: Task, seed: int) -> nn.Module:
     Raises:
         TaskError: `model()` raised or did not return a module.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        with user_code("model()"):
-            model = task.model()
+    with _drawing_from(seed), user_code("model()"):
+        model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+@contextlib.contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed whatever a task may draw with; afterwards it is as if nothing had been drawn."""
+    arrays = sys.modules.get("numpy")  # not there unless somebody has imported it
+    drawn = random.getstate(), None if arrays is None else arrays.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if arrays is not None:
+            arrays.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            if arrays is not None:
+                arrays.random.set_state(drawn[1])
 
 
 def build_same_model(task: Task, seed: int, header: bytes, whose: str) -> tuple[nn.Module, Layout]:
@@ -92,8 +111,10 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
     """Length of a map-style dataset.
 
     Raises:
-        TaskError: it has none, or is empty.
+        TaskError: it has none, or is empty, or is what makes batches of one.
     """
+    if isinstance(dataset, DataLoader):
+        raise TaskError(f"{what} is a DataLoader; give its dataset, of which batches are made here")
     with user_code(f"len() of {what}"):
         count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
     if count == 0:
@@ -203,6 +224,8 @@ def _check_figures(figures: Any) -> None:
         raise TaskError(
             f"metrics() must return a dictionary of tensors, not {type(figures).__name__}"
         )
+    if "loss" in figures:
+        raise TaskError("metrics() has a figure 'loss', which is that of loss(); name it otherwise")
     for name, values in figures.items():
         if not isinstance(values, torch.Tensor) or values.ndim == 0:
             raise TaskError(

@@ -37,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import re
 import sys
 import sysconfig
 import traceback
@@ -99,14 +100,14 @@ class Task:
 
     def model(self) -> nn.Module:
         """The module to train, freshly initialised. Its trainable parameters are what travels."""
-        raise NotImplementedError  # each task defines it, or `user_code` says that it must
+        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
 
         Unaveraged, so that ragged batches, ranks and clients are weighted exactly.
         """
-        raise NotImplementedError  # each task defines it, or `user_code` says that it must
+        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
         """Further figures, each one value per scored unit; averaged by Isthmus. Default: none."""
@@ -123,17 +124,17 @@ class Task:
 
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
-        raise NotImplementedError  # each task defines it, or `user_code` says that it must
+        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def eval_data(self) -> Dataset[Any]:
         """Central held-out data, as `(input, target)` pairs."""
-        raise NotImplementedError  # each task defines it, or `user_code` says that it must
+        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def optimizer(
         self, parameters: Iterable[torch.nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
         """The inner optimizer: made anew each round on a device, kept in the datacenter."""
-        raise NotImplementedError  # each task defines it, or `user_code` says that it must
+        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """How a batch of inputs goes through the model. Default: ``model(inputs)``."""
@@ -166,18 +167,27 @@ class Task:
         return None
 
 
+_WHOLE = ("model", "loss", "local_data", "eval_data", "optimizer")
+
+
 def load_task(
     source: str, settings: Mapping[str, Any], *, base: Path, data: Path | None = None
 ) -> Task:
     """Load `path/to/file.py:Name` (relative to `base`) or `package.module:Name` and construct it.
 
     Raises:
-        TaskError: no such file, module or class, not a `Task`, or its own code raised.
+        TaskError: no such file, module or class, not a `Task` or not a whole one, or its own code
+            raised.
     """
     found = load_named(source, "task.source", base=base)
     name = source.rpartition(":")[2]
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
+    missing = [f"{each}()" for each in _WHOLE if getattr(found, each) is getattr(Task, each)]
+    if missing:
+        raise TaskError(
+            f"task.source={source!r}: {name} does not define {', '.join(missing)}, and it must"
+        )
     with user_code(f"{name}()"):
         return found(settings, data)
 
@@ -306,28 +316,29 @@ def user_code(what: str) -> Iterator[None]:
         yield
     except TaskError:
         raise
-    except NotImplementedError as error:
-        if str(error):  # the user's own; those of `Task` say nothing
-            raise TaskError(_at_user_line(what, error)) from error
-        raise TaskError(f"the task does not define {what}, and it must") from error
     except (Exception, SystemExit) as error:
         raise TaskError(_at_user_line(what, error)) from error
+
+
+_OURS = re.compile(r"isthmus(_(?!task_)\w+)?(\.|$)")
+"""Names of modules of Isthmus; a user's file is loaded as `isthmus_task_` and more."""
 
 
 def _at_user_line(what: str, error: BaseException) -> str:
     """`what failed at file.py:12: Kind: message`, pointing at the last line outside libraries."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{what} failed at {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is user_code itself
-    ours = str(Path(__file__).parent)
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line, frame.f_globals) for frame, line in frames]
     theirs = [
-        frame
-        for frame in frames
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith((ours, "<frozen", sysconfig.get_path("stdlib")))
+        f"{file}:{line}"
+        for file, line, names in places
+        if not (file == names.get("__file__") and _OURS.match(names["__name__"]))
+        and "site-packages" not in file
+        and not file.startswith(("<frozen", sysconfig.get_path("stdlib")))
     ]
     message = " ".join(str(error).split()) or "no message"
     kind = type(error).__name__
     if not theirs:
         return f"{what} failed: {kind}: {message}"
-    return f"{what} failed at {theirs[-1].filename}:{theirs[-1].lineno}: {kind}: {message}"
+    return f"{what} failed at {theirs[-1]}: {kind}: {message}"

@@ -7,6 +7,7 @@ groups as the task made them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,12 @@ class Updater:
         if not isinstance(made, torch.optim.Optimizer):
             raise TaskError(
                 f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer"
+            )
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TaskError(
+                f"optimizer() returned {type(made).__name__}, whose step() computes losses itself "
+                "(it wants a closure); choose another"
             )
         self.optimizer = made
         self._origin = _part_by_mesh(made)

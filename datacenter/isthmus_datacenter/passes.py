@@ -106,6 +106,10 @@ class Passes:
                 answer = ask()  # the other ranks answer while this one goes backward
                 if pieces == 1 and (self.layout.ranks == 1 or self.layout.precision == "fp16"):
                     guess = max(answer()[0], 1) / averaged
+            if not total.requires_grad:
+                raise TaskError(
+                    "loss() does not depend on what is trained; is something detached, or in NumPy?"
+                )
             (total * (scale / guess)).backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         if self.pipeline is not None:
             answer = ask()

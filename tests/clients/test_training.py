@@ -171,6 +171,10 @@ def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
             r"^optimizer\(\) failed at .*task\.py:\d+: ZeroDivisionError",
         ),
         (
+            "def optimizer(self, parameters):\n    return None",  # it fails at a line of ours
+            r"^optimizer\(\) failed: TypeError: Learn.optimizer\(\) takes 2 positional arguments",
+        ),
+        (
             "def optimizer(self, parameters, participant):\n"
             "    return torch.optim.LBFGS(parameters)",
             r"^the optimizer's step failed.*: TypeError: .*closure",

@@ -1,11 +1,13 @@
+import random
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from isthmus.errors import TaskError
 from isthmus.scoring import (
@@ -109,6 +111,10 @@ def test_evaluation_puts_the_model_back_into_the_mode_it_was_in():
             "def metrics(self, output, target):\n    return None",
             "metrics() must return a dictionary of tensors, not NoneType",
         ),
+        (
+            "def metrics(self, output, target):\n    return {'loss': output}",
+            "metrics() has a figure 'loss', which is that of loss()",
+        ),
     ],
 )
 def test_a_task_that_averages_or_answers_something_else_is_told_so(
@@ -153,25 +159,35 @@ def test_inputs_may_be_nested():
 def test_a_dataset_must_have_a_length_and_an_example():
     with pytest.raises(TaskError, match=r"^eval_data\(\) is empty: there is no data to work with$"):
         count_examples(Rows([]), "eval_data()")
+    with pytest.raises(TaskError, match=r"^eval_data\(\) is a DataLoader; give its dataset"):
+        count_examples(DataLoader(Rows([(1, 2)])), "eval_data()")
     with pytest.raises(TaskError, match=r"^len\(\) of eval_data\(\) failed: TypeError"):
         count_examples(None, "eval_data()")
     assert count_examples(Rows([(1, 2)]), "eval_data()") == 1
 
 
-def test_one_seed_gives_one_model_and_leaves_the_random_state_alone(write_task, tmp_path):
-    write_task()
+@pytest.mark.parametrize("draw", ["torch.randn(9)", "random.random()", "np.random.randn(9)"])
+def test_one_seed_gives_one_model_and_leaves_the_random_state_alone(write_task, tmp_path, draw):
+    write_task(f"""
+        def model(self):
+            import random, numpy as np
+            model = nn.Linear(4, 3)
+            model.weight.data += torch.as_tensor({draw}).sum()
+            return model
+    """)
     task = load_task("task.py:Learn", {}, base=tmp_path)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
     one = build_model(task, seed=7)
-    torch.manual_seed(2)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(2)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     other = build_model(task, seed=7)
     third = build_model(task, seed=8)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     assert torch.equal(one.weight, other.weight)
     assert not torch.equal(one.weight, third.weight)
-    torch.manual_seed(1)
-    build_model(task, seed=7)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(after[0], states[0])
+    assert after[1] == states[1]
+    assert (after[2] == states[2]).all()
 
 
 def test_a_model_must_be_a_module(write_task, tmp_path):

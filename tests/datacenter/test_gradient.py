@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.errors import TaskError
 from isthmus.exchange import Layout
 from isthmus.scoring import losses
 from isthmus.wire import link_pb2
+from isthmus_datacenter.agreement import Wish
 from isthmus_datacenter.data import Order
+from isthmus_datacenter.layout import RankLayout
+from isthmus_datacenter.optim import Updater
+from isthmus_datacenter.passes import Passes
+from isthmus_datacenter.share import Share
 from isthmus_datacenter.virtual import VirtualDatacenter
 
 FIRST, UNTIL = 2, 5
@@ -138,3 +144,23 @@ def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
 
     asyncio.run(both())
     assert ends[0] == ends[1]
+
+
+def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(setup: Any) -> None:
+    task = setup("Table").task
+    task.forward = lambda model, inputs: model(inputs).detach()
+    share = Share(RankLayout(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
+    passes = Passes(task, share, 0, torch.device("cpu"), 4)
+    with pytest.raises(TaskError, match=r"^loss\(\) does not depend on what is trained; is some"):
+        passes.run(torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: Wish.GO_ON)
+
+
+def test_an_optimizer_that_computes_losses_itself_is_one_sentence(setup: Any) -> None:
+    model = setup("Table").task.model()
+    share = Share(
+        RankLayout(ranks=1, zero_stage=0),
+        {0: model},
+        {0: {name: name for name, _ in model.named_parameters()}},
+    )
+    with pytest.raises(TaskError, match=r"^optimizer\(\) returned LBFGS, whose step\(\) computes"):
+        Updater(share, torch.optim.LBFGS, None, fp16=False)
