@@ -28,8 +28,9 @@ from processes import Tree
 from isthmus.contents import Buffer, describe
 from isthmus.membership import Membership
 from isthmus.stream import Stream
-from isthmus.uplink import ReportProgress, Uplink
+from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 
 DIALLING = 50
 """Devices of one process that dial at the same time, until all have been welcomed once."""
@@ -139,7 +140,7 @@ class Crowd:
 
 
 class Device:
-    """A client that computes nothing: `isthmus.uplink.Worker`."""
+    """A client that computes nothing: `isthmus.worker.Worker`."""
 
     def __init__(self, crowd: Crowd, value: float) -> None:
         self.crowd = crowd

@@ -27,8 +27,9 @@ from processes import Program, free_port, memory, reset_peak, started, wait_for_
 
 from isthmus.contents import Buffer, describe
 from isthmus.exchange import Layout
-from isthmus.uplink import ReportProgress, Uplink
+from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 
 HERE = Path(__file__).parent
 CLIENTS = 32
@@ -73,7 +74,7 @@ class Fleet:
 
 
 class Device:
-    """A client that computes nothing: `isthmus.uplink.Worker`."""
+    """A client that computes nothing: `isthmus.worker.Worker`."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

@@ -18,8 +18,9 @@ from isthmus.contents import Buffer
 from isthmus.errors import Refused, UpdateError
 from isthmus.membership import Membership
 from isthmus.task import Participant
-from isthmus.uplink import ReportProgress, Uplink
+from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 from isthmus_clients.caps import Pace
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ MOST_MODELS = 8
 
 
 class Agent:
-    """One device's side of every run it takes part in (an `isthmus.uplink.Worker`).
+    """One device's side of every run it takes part in (an `isthmus.worker.Worker`).
 
     Guarantees:
       * its data never leaves this process: only an update, its weight and average figures do;

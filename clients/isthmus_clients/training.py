@@ -24,8 +24,8 @@ from isthmus.federated import FederatedSection
 from isthmus.job import Job, read_job
 from isthmus.scoring import Averages, batches, build_same_model, count_examples, losses, score
 from isthmus.task import Participant, Task, check_installed, load_task, user_code
-from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 
 CPU = torch.device("cpu")
 

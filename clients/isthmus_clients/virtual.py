@@ -27,8 +27,8 @@ from isthmus.exchange import Layout
 from isthmus.job import read_job
 from isthmus.scoring import build_same_model, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
-from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 from isthmus_clients.stacked import Gradients, Stacked, stacked_batches
 from isthmus_clients.training import (
     Candidates,
@@ -43,7 +43,7 @@ _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAda
 
 
 class VirtualFleet:
-    """The devices of one process, numbered from 0; `devices[i]` is an `isthmus.uplink.Worker`.
+    """The devices of one process, numbered from 0; `devices[i]` is an `isthmus.worker.Worker`.
 
     Guarantees:
       * an update depends on the job, the round, the device's name and data, not on who else

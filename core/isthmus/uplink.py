@@ -14,7 +14,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -28,6 +27,7 @@ from isthmus.redial import Redial
 from isthmus.requests import content_of, failure, model_of
 from isthmus.stream import GONE, Stream
 from isthmus.wire import link_pb2
+from isthmus.worker import Worker
 
 VERSION = 2
 """Newest version of the link spoken here. Since 2 devices also keep updates for later."""
@@ -68,39 +68,6 @@ _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages about the same work."""
 
 log = logging.getLogger(__name__)
-
-ReportProgress = Callable[[link_pb2.Progress], None]
-"""Cheap, callable from any thread, may be dropped; the request's id is filled in."""
-
-
-class Worker(Protocol):
-    """What a participant does with what it is asked for."""
-
-    def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
-        """Memory of `size` bytes for the model of a request; an error is a `Failure` reply.
-
-        None for what is not wanted: the work is done without it.
-        """
-        ...
-
-    async def work(
-        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Do the work; `model` is the buffer given before, filled, and the worker's to keep.
-
-        Returns the reply (its id is filled in by the caller) and the content that goes with it,
-        which stays untouched until `settled`. An `IsthmusError` becomes a `Failure` reply with
-        its sentence.
-        """
-        ...
-
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """What became of a request: neither its model nor its result is needed any more."""
-        ...
-
-    def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """Nobody wants this request's result any more: stop early if that is easy."""
-        ...
 
 
 @dataclasses.dataclass

@@ -24,8 +24,9 @@ from isthmus.exchange import Layout
 from isthmus.job import read_job
 from isthmus.membership import Membership
 from isthmus.task import check_installed
-from isthmus.uplink import ReportProgress, Uplink
+from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 from isthmus_datacenter.control import Command, Report
 from isthmus_datacenter.files import check_model, locked, mapped
 from isthmus_datacenter.group import Group, Nodes

@@ -25,8 +25,8 @@ from isthmus.scoring import (
     losses,
 )
 from isthmus.task import Participant, load_task, user_code
-from isthmus.uplink import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus.worker import ReportProgress
 from isthmus_datacenter.data import Order
 from isthmus_datacenter.draws import derived_seed
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class VirtualDatacenter:
-    """One datacenter, as the link sees it: an `isthmus.uplink.Worker`."""
+    """One datacenter, as the link sees it: an `isthmus.worker.Worker`."""
 
     def __init__(
         self, name: str = "datacenter-0", data: Path | None = None, step_seconds: float = 0.0

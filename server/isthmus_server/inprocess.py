@@ -1,7 +1,7 @@
 """A link without a network: participants are workers in this process.
 
 For simulations: the coordinator and everything above the link run as they always do, and a
-participant is any `isthmus.uplink.Worker`, a device's real one or a virtual one.
+participant is any `isthmus.worker.Worker`, a device's real one or a virtual one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import uuid
 from isthmus.contents import Buffer, Write
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.requests import content_of, model_of
-from isthmus.uplink import VERSION, Worker
+from isthmus.uplink import VERSION
 from isthmus.wire import link_pb2
+from isthmus.worker import Worker
 from isthmus_server.link import Link
 from isthmus_server.peers import Peer
 

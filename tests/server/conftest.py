@@ -29,7 +29,7 @@ async def until(condition, seconds=20.0):
 
 
 class Guest:
-    """A participant (an `isthmus.uplink.Worker`) around one coroutine.
+    """A participant (an `isthmus.worker.Worker`) around one coroutine.
 
     That is `work(guest, request, model)`. The guest keeps what it was asked, and what it was told
     about its answers.
