@@ -17,7 +17,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from isthmus.contents import Assembly, Broadcast, Buffer, InFile, Piece, Write
+from isthmus.contents import Assembly, Buffer, InFile, Piece, Write
 from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
 from isthmus.heartbeats import Heartbeats
 from isthmus.stream import Stream, to_the_end
@@ -27,7 +27,6 @@ from isthmus_server.callers import (
     ANSWERS,
     HELLO_SECONDS,
     MAX_FROM_PARTICIPANT,
-    PUMPS_EACH,
     SPOKEN,
     STREAMS_EACH,
     caller_of,
@@ -38,6 +37,7 @@ from isthmus_server.callers import (
 )
 from isthmus_server.enrolment import Enrolments
 from isthmus_server.peers import Fetch, Peer
+from isthmus_server.published import Published
 
 GROUPS = 16
 """In which idle streams are pinged, so that no ping has to wait for thousands of others."""
@@ -54,7 +54,7 @@ class Link:
       * a reply to a request that nobody waits for any more is refused, never used;
       * what became of a request is told until it has been heard, whatever breaks in between;
       * nothing is read from the network beyond `MAX_FROM_PARTICIPANT` at a time, and no caller has
-        more than `STREAMS_EACH` streams or `PUMPS_EACH` transfers;
+        more than `STREAMS_EACH` streams;
       * with TLS, who speaks is who the certificate says, and may say only what its role says.
     """
 
@@ -68,7 +68,7 @@ class Link:
         self.on_progress: Callable[[str, link_pb2.Progress], None] = lambda name, progress: None
         self.beside: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
         """Other services on the same port, by name; to be set before `start`."""
-        self._published: dict[bytes, Broadcast] = {}
+        self._published = Published()
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
@@ -183,11 +183,11 @@ class Link:
 
     def publish(self, content: link_pb2.Content, payload: Buffer | InFile) -> None:
         """Serve a content to whoever wants it, straight from `payload`, until `retract`."""
-        self._published[content.sha256] = Broadcast(content.sha256, payload)
+        self._published.publish(content, payload)
 
     def retract(self, content: link_pb2.Content) -> None:
         """Stop serving a content; its memory is the caller's again. Who lacks some is told."""
-        self._published.pop(content.sha256, None)
+        self._published.retract(content)
 
     def _peer(self, name: str) -> Peer:
         peer = self.peers.get(name)
@@ -336,7 +336,7 @@ class Link:
         if kind == "chunk":
             await self._chunk(peer, message.chunk)
         elif kind == "want":
-            self._start_pump(peer, stream, message.want)
+            self._published.send(peer, stream, message.want)
         elif kind == "reply":
             await self._reply(peer, stream, message.reply)
         elif kind == "progress":
@@ -387,37 +387,3 @@ class Link:
             await fetch.take(chunk)
             return
         fetch.done.set_exception(UpdateError(f"{peer.name} does not hold the content it named"))
-
-    def _start_pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
-        """Send a content from where it is wanted; one that is on its way starts anew from there."""
-        before = peer.pumps.pop(want.sha256, None)
-        if before is not None:
-            before.cancel()
-        if len(peer.pumps) >= PUMPS_EACH:
-            raise UpdateError(f"more than {PUMPS_EACH} transfers were asked for at a time")
-        pump = peer.pumps[want.sha256] = stream.spawn(self._pump(peer, stream, want))
-        running = peer.pumps
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if running.get(want.sha256) is task:
-                del running[want.sha256]
-
-        pump.add_done_callback(ended)
-
-    async def _pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
-        broadcast, peer.given = self._published.get(want.sha256), b""
-        try:
-            for message in () if broadcast is None else broadcast.messages(want.offset):
-                if self._published.get(want.sha256) is not broadcast:
-                    broadcast = None  # retracted: the memory may already hold another model
-                    break
-                await stream.send(message)
-                peer.bytes_out += len(message)
-        except OSError:
-            log.exception("a content cannot be sent to %s", peer.name)
-            broadcast = None
-        if broadcast is not None:
-            peer.given = want.sha256
-            return
-        absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
-        await stream.send(link_pb2.Envelope(chunk=absent))
