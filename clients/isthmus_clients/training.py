@@ -22,7 +22,15 @@ from isthmus.errors import TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
 from isthmus.job import Job, read_job
-from isthmus.scoring import Averages, batches, build_same_model, count_examples, losses, score
+from isthmus.scoring import (
+    Averages,
+    batches,
+    build_same_model,
+    check_optimizer,
+    count_examples,
+    losses,
+    score,
+)
 from isthmus.task import Participant, Task, check_installed, load_task, user_code
 from isthmus.wire import link_pb2
 from isthmus.worker import ReportProgress
@@ -218,11 +226,8 @@ class LocalRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_number(self.seed_of(round_)))
             with user_code("optimizer()"):
-                optimizer = self.task.optimizer(self.model.parameters(), self.participant)
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TaskError(
-                    f"optimizer() returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
-                )
+                made = self.task.optimizer(self.model.parameters(), self.participant)
+            optimizer = check_optimizer(made, self.model.parameters())
             self.model.train()
             anchors = dict(self.layout.parts(start)) if settings.proximal else {}
             step = 0

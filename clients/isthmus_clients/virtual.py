@@ -25,7 +25,7 @@ from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.job import read_job
-from isthmus.scoring import build_same_model, count_examples
+from isthmus.scoring import build_same_model, check_optimizer, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.wire import link_pb2
 from isthmus.worker import ReportProgress
@@ -332,7 +332,8 @@ class _Run:
         """The task's optimizer, over all devices' parameters at once."""
         parameters = [part.requires_grad_() for part in stacked.values()]
         with user_code("optimizer()"):
-            optimizer = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # tensors, one for all
+            made = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # tensors, one for all
+        optimizer = check_optimizer(made, parameters)
         name = type(optimizer).__name__
         if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
             raise TaskError(

@@ -53,6 +53,8 @@ def main() -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
+    # It counts its caches, and says so when the process ends, if that is while it is being loaded.
+    logging.getLogger("torch").setLevel(logging.WARNING)
     try:
         isthmus(standalone_mode=False)
     except click.exceptions.Exit as stop:

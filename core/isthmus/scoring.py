@@ -18,7 +18,7 @@ import contextlib
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +120,20 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
     if count == 0:
         raise TaskError(f"{what} is empty: there is no data to work with")
     return count
+
+
+def check_optimizer(made: object, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """What a task's `optimizer()` returned, if it can train the parameters that it was given.
+
+    Raises:
+        TaskError: it is no optimizer, or has none of them.
+    """
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TaskError(f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
+    given = {id(each) for each in parameters}
+    if not any(id(each) in given for group in made.param_groups for each in group["params"]):
+        raise TaskError("optimizer() has none of the parameters that it was given; use those")
+    return made
 
 
 def batches(

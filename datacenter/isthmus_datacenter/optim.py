@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
+from isthmus.scoring import check_optimizer
 from isthmus.task import user_code
 from isthmus_datacenter.share import Share, local
 
@@ -40,12 +41,10 @@ class Updater:
         self.clip_norm = clip_norm
         trainable = [each for each in share.parameters().values() if each.requires_grad]
         # A stage whose parameters are all frozen still needs an optimizer to talk to.
+        given = trainable or [nn.Parameter(torch.zeros(1))]
         with user_code("optimizer()"):
-            made = make(trainable or [nn.Parameter(torch.zeros(1))])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TaskError(
-                f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer"
-            )
+            made = make(given)
+        made = check_optimizer(made, given)
         closure = inspect.signature(made.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TaskError(

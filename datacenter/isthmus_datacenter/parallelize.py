@@ -70,7 +70,7 @@ def parallelize(
         TaskError: the model cannot be laid out like this, and what to do about it.
     """
     if layout.wrapped or layout.tensor > 1:
-        _refuse_scalars(model)
+        _refuse_scalars_and_sparse(model)
     mesh = layout.mesh(device.type) if layout.ranks > 1 or layout.wrapped else None
     names = Names.of(model)
     with user_code("shard_units()"):
@@ -379,13 +379,16 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
 
 
-def _refuse_scalars(model: nn.Module) -> None:
+def _refuse_scalars_and_sparse(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise TaskError(
                 f"parameter {name!r} has no dimension, and the datacenter shards along the "
                 "first one; give it the shape (1,)"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TaskError(f"module {name!r} has sparse=True, which several ranks cannot add up")
 
 
 def _first_line(error: BaseException) -> str:

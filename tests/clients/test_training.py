@@ -171,6 +171,11 @@ def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
             r"^optimizer\(\) failed at .*task\.py:\d+: ZeroDivisionError",
         ),
         (
+            "def optimizer(self, parameters, participant):\n"
+            "    return torch.optim.SGD(self.model().parameters(), lr=0.1)",
+            r"^optimizer\(\) has none of the parameters that it was given; use those$",
+        ),
+        (
             "def optimizer(self, parameters):\n    return None",  # it fails at a line of ours
             r"^optimizer\(\) failed: TypeError: Learn.optimizer\(\) takes 2 positional arguments",
         ),

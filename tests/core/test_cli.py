@@ -1,4 +1,5 @@
 import json
+import logging
 
 import click
 import pytest
@@ -106,6 +107,19 @@ def test_what_the_machine_refuses_is_a_sentence_at_most(isthmus, monkeypatch, er
 
     monkeypatch.setattr(cli, "isthmus", refused)
     assert isthmus() == (1, "", said and f"isthmus: {said}\n")
+
+
+def test_what_pytorch_notes_for_itself_is_not_shown(isthmus, monkeypatch, caplog):
+    @click.command()
+    def noted():
+        logging.getLogger("torch.half.loaded").info("cache_hits: 0")
+        logging.getLogger("isthmus").info("linked")
+
+    monkeypatch.setattr(cli, "isthmus", noted)
+    logging.getLogger("torch").setLevel(logging.NOTSET)  # as before it is loaded
+    with caplog.at_level(logging.INFO):
+        isthmus()
+    assert caplog.messages == ["linked"]
 
 
 def test_an_interrupt_is_exit_code_130(isthmus, monkeypatch):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from isthmus import Task, TaskError
 from isthmus.scoring import build_model
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.parallelize import parallelize
@@ -37,3 +39,10 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
     assert (run_still(model, sample) - expected).abs().max() < 1e-6
     assert counter.frame_count > 0
     assert {name for name, _ in model.named_parameters()} == set(share.parameters())
+
+
+def test_gradients_that_several_ranks_cannot_add_up_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True))
+    layout = RankLayout(ranks=2, zero_stage=0)
+    with pytest.raises(TaskError, match=r"^module '0' has sparse=True, which several ranks cannot"):
+        parallelize(Task({}), model, layout, 0, torch.device("cpu"), sample=list)
