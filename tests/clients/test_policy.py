@@ -274,7 +274,8 @@ except MemoryError:
 bytearray(100 << 20)
 """
     found = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert found == "10\nrefused\n"
+    niceness = max(10, os.nice(0))  # it is never taken back
+    assert found == f"{niceness}\nrefused\n"
 
 
 def test_a_device_that_has_not_joined_has_no_policy(tmp_path):
