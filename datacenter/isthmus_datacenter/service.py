@@ -11,14 +11,11 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import re
-import shutil
 import time
-import uuid
 from pathlib import Path
 
-from isthmus.contents import Buffer, describe
+from isthmus.contents import Buffer
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.exchange import Layout
 from isthmus.job import read_job
@@ -28,7 +25,7 @@ from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus.worker import ReportProgress
 from isthmus_datacenter.control import Command, Report
-from isthmus_datacenter.files import check_model, locked, mapped
+from isthmus_datacenter.files import Crossing, check_model, locked
 from isthmus_datacenter.group import Group, Nodes
 from isthmus_datacenter.live import events
 from isthmus_datacenter.template import Template
@@ -90,9 +87,7 @@ class Service:
         self.data = None if data is None else data.resolve()
         self.tasks = None if tasks is None else tasks.resolve()
         self._lock_file = locked(self.state)
-        self._exchange = self.state / "exchange"
-        shutil.rmtree(self._exchange, ignore_errors=True)
-        self._exchange.mkdir()
+        self._crossing = Crossing(self.state / "exchange")
         self._group = Group(name, ranks, self.state, nodes, template)
         self._run: _Run | None = None
         self._busy = asyncio.Lock()
@@ -100,8 +95,6 @@ class Service:
         self._grace = 0.0
         self._working: str | None = None
         self._unwanted: set[str] = set()
-        self._incoming: dict[str, Path] = {}
-        self._outgoing: dict[str, Path] = {}
 
     def start(self) -> None:
         """Start the ranks, so that they are warm when the first request comes."""
@@ -161,7 +154,7 @@ class Service:
         log.warning("told to leave: %s", "a round is running" if self._working else "idle")
         deadline = time.monotonic() + self._grace
         enough = deadline - max(self._grace / 2, _SAVING_SECONDS)
-        while (self._working or self._outgoing) and time.monotonic() < deadline:
+        while (self._working or self._crossing.outgoing) and time.monotonic() < deadline:
             if time.monotonic() > enough:
                 self._group.save()
             await asyncio.sleep(0.05)
@@ -188,13 +181,7 @@ class Service:
             raise UpdateError(
                 f"a model of {size} bytes was announced where this run's takes {layout.nbytes}"
             )
-        path = self._exchange / f"in-{uuid.uuid4().hex}"
-        self._incoming[request.id] = path
-        try:
-            return mapped(path, size)
-        except OSError:
-            self._drop(self._incoming, request.id)
-            raise
+        return self._crossing.room_for_model(request.id, size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
@@ -222,7 +209,7 @@ class Service:
             self._working = request.id
             return await self._work(request, model, progress)
         except BaseException as error:
-            self._drop(self._outgoing, request.id)
+            self._crossing.drop_result(request.id)
             if isinstance(error, OSError):  # no room for a result, say
                 said = f"the state directory {self.state} cannot be used: {error}"
                 raise UserError(said) from error
@@ -230,12 +217,12 @@ class Service:
         finally:
             self._working = None
             self._unwanted.discard(request.id)
-            self._drop(self._incoming, request.id)
+            self._crossing.drop_model(request.id)
 
     def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """The files of the request are not needed any more: its model may not even have come."""
-        self._drop(self._incoming, request.id)
-        self._drop(self._outgoing, request.id)
+        self._crossing.drop_model(request.id)
+        self._crossing.drop_result(request.id)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Have the ranks stop at the next step, if it is this that they work on."""
@@ -309,10 +296,12 @@ class Service:
             run_id=run.run_id,
             from_step=train.from_step,
             until_step=train.until_step,
-            model=None if model is None else str(self._incoming[request_id]),
+            model=None if model is None else str(self._crossing.incoming[request_id]),
             model_digest="" if model is None else train.model.sha256.hex(),
             evaluate=train.evaluate,
-            result=str(self._room_for_result(request_id, run.layout)) if train.hand_back else None,
+            result=str(self._crossing.room_for_result(request_id, run.layout))
+            if train.hand_back
+            else None,
         )
         started = time.monotonic()
 
@@ -331,7 +320,7 @@ class Service:
         )
         payload = None
         if train.hand_back:
-            content, payload = await self._result(request_id, run.layout)
+            content, payload = await self._crossing.result(request_id, run.layout)
             trained.result.CopyFrom(content)
         return link_pb2.Reply(trained=trained), payload
 
@@ -350,11 +339,11 @@ class Service:
             run_id=run.run_id,
             from_step=asked.from_step,
             until_step=asked.until_step,
-            model=str(self._incoming[request_id]),
-            result=str(self._room_for_result(request_id, run.layout)),
+            model=str(self._crossing.incoming[request_id]),
+            result=str(self._crossing.room_for_result(request_id, run.layout)),
         )
         values, losses = await self._group.do(command)
-        content, payload = await self._result(request_id, run.layout)
+        content, payload = await self._crossing.result(request_id, run.layout)
         trained = link_pb2.Trained(
             result=content,
             examples=values["examples"],
@@ -369,10 +358,10 @@ class Service:
         self, request_id: str, export: link_pb2.Export
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         run = self._opened(export.run_id)
-        path = self._room_for_result(request_id, run.layout)
+        path = self._crossing.room_for_result(request_id, run.layout)
         command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
         await self._group.do(command)
-        content, payload = await self._result(request_id, run.layout)
+        content, payload = await self._crossing.result(request_id, run.layout)
         return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
 
     async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:
@@ -381,28 +370,7 @@ class Service:
             await self._group.do(Command(op="close", run_id=close.run_id))
         return link_pb2.Reply(closed=link_pb2.Closed())
 
-    # -- files ----------------------------------------------------------------------------------
-
     def _opened(self, run_id: str) -> _Run:
         if self._run is None or self._run.run_id != run_id:
             raise UserError(f"run {run_id!r} is not open in this datacenter")
         return self._run
-
-    def _room_for_result(self, request_id: str, layout: Layout) -> Path:
-        """A file of the result's size with its header; the ranks write the rest."""
-        path = self._exchange / f"out-{uuid.uuid4().hex}"
-        self._outgoing[request_id] = path
-        with path.open("wb") as file:
-            file.write(layout.header)
-            os.posix_fallocate(file.fileno(), 0, layout.nbytes)
-        return path
-
-    async def _result(self, request_id: str, layout: Layout) -> tuple[link_pb2.Content, Buffer]:
-        payload = mapped(self._outgoing[request_id], layout.nbytes)
-        return await asyncio.to_thread(describe, payload), payload
-
-    def _drop(self, files: dict[str, Path], request_id: str) -> None:
-        """Delete a file; a mapping of it that somebody still reads keeps its bytes alive."""
-        path = files.pop(request_id, None)
-        if path is not None:
-            path.unlink(missing_ok=True)
