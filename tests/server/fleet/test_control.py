@@ -96,7 +96,7 @@ async def test_a_job_that_fails_says_why_and_the_next_one_runs(place):
     assert await place.ended(failing) == "failed"
     assert await place.ended(second) == "finished"
     reply = await place.ask("Jobs", pb.JobsReply, pb.JobsRequest())
-    assert "3 edge clients are ready" in reply.jobs[0].reason
+    assert "edge clients are ready and a federated round needs 7" in reply.jobs[0].reason
 
 
 async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(place):
