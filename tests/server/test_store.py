@@ -404,6 +404,17 @@ def test_a_run_that_goes_on_is_read_where_its_directory_is_read_only(create, cra
     assert crash(store).last_round() == 1
 
 
+def test_who_may_not_write_there_is_told_to_copy_the_run(create, monkeypatch):
+    """SQLite says no more than that it cannot open the log, as it does of a folder."""
+    store = create()
+    store.close()
+    (store.directory / "run.sqlite").unlink()
+    (store.directory / "run.sqlite").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"cannot be read: that takes leave to write there \("):
+        Store.open(store.directory)
+
+
 def test_a_directory_without_a_run_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"does not hold a run \(no job\.json\)$"):
         Store.open(tmp_path)
