@@ -116,8 +116,10 @@ def start(
     _check_hours(hours)
     split = _parse_shard(shard)
     if name is not None:
-        if policy_file is not None or print_systemd:
-            raise UserError("--policy and --print-systemd are for a device that has joined")
+        if policy_file is not None or tasks is not None or print_systemd:
+            raise UserError(
+                "--policy, --tasks and --print-systemd are for a device that has joined: no --name"
+            )
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)

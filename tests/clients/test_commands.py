@@ -35,6 +35,13 @@ def test_a_shard_of_another_form_is_one_sentence(shard, sentence):
         raise result.exception
 
 
+def test_an_owner_s_limits_are_not_left_out_where_nobody_joined(tmp_path):
+    arguments = ["start", "--server", "127.0.0.1:1", "--name", "a", "--tasks", str(tmp_path)]
+    error = CliRunner().invoke(client, arguments).exception
+    assert isinstance(error, UserError)
+    assert str(error).startswith("--policy, --tasks and --print-systemd are for a device that has ")
+
+
 async def test_an_owner_reads_in_the_log_what_the_device_told_the_server(caplog):
     net = Net()
     link = await net.listen()
