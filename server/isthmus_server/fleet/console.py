@@ -105,9 +105,13 @@ class Server:
     def _said_no(self, error: grpc.RpcError, unsure: str = "") -> Refused:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
-        gone = error.code() is grpc.StatusCode.UNAVAILABLE
         details = error.details() or ""
-        said = f" is not there now: {cause(details)}" if gone else f": {details}"
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            said = f" is not there now: {cause(details)}"
+        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            said = " did not answer in time"
+        else:
+            said = f": {details}"
         return Refused(f"the server at {self.member.server}{said}{doubt}")
 
 
@@ -168,7 +172,8 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
         table.add_row(job.id, job.state, rounds, job.submitted_by, since, escape(job.reason))
-    Console().print(table if found else "nothing has been submitted yet")
+    none = "nothing has been submitted yet" if ended else "no job runs or waits"
+    Console().print(table if found else none)
 
 
 @click.command()

@@ -6,13 +6,14 @@ import json
 
 import grpc
 import pytest
+from click.testing import CliRunner
 from tests.conftest import TABLE
 
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.agent import Agent
-from isthmus_server.fleet.console import Server
+from isthmus_server.fleet.console import Server, jobs
 
 
 class Device(Agent):
@@ -138,6 +139,16 @@ async def test_of_the_jobs_that_have_ended_the_latest_are_listed(place):
     assert listed == {None: ids, 0: ids[4:], 2: ids[2:], 1000: ids}
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [([], "nothing has been submitted yet"), (["--ended", "0"], "no job runs or waits")],
+)
+async def test_an_empty_list_of_jobs_says_of_what(place, more, said):
+    words = ["--state", str(place.me.directory), *more]
+    shown = await asyncio.to_thread(CliRunner().invoke, jobs, words)
+    assert shown.output.strip() == said
+
+
 async def test_who_was_told_that_a_job_is_cancelled_is_right_whatever_happens_next(place):
     await place.devices()
     running = await place.submit(place.job())
@@ -202,7 +213,10 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
     monkeypatch.setattr("isthmus_server.fleet.console._PATIENCE", 0.1)
     server = await asyncio.to_thread(Server, place.me.directory)
     await place.close()
-    with pytest.raises(Refused, match="it may have the job: see `isthmus jobs` before"):
+    sentence = (
+        r"^the server at .* did not answer in time; it may have the job: see `isthmus jobs` be"
+    )
+    with pytest.raises(Refused, match=sentence):
         await asyncio.to_thread(server.submit, place.job())
 
 
