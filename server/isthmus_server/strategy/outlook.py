@@ -43,3 +43,8 @@ def flat_rounds(seen: Observation) -> int:
             flat = 0 if loss < 0.99 * best else flat + 1
             best = min(best, loss)
     return flat
+
+
+def has_hours(seen: Observation) -> bool:
+    """Whether devices come and go by windows."""
+    return seen.forecast.get("federated", Forecast()).changes_in is not None

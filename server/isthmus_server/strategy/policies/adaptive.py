@@ -5,7 +5,9 @@ regime, and what devices and held-out public data say decides what a declaration
 
     pi = 0        datacenter rounds
     0 < pi < 1    hybrid rounds by one-way gradient transfer (Augenstein et al. 2022), with a
-                  weight by pi, bounded by how long the devices' own first step is
+                  weight by pi, bounded by how long the devices' own first step is; once public
+                  data are seen to lie apart every other round by parallel training, and every
+                  round where devices also undo what others of them taught
     pi = 1        federated rounds, after a warm start in the datacenter if that displaces none:
 
     start --slack, dark-> warm --beats the initial model--> warm on --plateau or limit--> edge
@@ -34,7 +36,8 @@ from pydantic import Field
 
 from isthmus.job import StrategySection
 from isthmus.section import Section
-from isthmus_server.strategy.outlook import flat_rounds, rounds_with_devices
+from isthmus_server.strategy.evidence import apartness, first_lengths, public_loss_fell, theirs_rose
+from isthmus_server.strategy.outlook import flat_rounds, has_hours, rounds_with_devices
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
@@ -42,7 +45,6 @@ from isthmus_server.strategy.policy import (
     Answer,
     Compare,
     Comparison,
-    Forecast,
     Observation,
     Plan,
     settings_of,
@@ -88,7 +90,15 @@ class Settings(Section):
     """Rounds with devices before that is asked; after a warm start three times as many."""
     forgotten: Annotated[float, Field(gt=1)] = 2.5
     """Devices forget what others of them taught if their loss in a round is more than so many times
-    that of the first."""
+    that of the first. Then they rehearse public data, even if these may be of no use."""
+    apart: Annotated[float, Field(gt=0)] = 0.175
+    """Public data that hold a part of the target alone lie apart from the devices' if by more than
+    this (`evidence.apartness`); then the datacenter trains beside them in every other round."""
+    undone: Annotated[float, Field(gt=1)] = 1.33
+    """As `forgotten`, for it to do so in every round."""
+    parallel_share: Annotated[float, Field(gt=0)] = 0.33
+    """What the datacenter's training may cost at most in such a round, as part of what the devices
+    do: with dearer steps it makes fewer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +140,17 @@ class State:
     def write(self) -> dict[str, Any]:
         """For the next answer."""
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Help:
+    """What the datacenter does in a round with devices."""
+
+    said: str
+    weight: float = 0.0
+    """Of its gradient, where devices take that along."""
+    trains: bool = False
+    """It trains beside them instead."""
 
 
 class Adaptive:
@@ -229,49 +250,65 @@ class Adaptive:
         """A round with devices, by the declared target."""
         state = dataclasses.replace(state, asking="")
         if not (seen.datacenter_ready and seen.open("datacenter")):
-            weight, said = 0.0, ", and the datacenter is not here"
+            help_ = Help(", and the datacenter is not here")
         elif self.share < 1:
-            weight, said = self._weight_by_share(seen)
+            help_ = self._help_by_share(seen, state)
         else:
-            state, weight, said = self._weight_if_of_use(seen, state)
-        said = f"the devices hold {self.share:.0%} of the target" + said
-        transfer = weight > 0
+            state, help_ = self._help_if_of_use(seen, state)
+        said = f"the devices hold {self.share:.0%} of the target" + help_.said
+        transfer = help_.weight > 0
+        share = self.settings.transfer_share if transfer else self.settings.parallel_share
         return Plan(
-            "hybrid" if transfer else "federated",
+            "hybrid" if transfer or help_.trains else "federated",
             f"{why}; {said}" if why else said,
             dataclasses.replace(state, edge=state.edge + 1).write(),
-            merge="transfer" if transfer else None,
-            transfer_weight=weight if transfer else None,
-            datacenter_steps=self._batches(seen) if transfer else None,
+            merge="transfer" if transfer else "weighted" if help_.trains else None,
+            transfer_weight=help_.weight if transfer else None,
+            datacenter_steps=_steps(seen, share) if transfer or help_.trains else None,
             start=start,
             reset_optimizer=start in (WARM, INITIAL),
             step_scale=state.scale,
         )
 
-    def _weight_by_share(self, seen: Observation) -> tuple[float, str]:
+    def _help_by_share(self, seen: Observation, state: State) -> Help:
         """Where the datacenter holds a part of the target alone.
 
         By the target, and by how long its gradient is beside the devices' own step: one task's
-        gradient beside another's (Chen et al. 2018).
+        gradient beside another's (Chen et al. 2018). Rows that lie apart are not taught by one
+        gradient in a round. Whether more of them helps the target nobody can observe, so parallel
+        training takes turns; but devices that undo each other's work need it in every round.
         """
-        weight = min(self.settings.transfer_part * (1 - self.share) / self.share, self.bound)
-        first = next((past.norms for past in seen.history if past.regime == "hybrid"), {})
-        gradient, step = first.get("datacenter", 0.0), first.get("federated", 0.0)
+        settings = self.settings
+        apart, rose = apartness(seen, 1 - self.share), theirs_rose(seen)
+        undone = rose > settings.undone
+        if apart > settings.apart and (undone or state.edge % 2):
+            said = f", and the datacenter trains beside them: public data lie apart ({apart:.2g})"
+            also = (
+                f", and devices undo what others of them taught (their loss rose {rose:.2g} times)"
+            )
+            return Help(said + also if undone else said, trains=True)
+        weight = min(settings.transfer_part * (1 - self.share) / self.share, self.bound)
+        gradient, step = first_lengths(seen)
         if not gradient or not step:
             weight = min(weight, self.bound / 2)
-            return weight, f", and take {weight:.3g} of the datacenter's gradient for the rest"
-        weight = min(weight, self.settings.transfer_pull * step / gradient * self.bound / SETTLES)
-        return weight, (
+            return Help(
+                f", and take {weight:.3g} of the datacenter's gradient for the rest", weight
+            )
+        weight = min(weight, settings.transfer_pull * step / gradient * self.bound / SETTLES)
+        said = (
             f", and take {weight:.3g} of the datacenter's gradient for the rest (at first that was "
             f"{gradient:.3g} long, and their own step {step:.3g})"
         )
+        return Help(said, weight)
 
-    def _weight_if_of_use(self, seen: Observation, state: State) -> tuple[State, float, str]:
+    def _help_if_of_use(self, seen: Observation, state: State) -> tuple[State, Help]:
         """Where all of the target is the devices': more data like theirs, or rehearsal."""
         said = "; it was found to be of use to them"
         if not state.lent and not state.barred:
-            fell, enough = self._fell(seen, state), self.settings.alike
-            rose, much = _rose(seen), self.settings.forgotten
+            settings = self.settings
+            wanted = settings.alike_rounds * (3 if state.warm else 1)
+            fell = public_loss_fell(seen) if state.edge >= wanted else math.inf
+            rose, enough, much = theirs_rose(seen), settings.alike, settings.forgotten
             if fell < enough:
                 said = (
                     f"; public data are like theirs (the held-out loss fell to {fell:.2g} of the "
@@ -284,20 +321,9 @@ class Adaptive:
                 )
             state = dataclasses.replace(state, lent=fell < enough or rose > much)
         if not state.lent:
-            return state, 0.0, ""
-        return state, self.bound, f"{said}, so they take {self.bound:.3g} of the public gradient"
-
-    def _fell(self, seen: Observation, state: State) -> float:
-        """To what part of its first value devices brought the held-out public loss.
-
-        What they learn holds for public data then, and so probably the other way round: reverse
-        validation (Zhong et al. 2010), a model of the target judged on the source.
-        """
-        losses = [past.metrics["loss"] for past in seen.history if "loss" in past.metrics]
-        wanted = self.settings.alike_rounds * (3 if state.warm else 1)
-        if state.edge < wanted or not losses or losses[0] <= 0:
-            return math.inf
-        return losses[-1] / losses[0]
+            return state, Help("")
+        said = f"{said}, so they take {self.bound:.3g} of the public gradient"
+        return state, Help(said, self.bound)
 
     def _probation(self, seen: Observation, state: State) -> Answer:
         """The served model must not have become worse than the warm one.
@@ -307,7 +333,7 @@ class Adaptive:
         """
         done = dataclasses.replace(state, tested=True)
         dear = self._test_price(seen) > self.settings.probation_share * (seen.left or math.inf)
-        if dear or WARM not in seen.models or _has_hours(seen):
+        if dear or WARM not in seen.models or has_hours(seen):
             return self._edge(seen, done)
         answer = self._ask(seen, state, "probation", (WARM, SERVED))
         if isinstance(answer, Compare):
@@ -355,26 +381,11 @@ class Adaptive:
         """Of a comparison of two models."""
         return 2 * self._devices(seen) * seen.visit_price
 
-    def _batches(self, seen: Observation) -> int:
-        """Batches of the gradient that devices take along."""
-        step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
-        most = self.settings.transfer_share * seen.price("federated") / step
-        return max(1, int(min(seen.datacenter_steps, most)))
 
-
-def _rose(seen: Observation) -> float:
-    """How high the devices' own loss came in the last round, in times of the first.
-
-    It falls, but where those who come find that what they know was forgotten while others trained;
-    examples of all kinds in every round are what helps against that (rehearsal, Robins 1995).
-    """
-    theirs = [past.training.get("federated", {}).get("loss") for past in seen.history]
-    losses = [loss for loss in theirs if loss is not None]
-    return losses[-1] / losses[0] if losses and losses[0] > 0 else 0.0
-
-
-def _has_hours(seen: Observation) -> bool:
-    return seen.forecast.get("federated", Forecast()).changes_in is not None
+def _steps(seen: Observation, share: float) -> int:
+    """Of the datacenter in a round with devices, which may cost such a share of what these do."""
+    step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
+    return max(1, int(min(seen.datacenter_steps, share * seen.price("federated") / step)))
 
 
 def _result(found: Comparison, model: str, before: str) -> str:
