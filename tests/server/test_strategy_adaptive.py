@@ -118,9 +118,8 @@ def test_devices_of_other_hours_do_not_judge_what_their_neighbours_trained():
 
 def shared(share, gradient, step, **more):
     """A plan where the datacenter holds a part of the target, after a first round of such norms."""
-    first = dataclasses.replace(
-        past(1, "hybrid"), norms={"datacenter": gradient, "federated": step}
-    )
+    taken = gradient * min(0.33 * (1 - share) / share, 0.05)  # half of the job's bound, at first
+    first = dataclasses.replace(past(1, "hybrid"), norms={"datacenter": taken, "federated": step})
     policy = load_policy(job("adaptive", target_edge_share=share))
     return policy.plan(observe(2, [first], state={"phase": "edge"}, **more))
 
@@ -157,7 +156,7 @@ def together(rounds, cosine, gradient=2.0, theirs=()):
     return [
         dataclasses.replace(
             past(round_, "hybrid"),
-            norms={"datacenter": gradient, "federated": 4.0},
+            norms={"datacenter": 0.05 * gradient, "federated": 4.0},
             cosine=cosine,
             training={"federated": {"loss": losses[round_ - 1]}},
         )
@@ -197,7 +196,7 @@ def test_the_datacenter_trains_beside_the_devices_where_public_data_lie_apart(hi
 def test_how_far_public_data_lie_apart_is_settled_by_the_first_rounds():
     """What rounds of another kind measure later cannot change it, nor can a resumed run."""
     first, later = together(6, 0.9), together(30, -0.5, gradient=9.0)[6:]
-    assert apartness(observe(history=first), 0.5) == pytest.approx(0.318, abs=1e-3)
+    assert apartness(observe(history=first), 0.5, 0.5) == pytest.approx(0.318, abs=1e-3)
     assert merges([*first, *later], HALF) == merges(first, HALF)
 
 
@@ -256,6 +255,17 @@ def test_devices_that_forget_what_others_taught_take_the_gradient_along(losses, 
     assert plan.regime == regime
     assert ("rose to 2.5 times the first" in plan.reason) == (regime == "hybrid")
     assert plan.state["lent"] == (regime == "hybrid")  # and so it stays
+    assert plan.step_scale == (0.5 if regime == "hybrid" else 1.0)
+
+
+def test_the_steps_of_a_fleet_that_forgets_stay_short():
+    """Also where the datacenter holds a part of the target, and whatever becomes of their loss."""
+    history = together(9, 0.4, theirs=[1.0, 0.4, 2.6, 0.3])
+    for rounds, scale in ((2, 1.0), (3, 0.5), (9, 0.5)):
+        seen = observe(rounds + 1, history[:rounds], state={"phase": "edge", "edge": rounds})
+        plan = load_policy(HALF).plan(seen)
+        assert plan.step_scale == scale
+        assert ("rose to 2.6 times the first" in plan.reason) == (scale < 1)
 
 
 def test_a_datacenter_that_was_of_no_use_lends_no_gradient():

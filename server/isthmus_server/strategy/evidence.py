@@ -32,17 +32,21 @@ def theirs_rose(seen: Observation) -> float:
     return max(losses) / losses[0] if losses and losses[0] > 0 else 0.0
 
 
-def first_lengths(seen: Observation) -> tuple[float, float]:
-    """2-norms in the first hybrid round: of what the datacenter made, and of the devices' step."""
+def first_lengths(seen: Observation, weight: float) -> tuple[float, float]:
+    """2-norms in the first hybrid round: of the datacenter's gradient, and of the devices' step.
+
+    `weight` is what devices took of that gradient, which is what was measured.
+    """
     first = next((past.norms for past in seen.history if past.regime == "hybrid"), {})
-    return first.get("datacenter", 0.0), first.get("federated", 0.0)
+    taken = first.get("datacenter", 0.0)
+    return taken / weight if weight else 0.0, first.get("federated", 0.0)
 
 
-def apartness(seen: Observation, share: float) -> float:
+def apartness(seen: Observation, ratio: float, share: float) -> float:
     """How far public data, which hold such a share of the target alone, lie from the devices' own.
 
     By the first rounds in which devices took the datacenter's gradient along: its length beside
-    their step, and its cosine with what they then sent, as a mean over the rounds after the first.
+    their step (`ratio`), and its cosine with what they sent, as a mean over those after the first.
     Where the data are alike, what devices learn of their own rows serves the others too, and the
     gradient turns away from their step; where they are not, it goes on to pull them the same way. A
     gradient of few classes is long by itself, by one over the root of their number, whence the
@@ -50,7 +54,6 @@ def apartness(seen: Observation, share: float) -> float:
     """
     first = [past for past in seen.history if past.regime == "hybrid"][:APART_ROUNDS]
     cosines = [past.cosine for past in first[1:] if past.cosine is not None]
-    gradient, step = first_lengths(seen)
-    if len(first) < APART_ROUNDS or not cosines or not step:
+    if len(first) < APART_ROUNDS or not cosines:
         return 0.0
-    return math.sqrt(share) * gradient / step * statistics.fmean(cosines)
+    return math.sqrt(share) * ratio * statistics.fmean(cosines)

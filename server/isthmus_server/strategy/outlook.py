@@ -32,6 +32,12 @@ def _seconds_of_rounds(seen: Observation) -> list[float]:
     return [span for regime, span in spans if regime != "datacenter"] or [s for _, s in spans]
 
 
+def steps_within(seen: Observation, share: float) -> int:
+    """Of the datacenter in a round with devices, that cost at most such a share of what these do."""
+    step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
+    return max(1, int(min(seen.datacenter_steps, share * seen.price("federated") / step)))
+
+
 def flat_rounds(seen: Observation) -> int:
     """Datacenter rounds at the end of the history since the held-out loss last fell by 1 %."""
     best, flat = math.inf, 0

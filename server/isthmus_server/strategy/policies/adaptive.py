@@ -17,7 +17,8 @@ regime, and what devices and held-out public data say decides what a declaration
     edge, probation   after some rounds the served model must not lose to the warm one; else back to
                       that, momentum zeroed, half steps; twice: quarter steps, and no more tests
     edge, of use      once what devices learn holds for public data too, or devices forget what
-                      others of them taught, they take the datacenter's gradient along
+                      others of them taught, they take the datacenter's gradient along; those that
+                      forget go on with half steps
     edge, dark        it waits
     privacy spent     the datacenter alone goes on
 
@@ -37,7 +38,12 @@ from pydantic import Field
 from isthmus.job import StrategySection
 from isthmus.section import Section
 from isthmus_server.strategy.evidence import apartness, first_lengths, public_loss_fell, theirs_rose
-from isthmus_server.strategy.outlook import flat_rounds, has_hours, rounds_with_devices
+from isthmus_server.strategy.outlook import (
+    flat_rounds,
+    has_hours,
+    rounds_with_devices,
+    steps_within,
+)
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
@@ -90,7 +96,9 @@ class Settings(Section):
     """Rounds with devices before that is asked; after a warm start three times as many."""
     forgotten: Annotated[float, Field(gt=1)] = 2.5
     """Devices forget what others of them taught if their loss in a round is more than so many times
-    that of the first. Then they rehearse public data, even if these may be of no use."""
+    that of the first. Then they rehearse public data, and the server takes shorter steps."""
+    damped: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """How long these are, of those before."""
     apart: Annotated[float, Field(gt=0)] = 0.175
     """Public data that hold a part of the target alone lie apart from the devices' if by more than
     this (`evidence.apartness`); then the datacenter trains beside them in every other round."""
@@ -256,18 +264,24 @@ class Adaptive:
         else:
             state, help_ = self._help_if_of_use(seen, state)
         said = f"the devices hold {self.share:.0%} of the target" + help_.said
-        transfer = help_.weight > 0
-        share = self.settings.transfer_share if transfer else self.settings.parallel_share
+        settings, transfer = self.settings, help_.weight > 0
+        share = settings.transfer_share if transfer else settings.parallel_share
+        scale, rose = state.scale, theirs_rose(seen)
+        if rose > settings.forgotten:
+            scale *= settings.damped
+            said += (
+                f"; their loss rose to {rose:.2g} times the first, so steps are {scale:g} as long"
+            )
         return Plan(
             "hybrid" if transfer or help_.trains else "federated",
             f"{why}; {said}" if why else said,
             dataclasses.replace(state, edge=state.edge + 1).write(),
             merge="transfer" if transfer else "weighted" if help_.trains else None,
             transfer_weight=help_.weight if transfer else None,
-            datacenter_steps=_steps(seen, share) if transfer or help_.trains else None,
+            datacenter_steps=steps_within(seen, share) if transfer or help_.trains else None,
             start=start,
             reset_optimizer=start in (WARM, INITIAL),
-            step_scale=state.scale,
+            step_scale=scale,
         )
 
     def _help_by_share(self, seen: Observation, state: State) -> Help:
@@ -279,7 +293,12 @@ class Adaptive:
         training takes turns; but devices that undo each other's work need it in every round.
         """
         settings = self.settings
-        apart, rose = apartness(seen, 1 - self.share), theirs_rose(seen)
+        weight = min(settings.transfer_part * (1 - self.share) / self.share, self.bound)
+        first = min(weight, self.bound / 2)  # until both lengths are known
+        gradient, step = first_lengths(seen, first)
+        if not gradient or not step:
+            return Help(f", and take {first:.3g} of the datacenter's gradient for the rest", first)
+        apart, rose = apartness(seen, gradient / step, 1 - self.share), theirs_rose(seen)
         undone = rose > settings.undone
         if apart > settings.apart and (undone or state.edge % 2):
             said = f", and the datacenter trains beside them: public data lie apart ({apart:.2g})"
@@ -287,13 +306,6 @@ class Adaptive:
                 f", and devices undo what others of them taught (their loss rose {rose:.2g} times)"
             )
             return Help(said + also if undone else said, trains=True)
-        weight = min(settings.transfer_part * (1 - self.share) / self.share, self.bound)
-        gradient, step = first_lengths(seen)
-        if not gradient or not step:
-            weight = min(weight, self.bound / 2)
-            return Help(
-                f", and take {weight:.3g} of the datacenter's gradient for the rest", weight
-            )
         weight = min(weight, settings.transfer_pull * step / gradient * self.bound / SETTLES)
         said = (
             f", and take {weight:.3g} of the datacenter's gradient for the rest (at first that was "
@@ -380,12 +392,6 @@ class Adaptive:
     def _test_price(self, seen: Observation) -> float:
         """Of a comparison of two models."""
         return 2 * self._devices(seen) * seen.visit_price
-
-
-def _steps(seen: Observation, share: float) -> int:
-    """Of the datacenter in a round with devices, which may cost such a share of what these do."""
-    step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
-    return max(1, int(min(seen.datacenter_steps, share * seen.price("federated") / step)))
 
 
 def _result(found: Comparison, model: str, before: str) -> str:
