@@ -33,7 +33,7 @@ def _seconds_of_rounds(seen: Observation) -> list[float]:
 
 
 def steps_within(seen: Observation, share: float) -> int:
-    """Of the datacenter in a round with devices, that cost at most such a share of what these do."""
+    """Of the datacenter beside devices, that cost at most such a share of what these do."""
     step = (seen.price("datacenter") / seen.datacenter_steps) or 1e-9
     return max(1, int(min(seen.datacenter_steps, share * seen.price("federated") / step)))
 

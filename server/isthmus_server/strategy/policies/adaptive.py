@@ -37,13 +37,7 @@ from pydantic import Field
 
 from isthmus.job import StrategySection
 from isthmus.section import Section
-from isthmus_server.strategy.evidence import apartness, first_lengths, public_loss_fell, theirs_rose
-from isthmus_server.strategy.outlook import (
-    flat_rounds,
-    has_hours,
-    rounds_with_devices,
-    steps_within,
-)
+from isthmus_server.strategy import evidence, outlook
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
@@ -194,7 +188,7 @@ class Adaptive:
         open_ = seen.open("federated")
         if self.share < 1:
             return self._edge(seen, edge) if open_ else self._wait(seen, edge)
-        capable, fillable = rounds_with_devices(seen)
+        capable, fillable = outlook.rounds_with_devices(seen)
         slack = (capable if open_ else seen.rounds - seen.round + 1) - fillable
         most = self.settings.warm_share * (seen.left or 0) - self._test_price(seen)
         most /= max(seen.price("datacenter"), 1e-9)
@@ -235,7 +229,7 @@ class Adaptive:
                     start=INITIAL,
                 )
             state = dataclasses.replace(state, proved=True, asking="")
-        flat = flat_rounds(seen)
+        flat = outlook.flat_rounds(seen)
         over = flat >= settings.plateau and state.warm >= state.least
         if open_ and (state.dark or WARM in seen.models or not seen.datacenter_ready):
             said = f"the warm start ends after {state.warm} rounds"
@@ -266,19 +260,18 @@ class Adaptive:
         said = f"the devices hold {self.share:.0%} of the target" + help_.said
         settings, transfer = self.settings, help_.weight > 0
         share = settings.transfer_share if transfer else settings.parallel_share
-        scale, rose = state.scale, theirs_rose(seen)
+        scale, rose = state.scale, evidence.theirs_rose(seen)
         if rose > settings.forgotten:
             scale *= settings.damped
-            said += (
-                f"; their loss rose to {rose:.2g} times the first, so steps are {scale:g} as long"
-            )
+            said += f"; their loss rose to {rose:.2g} times the first: steps {scale:g} as long"
+        both = transfer or help_.trains
         return Plan(
-            "hybrid" if transfer or help_.trains else "federated",
+            "hybrid" if both else "federated",
             f"{why}; {said}" if why else said,
             dataclasses.replace(state, edge=state.edge + 1).write(),
             merge="transfer" if transfer else "weighted" if help_.trains else None,
             transfer_weight=help_.weight if transfer else None,
-            datacenter_steps=steps_within(seen, share) if transfer or help_.trains else None,
+            datacenter_steps=outlook.steps_within(seen, share) if both else None,
             start=start,
             reset_optimizer=start in (WARM, INITIAL),
             step_scale=scale,
@@ -295,15 +288,15 @@ class Adaptive:
         settings = self.settings
         weight = min(settings.transfer_part * (1 - self.share) / self.share, self.bound)
         first = min(weight, self.bound / 2)  # until both lengths are known
-        gradient, step = first_lengths(seen, first)
+        gradient, step = evidence.first_lengths(seen, first)
         if not gradient or not step:
             return Help(f", and take {first:.3g} of the datacenter's gradient for the rest", first)
-        apart, rose = apartness(seen, gradient / step, 1 - self.share), theirs_rose(seen)
-        undone = rose > settings.undone
+        apart = evidence.apartness(seen, gradient / step, 1 - self.share)
+        undone = (rose := evidence.theirs_rose(seen)) > settings.undone
         if apart > settings.apart and (undone or state.edge % 2):
             said = f", and the datacenter trains beside them: public data lie apart ({apart:.2g})"
             also = (
-                f", and devices undo what others of them taught (their loss rose {rose:.2g} times)"
+                f", and devices undo what others of them taught ({rose:.2g} times the first loss)"
             )
             return Help(said + also if undone else said, trains=True)
         weight = min(weight, settings.transfer_pull * step / gradient * self.bound / SETTLES)
@@ -319,8 +312,8 @@ class Adaptive:
         if not state.lent and not state.barred:
             settings = self.settings
             wanted = settings.alike_rounds * (3 if state.warm else 1)
-            fell = public_loss_fell(seen) if state.edge >= wanted else math.inf
-            rose, enough, much = theirs_rose(seen), settings.alike, settings.forgotten
+            fell = evidence.public_loss_fell(seen) if state.edge >= wanted else math.inf
+            rose, enough, much = evidence.theirs_rose(seen), settings.alike, settings.forgotten
             if fell < enough:
                 said = (
                     f"; public data are like theirs (the held-out loss fell to {fell:.2g} of the "
@@ -345,7 +338,7 @@ class Adaptive:
         """
         done = dataclasses.replace(state, tested=True)
         dear = self._test_price(seen) > self.settings.probation_share * (seen.left or math.inf)
-        if dear or WARM not in seen.models or has_hours(seen):
+        if dear or WARM not in seen.models or outlook.has_hours(seen):
             return self._edge(seen, done)
         answer = self._ask(seen, state, "probation", (WARM, SERVED))
         if isinstance(answer, Compare):
