@@ -107,7 +107,7 @@ class PastRound:
     """The training's own figures (loss), by regime."""
     norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """2-norm of each regime's pseudo-gradient, where the server saw it; of what devices took along,
-    where they took the datacenter's gradient."""
+    which is the datacenter's gradient times its weight, where they did."""
     cosine: float | None = None
     """Between the two pseudo-gradients of a hybrid round."""
     comparisons: Sequence[Comparison] = ()
