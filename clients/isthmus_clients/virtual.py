@@ -244,7 +244,7 @@ class _Run:
         gradient = parts[0].gradient
         added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
         datasets = [self.dataset(part.participant) for part in parts]
-        counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]  # as in scoring.py
+        counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]  # torch's Dataset promises no len()
         seeds = [local_seed(self.job.seed, work.round, part.participant.name) for part in parts]
         indices = [
             list(step_indices(seed, count, self.job.federated))
@@ -332,7 +332,7 @@ class _Run:
         """The task's optimizer, over all devices' parameters at once."""
         parameters = [part.requires_grad_() for part in stacked.values()]
         with user_code("optimizer()"):
-            made = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # tensors, one for all
+            made = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # plain tensors: each stacks all devices'
         optimizer = check_optimizer(made, parameters)
         name = type(optimizer).__name__
         if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":

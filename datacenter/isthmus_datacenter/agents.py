@@ -141,7 +141,7 @@ class _Node:
                 self._run(control, generation)
             elif self._leaving():
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # the store tells nobody of a generation
 
     def _run(self, control: Control, generation: int) -> None:
         settings = AgentSettings.from_json(control.published(generation))
@@ -152,7 +152,7 @@ class _Node:
                 if self._leaving() and not told:
                     control.ask_to_leave()
                     told = True
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_LOOK_SECONDS)  # nor of its end
         finally:
             agent.end()
         control.declare_over(generation)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ _PREFIX = "isthmus-"
 _SOCKET, _LOCK = "link", "lock"
 _MOST_BYTES = 100
 """That the address of a Unix socket may have: the kernel takes paths of up to 107."""
+_YOUNG_SECONDS = 60.0
+"""For so long a run may still be about to take its lock."""
 
 
 @contextlib.contextmanager
@@ -46,7 +49,8 @@ def _take_away_the_dead() -> None:
         with contextlib.suppress(OSError, UserError):  # somebody's, or gone already
             about, lock = left.lstat(), left / _LOCK
             ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
-            held = {each.name for each in left.iterdir()} if ours else set()
+            old = time.time() - about.st_mtime > _YOUNG_SECONDS
+            held = {each.name for each in left.iterdir()} if ours and old else set()
             if _LOCK in held and held <= {_SOCKET, _LOCK}:
                 with alone(lock, "its run goes on"):
                     (left / _SOCKET).unlink(missing_ok=True)

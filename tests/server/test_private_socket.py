@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ def test_what_a_killed_run_left_is_taken_away_by_the_next(folder):
     (left,) = folder.iterdir()
     assert {each.name for each in left.iterdir()} == {"link", "lock"}
     with private_socket():
+        assert left.exists()  # one that begins might not have its lock yet
+    os.utime(left, (0, 0))
+    with private_socket():
         assert not left.exists()
     assert not list(folder.iterdir())
 
@@ -41,8 +45,13 @@ def test_nothing_else_is_taken_away(folder):
     (folder / "isthmus-backup" / "lock").touch()
     (folder / "isthmus-backup" / "model.safetensors").touch()
     (folder / "isthmus-link").symlink_to(folder / "isthmus-backup")
-    with private_socket() as address, private_socket():
-        assert Path(address.removeprefix("unix:")).parent.is_dir()
+    for each in folder.iterdir():
+        os.utime(each, (0, 0))
+    with private_socket() as address:
+        other = Path(address.removeprefix("unix:")).parent
+        os.utime(other, (0, 0))
+        with private_socket():
+            assert other.is_dir()
     names = {each.name for each in folder.iterdir()}
     assert names == {"isthmus-backup", "isthmus-link", "isthmus-notes"}
     assert len(list((folder / "isthmus-backup").iterdir())) == 2
