@@ -176,6 +176,15 @@ def losses(task: Task, model: nn.Module, inputs: Any, target: Any) -> tuple[Any,
     """
     with user_code("forward()"):
         output = task.forward(model, inputs)
+    return output, losses_of(task, output, target)
+
+
+def losses_of(task: Task, output: Any, target: Any) -> torch.Tensor:
+    """The loss of each scored unit of an output.
+
+    Raises:
+        TaskError: the task's code raised, or its loss is already averaged.
+    """
     with user_code("loss()"):
         values = task.loss(output, target)
     if not isinstance(values, torch.Tensor) or values.ndim == 0:
@@ -183,7 +192,7 @@ def losses(task: Task, model: nn.Module, inputs: Any, target: Any) -> tuple[Any,
             "loss() must return one value per example, not a single number; "
             "with PyTorch's losses use reduction='none'"
         )
-    return output, values
+    return values
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ A job names it as ``path/to/file.py:Table`` or ``package.module:Table``.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import importlib
 import importlib.util
@@ -70,8 +71,8 @@ class Participant:
     """`(index, count)` where one data set is split among simulated devices; else None."""
 
 
-class Task:
-    """What is learned. Subclass it and write the five methods without a body.
+class Task(abc.ABC):
+    """What is learned. Subclass it and write the five methods that are abstract.
 
     Guarantees:
       * one instance per process and run, constructed with the job's ``[task.settings]``;
@@ -98,16 +99,16 @@ class Task:
             )
         return self._data
 
+    @abc.abstractmethod
     def model(self) -> nn.Module:
         """The module to train, freshly initialised. Its trainable parameters are what travels."""
-        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
+    @abc.abstractmethod
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
 
         Unaveraged, so that ragged batches, ranks and clients are weighted exactly.
         """
-        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
         """Further figures, each one value per scored unit; averaged by Isthmus. Default: none."""
@@ -122,19 +123,19 @@ class Task:
         """
         return 1 - self.loss(output, target).neg().exp()
 
+    @abc.abstractmethod
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
-        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
+    @abc.abstractmethod
     def eval_data(self) -> Dataset[Any]:
         """Central held-out data, as `(input, target)` pairs."""
-        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
+    @abc.abstractmethod
     def optimizer(
         self, parameters: Iterable[torch.nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
         """The inner optimizer: made anew each round on a device, kept in the datacenter."""
-        raise NotImplementedError  # each task defines it, or `load_task` says that it must
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """How a batch of inputs goes through the model. Default: ``model(inputs)``."""
@@ -167,9 +168,6 @@ class Task:
         return None
 
 
-_WHOLE = ("model", "loss", "local_data", "eval_data", "optimizer")
-
-
 def load_task(
     source: str, settings: Mapping[str, Any], *, base: Path, data: Path | None = None
 ) -> Task:
@@ -183,7 +181,7 @@ def load_task(
     name = source.rpartition(":")[2]
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
-    missing = [f"{each}()" for each in _WHOLE if getattr(found, each) is getattr(Task, each)]
+    missing = [f"{each}()" for each in sorted(found.__abstractmethods__)]
     if missing:
         raise TaskError(
             f"task.source={source!r}: {name} does not define {', '.join(missing)}, and it must"

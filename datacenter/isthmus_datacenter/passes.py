@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from isthmus.errors import TaskError
-from isthmus.scoring import losses
+from isthmus.scoring import losses, losses_of
 from isthmus.task import Task, user_code
 from isthmus_datacenter.agreement import Wish, Wishes, ask_for_units
 from isthmus_datacenter.pipeline import Pipeline
@@ -139,7 +139,7 @@ class Passes:
     ) -> torch.Tensor:
         """What to run backward from in one micro-batch of a pipeline."""
         goal = _piece(target, number, self.layout.microbatches)
-        return score(losses(_Given(self.task, output), self.model, None, goal)[1])
+        return score(losses_of(self.task, output, goal))
 
     def _sync_gradients(self, last: bool) -> None:
         """Stages 0 and 1 add up whole gradients, and reduce them with the last piece."""
@@ -150,20 +150,6 @@ class Passes:
                 stage.set_is_last_backward(last)
                 stage.set_requires_gradient_sync(last)
                 stage.set_reshard_after_backward(last)
-
-
-class _Given(Task):
-    """A task whose forward pass has been made already."""
-
-    def __init__(self, task: Task, output: Any) -> None:
-        super().__init__(task.settings)
-        self._task, self._output = task, output
-
-    def forward(self, model: torch.nn.Module, inputs: Any) -> Any:
-        return self._output
-
-    def loss(self, output: Any, target: Any) -> torch.Tensor:
-        return self._task.loss(output, target)
 
 
 def _refuse_ragged(batch: Any) -> None:

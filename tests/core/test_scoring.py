@@ -33,6 +33,8 @@ class Echo(Task):
     def loss(self, output, target):
         return output
 
+    local_data = eval_data = optimizer = None  # nobody asks for them here
+
     def metrics(self, output, target):
         return {"target": target, "parity": target % 2 == 0}
 
