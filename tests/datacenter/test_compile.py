@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from isthmus import Task, TaskError
+from isthmus import TaskError
 from isthmus.scoring import build_model
 from isthmus_datacenter.layout import RankLayout
 from isthmus_datacenter.parallelize import parallelize
@@ -41,8 +41,9 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
     assert {name for name, _ in model.named_parameters()} == set(share.parameters())
 
 
-def test_gradients_that_several_ranks_cannot_add_up_are_refused() -> None:
+def test_gradients_that_several_ranks_cannot_add_up_are_refused(setup: Any) -> None:
+    task = setup("Gpt", ranks=2).task
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True))
     layout = RankLayout(ranks=2, zero_stage=0)
     with pytest.raises(TaskError, match=r"^module '0' has sparse=True, which several ranks cannot"):
-        parallelize(Task({}), model, layout, 0, torch.device("cpu"), sample=list)
+        parallelize(task, model, layout, 0, torch.device("cpu"), sample=list)
