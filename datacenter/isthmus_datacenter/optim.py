@@ -91,7 +91,8 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _use(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        self.optimizer.step()
+        with user_code("the optimizer's step"):
+            self.optimizer.step()
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of the groups as the task made them."""

@@ -110,7 +110,8 @@ class Passes:
                 raise TaskError(
                     "loss() does not depend on what is trained; is something detached, or in NumPy?"
                 )
-            (total * (scale / guess)).backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+            with user_code("the backward pass"):
+                torch.autograd.backward(total * (scale / guess))
         if self.pipeline is not None:
             answer = ask()
             self.pipeline.sync_tied()

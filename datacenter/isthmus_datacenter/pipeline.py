@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 )
 
 from isthmus.errors import TaskError
+from isthmus.task import user_code
 from isthmus_datacenter.share import Share, local
 
 _DTYPES = (
@@ -134,9 +135,16 @@ class Pipeline:
         first, last = 0 in self.share.stages, layout.stages - 1 in self.share.stages
         # The target is the number of each micro-batch; the task's own may be any structure.
         numbers = torch.arange(layout.microbatches) if last else None
-        self._schedules[kind].step(
-            *((inputs,) if first else ()), target=numbers, return_outputs=False
-        )
+        with user_code("a pass through the pipeline"):
+            try:
+                self._schedules[kind].step(
+                    *((inputs,) if first else ()), target=numbers, return_outputs=False
+                )
+            except RuntimeError as error:
+                if error.__cause__ is None:
+                    raise
+                # A stage tells of all its tensors, and keeps back what happened.
+                raise error.__cause__ from error.__cause__.__cause__
         self._score = None
 
     def _schedule(self, inputs: torch.Tensor) -> Any:

@@ -1,6 +1,7 @@
 """Tasks that the ranks of these tests train: small, and able to misbehave when told to."""
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -68,6 +69,14 @@ class Table(_Small):
         inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
         rows = TensorDataset(inputs, inputs.abs().sum(1).long() % CLASSES)
         return _Noisy(rows) if self.settings.get("noise") else rows
+
+
+class Halved(Table):
+    """Does with its inputs what its model does not."""
+
+    def forward(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(inputs / 2)
+        return output
 
 
 class _Noisy(Dataset[Any]):
@@ -294,9 +303,10 @@ class Faulty(Table):
     """Does once, or always, what `settings` say, on one rank at certain places.
 
     fault: kill, stop, exit, raise; at: one place or several: `model`, `data`, the number of a loss,
-    `forward` and the number of a forward pass, `load` or `store` of a model that is exchanged,
-    `save` and the step whose checkpoint is being written; rank; once: what the names of files
-    begin with that are made when it happened. unhurried: a file until which it takes its time.
+    `forward`, `backward` or `step` and the number of a forward or backward pass or of a step of the
+    optimizer, `load` or `store` of a model that is exchanged, `save` and the step whose checkpoint
+    is being written; rank; once: what the names of files begin with that are made when it happened.
+    unhurried: a file until which it takes its time.
     """
 
     def __init__(self, settings: Any, data: Path | None = None) -> None:
@@ -329,24 +339,35 @@ class Faulty(Table):
 
     def model(self) -> nn.Module:
         self.maybe_fail("model")
-        return super().model()
+        model: Any = super().model()
+        model[0].register_forward_pre_hook(lambda *_: self._before_forward())
+        return model
 
     def rows(self, count: int, seed: int) -> Any:
         self.maybe_fail("data")
         return super().rows(count, seed)
 
-    def forward(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def _before_forward(self) -> None:
         if "unhurried" in self.settings and not Path(self.settings["unhurried"]).exists():
             time.sleep(0.1)
         self.forwards += 1
         self.maybe_fail(f"forward {self.forwards}")
-        output: torch.Tensor = super().forward(model, inputs)
-        return output
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.losses += 1
         self.maybe_fail(str(self.losses))
+        if output.requires_grad:
+            place = f"backward {self.losses}"
+            output.register_hook(lambda gradient: self.maybe_fail(place))
         return super().loss(output, target)
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], participant: Participant
+    ) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters, participant)
+        steps = itertools.count(1)
+        made.register_step_pre_hook(lambda *_: self.maybe_fail(f"step {next(steps)}"))
+        return made
 
     def maybe_fail(self, place: str) -> None:
         places = self.settings.get("at", [])

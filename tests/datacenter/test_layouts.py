@@ -357,7 +357,7 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason(
             setup("Gpt", {"plan": "misspelt"}, **elsewhere, tensor_parallel=2),
             "names 'layers.*.up', and no module is called so",
         ),
-        (setup("Faulty", **elsewhere, pipeline_parallel=2), "has a forward() of its own"),
+        (setup("Halved", **elsewhere, pipeline_parallel=2), "has a forward() of its own"),
     ]
     openings = [made.command() for made, _ in cases]
     said = on_ranks(2, "refusals", openings, str(tmp_path / "state"))

@@ -210,11 +210,25 @@ def test_a_task_that_cannot_be_opened(
     assert time.monotonic() - started < 2.0
 
 
-@pytest.mark.parametrize("rank", [{}, {"rank": "1"}], ids=["all ranks", "one rank"])
-def test_a_task_that_raises_while_it_trains(rank: dict[str, str], warm: Any, setup: Any) -> None:
-    warm.open("raises", setup("Faulty", {"fault": "raise", "at": "3", **rank}))
+@pytest.mark.parametrize(
+    ("settings", "pipeline", "what"),
+    [
+        ({"at": "3"}, 1, r"loss\(\)"),
+        ({"at": "3", "rank": "1"}, 1, r"loss\(\)"),
+        ({"at": "backward 3", "rank": "1"}, 1, "the backward pass"),
+        ({"at": "step 3", "rank": "0"}, 1, "the optimizer's step"),
+        ({"at": "forward 10", "rank": "0"}, 2, "a pass through the pipeline"),
+    ],
+)
+def test_a_task_that_raises_while_it_trains(
+    settings: dict[str, str], pipeline: int, what: str, warm: Any, setup: Any
+) -> None:
+    made = setup("Faulty", {"fault": "raise", **settings}, pipeline_parallel=pipeline)
+    warm.open("raises", made)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"loss\(\) failed at .*: the shelf is empty"):
+    with pytest.raises(
+        UserError, match=rf"{what} failed at .*tasks.py:\d+: .*: the shelf is empty"
+    ):
         warm.train("raises", 0, STEPS)
     assert time.monotonic() - started < 2.0
     warm.open("goes-on", setup("Table"))
