@@ -272,6 +272,30 @@ def test_a_policy_that_changes_what_it_was_given_changes_nothing():
         seen.spent = 0.0
 
 
+class Watched(list):
+    """A history that counts how many of its rounds were looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        self.looked_at += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self):
+        self.looked_at += len(self)
+        return super().__iter__()
+
+
+def test_an_observation_costs_no_more_in_a_long_run():
+    history = Watched([past_round(row(1))] * 5000)
+    seen = observe_run(JOB, history, **GIVEN)
+    assert seen.round == len(seen.history) + 1 == 5001
+    assert seen.history[-1] is seen.history[4999]  # a copy, and one of it
+    assert [past.round for past in seen.history[-3:]] == [1, 1, 1]
+    assert history.looked_at < 20
+
+
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
 @settings(max_examples=10)
 @given(st.randoms(use_true_random=False))

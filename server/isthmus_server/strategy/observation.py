@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from isthmus.job import Job
 from isthmus_server.strategy.policy import (
@@ -60,7 +60,7 @@ def observe(
     return Observation(
         round=len(history) + 1,
         rounds=job.rounds,
-        history=[_copy_of(past) for past in history],
+        history=_Copied(history),
         clients_ready=clients_ready,
         clients_resting=clients_resting,
         enough_in=enough_in,
@@ -124,6 +124,36 @@ def past_round(row: Mapping[str, Any]) -> PastRound:
         comparisons=[Comparison(**one) for one in row.get("comparisons", ())],
         elapsed=row.get("elapsed", 0.0),
     )
+
+
+class _Copied(Sequence[PastRound]):
+    """A history of which a round is copied when it is first looked at: runs have thousands."""
+
+    def __init__(self, history: Sequence[PastRound]) -> None:
+        self._history = history
+        self._copies: dict[int, PastRound] = {}
+
+    def __len__(self) -> int:
+        return len(self._history)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # a policy may change its copies
+
+    @overload
+    def __getitem__(self, at: int) -> PastRound: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[PastRound]: ...
+
+    def __getitem__(self, at: int | slice) -> PastRound | list[PastRound]:
+        which = range(len(self._history))[at]
+        if isinstance(which, range):
+            return [self[one] for one in which]
+        if which not in self._copies:
+            self._copies[which] = _copy_of(self._history[which])
+        return self._copies[which]
 
 
 def _copy_of(past: PastRound) -> PastRound:
