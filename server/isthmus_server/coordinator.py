@@ -292,8 +292,11 @@ class Coordinator:
         if not self.at.model_in_datacenter:
             return
         assert self.at.holder is not None
-        if self.at.holder not in self.roster.datacenters:
-            raise RoundFailed(f"the datacenter {self.at.holder!r}, which has the model, is away")
+        if not await self.roster.wait_for_holder(self.at.holder):
+            raise RoundFailed(
+                f"the datacenter {self.at.holder!r}, which has the model, is away; waited up to "
+                f"{self.job.time.join_seconds:g} s (time.join_seconds)"
+            )
         self.model.replace(await self.datacenter.export(self.at.holder, self.at.datacenter_step))
         self.at = dataclasses.replace(self.at, model_in_datacenter=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -164,16 +165,22 @@ class Roster:
                 )
             )
 
+        await self._until(done, clients, datacenters)
+
+    async def wait_for_holder(self, name: str) -> bool:
+        """Wait for the one datacenter that has the model; returns whether it is here."""
+        await self._until(lambda: name in {*self.datacenters, *self.declined}, 0, 1)
+        return name in self.datacenters
+
+    async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> None:
         if done():
             return
         self.note("waiting", {"clients": clients, "datacenters": datacenters})
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.job.time.join_seconds):
                 while not done():
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:
-            pass
 
     def _have_declined(self, role: link_pb2.Role) -> int:
         return sum(one == role for one, _ in self.declined.values())

@@ -241,12 +241,12 @@ class Store:
         for (outcome,) in rows:
             yield json.loads(outcome)["round"]
 
-    def ended(self, after: int) -> list[tuple[int, str, dict[str, Any]]]:
-        """Attempts that ended since: a number that only grows, the state, and the round's row."""
+    def ended(self, after: int, most: int) -> list[tuple[int, str, dict[str, Any]]]:
+        """Attempts that ended since, the first so many: a growing number, the state, its row."""
         rows = self._db.execute(
             "SELECT rowid, state, outcome FROM attempts WHERE rowid>? AND outcome NOT NULL "
-            "ORDER BY rowid",
-            (after,),
+            "ORDER BY rowid LIMIT ?",
+            (after, most),
         )
         return [(number, state, json.loads(outcome)["round"]) for number, state, outcome in rows]
 

@@ -119,7 +119,7 @@ async def test_a_device_of_the_version_before_takes_part_in_our_rounds(recorded,
         # The server says nothing to it that a device of that version would not have heard then.
         assert [message.WhichOneof("body") for message in device.unheard] in ([], ["receipt"])
         device.call.cancel()
-    ended = [(state, row["round"]) for _, state, row in store.ended(0)]
+    ended = [(state, row["round"]) for _, state, row in store.ended(0, most=9)]
     store.close()
     await link.stop()
     assert ended == [("committed", 1), ("committed", 2)]

@@ -26,6 +26,9 @@ from isthmus_server.strategy import load_policy
 _LOOK_SECONDS = 0.5
 """Between two looks at a run that somebody follows."""
 
+_ROWS = 20
+"""Of rounds that are read at a time: a long run has thousands, and the link waits meanwhile."""
+
 _CANCELLED = "an operator cancelled it"
 
 log = logging.getLogger(__name__)
@@ -190,9 +193,10 @@ class Runner:
         while True:
             entry = self.queue.get(id_)
             with self._store(entry) as store:
-                for number, state, row in [] if store is None else store.ended(last):
-                    last = number
-                    yield "committed" if state == "committed" else "attempt_failed", row
+                while store is not None and (rows := store.ended(last, most=_ROWS)):
+                    for number, state, row in rows:
+                        last = number
+                        yield "committed" if state == "committed" else "attempt_failed", row
             if entry.state in ENDED:
                 yield entry.state, {"reason": entry.reason}
             if entry.state in ENDED or not follow:

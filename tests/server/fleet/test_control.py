@@ -14,6 +14,7 @@ from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.agent import Agent
 from isthmus_server.fleet.console import Server, jobs
+from isthmus_server.store import Store
 
 
 class Device(Agent):
@@ -68,6 +69,29 @@ async def place(fleet, make_job):
     fleet.devices, fleet.ask, fleet.submit = devices, ask, submit
     fleet.states, fleet.ended = states, ended
     return fleet
+
+
+async def test_the_log_of_a_long_run_is_read_a_few_rounds_at_a_time(place, make_job, monkeypatch):
+    """The link has nothing else to do it with: what is read at once, all others wait for."""
+    entry = place.runner.queue.submit(make_job(), "me", "long")
+    place.runner.queue.mark(entry, "finished")
+    read = []
+    at_once = Store.ended
+
+    def ended(store, after, most):
+        read.append(at_once(store, after, most))
+        return read[-1]
+
+    monkeypatch.setattr(Store, "ended", ended)
+    with contextlib.closing(
+        Store.create(place.state / "runs" / entry.id, entry.job, place.state)
+    ) as store:
+        for round_ in range(1, 151):
+            store.plan(round_, 1, {}, {})
+            store.fail(round_, 1, {"round": {"round": round_}})
+    told = [(kind, row.get("round")) async for kind, row in place.runner.events(entry.id, False)]
+    assert told == [*(("attempt_failed", round_) for round_ in range(1, 151)), ("finished", None)]
+    assert max(map(len, read)) < 50
 
 
 async def test_jobs_run_in_the_order_in_which_they_were_submitted(place):
