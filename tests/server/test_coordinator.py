@@ -1,3 +1,4 @@
+import asyncio
 import hashlib
 import io
 import json
@@ -8,6 +9,7 @@ import torch
 from rich.console import Console
 
 from isthmus.errors import UserError
+from isthmus.wire import link_pb2
 from isthmus_server import attempt, pages
 from isthmus_server.coordinator import Coordinator
 from isthmus_server.model import GlobalModel
@@ -317,6 +319,24 @@ async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(wi
     assert again.resume_point().model_in_datacenter
     await Coordinator(again, place.link).run()
     assert [row["regime"] for row in document(again)["rounds"]] == ["datacenter", "federated"]
+
+
+async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks, place, net):
+    """After a restart of the server it may be back long after the devices."""
+    _, coordinator, ranks = await with_ranks(
+        "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
+    )
+    again = await place.killed(coordinator, "committed", 1)
+    place.link.cut("dc", "it is away")
+    noted = []
+    resumed = Coordinator(again, place.link, lambda *told: noted.append(told))
+    running = asyncio.create_task(resumed.run())
+    alone = ("waiting", {"clients": 0, "datacenters": 1})
+    await net.until(lambda: alone in noted or running.done())
+    await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
+    final = await running
+    assert document(again)["rounds"][1]["attempt"] == 1
+    assert final["model_sha256"] == document(again)["rounds"][1]["model_sha256"]
 
 
 async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place):
