@@ -129,7 +129,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def eval_data(self) -> Dataset[Any]:
-        """Central held-out data, as `(input, target)` pairs."""
+        """Central held-out data, as `(input, target)` pairs; whoever scores a run asks once."""
 
     @abc.abstractmethod
     def optimizer(

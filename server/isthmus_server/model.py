@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from isthmus.contents import describe
 from isthmus.errors import UpdateError
@@ -70,6 +71,8 @@ class GlobalModel:
         self._content: link_pb2.Content | None = None
         self._stored: Path | None = None
         """A file that holds what `payload` holds."""
+        self._held_out: Dataset[Any] | None = None
+        """Read when it is first wanted, and kept: it may take a while."""
 
     @property
     def payload(self) -> memoryview:
@@ -161,12 +164,14 @@ class GlobalModel:
 
     def evaluate(self, batch_size: int) -> dict[str, float]:
         """Loss and metrics of the served model on the central held-out data."""
-        with user_code("eval_data()"):
-            dataset = self.task.eval_data()
-        count = count_examples(dataset, "eval_data()")
+        if self._held_out is None:
+            with user_code("eval_data()"):
+                self._held_out = self.task.eval_data()
+        data = self._held_out
+        order = range(count_examples(data, "eval_data()"))
         self._refresh_module()
         device = torch.device("cpu")
-        return evaluate(self.task, self.module, dataset, range(count), batch_size, device).result()
+        return evaluate(self.task, self.module, data, order, batch_size, device).result()
 
     # -- optimizer state, as tensors and plain numbers ---------------------------------------------
 
