@@ -120,8 +120,8 @@ class Trainer:
         parts = [(one.vector, one.examples) for one in first.datacenters if one.vector is not None]
         gradient = merge.mean(parts)
         gradient.mul_(self.job.strategy.transfer_weight if weight is None else weight)
-        fleet, vectors = self.fleet, (self.model.vector, gradient)
-        async with published(self.link, fleet.layout, fleet.spool, vectors, 2) as content:
+        vectors, spool = (self.model.vector, gradient), self.fleet.federation.spool
+        async with published(self.link, self.model.layout, spool, vectors, 2) as content:
             try:
                 found = await self._ask_devices(work, content)
             except AttemptFailed as failed:
@@ -169,7 +169,7 @@ class Trainer:
         content = await asyncio.to_thread(lambda: model.content)
         try:
             if summing and content.size >= LARGE_BYTES and self.fleet.guest is None:
-                await to_the_end(asyncio.to_thread(model.rest, self.fleet.spool))
+                await to_the_end(asyncio.to_thread(model.rest, self.fleet.federation.spool))
             resting = model.resting
             payload = model.payload if resting is None else InFile(resting, content.size)
             self.link.publish(content, payload)

@@ -27,7 +27,7 @@ from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import FOR_TRAINING, SecureAttempt, agreement
 
 if TYPE_CHECKING:
-    from isthmus_server.regimes import Fleet
+    from isthmus_server.federation import Federation
 
 
 @dataclasses.dataclass
@@ -58,8 +58,8 @@ class Buffered:
       * whoever is still at work after a round has its model: who had not is let go.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
         self.working: dict[str, _Working] = {}
         self.held: dict[str, _Working] = {}
         """Devices that have trained and keep their update until it is summed securely."""
@@ -95,13 +95,13 @@ class Buffered:
         await asyncio.gather(*tasks, return_exceptions=True)
         for one in self.working.values():
             if one.reply is not None:
-                self.fleet.link.settle(one.name, one.request.id, False, "the run is over")
+                self.federation.link.settle(one.name, one.request.id, False, "the run is over")
         self.working.clear()
         self.held.clear()
 
     def ask(self, name: str, examples: int, round_: int, work: link_pb2.TrainLocal) -> _Working:
         """Have a device begin, for whichever buffer it will be in time for."""
-        request = link_pb2.Request(id=self.fleet.link.new_id(), train_local=work)
+        request = link_pb2.Request(id=self.federation.link.new_id(), train_local=work)
         one = _Working(name, round_, examples, request, work.model.size)
         one.task = asyncio.create_task(self._wait(one))
         self.working[name] = one
@@ -109,7 +109,7 @@ class Buffered:
 
     async def _wait(self, one: _Working) -> None:
         try:
-            one.reply = await self.fleet.link.ask(one.name, one.request)
+            one.reply = await self.federation.link.ask(one.name, one.request)
         except ParticipantLost as lost:
             one.lost, one.reached = str(lost), lost.reached
         finally:
@@ -139,7 +139,7 @@ class Filling:
         with_gradient: bool,
     ) -> None:
         self.devices = devices
-        self.fleet = devices.fleet
+        self.federation = devices.federation
         self.round = round_
         self.attempt = attempt
         self.model = model
@@ -149,10 +149,10 @@ class Filling:
         at_work = {one.name: one.examples for one in busy}
         self.idle = {name: count for name, count in cohort.items() if name not in at_work}
         self.order = sorted(self.idle)
-        seed = f"isthmus/buffer/{self.fleet.job.seed}/{round_}"
+        seed = f"isthmus/buffer/{self.federation.job.seed}/{round_}"
         random.Random(seed).shuffle(self.order)  # noqa: S311 - chosen, not secret
         declared = sum(at_work.values()) + sum(self.idle.values())
-        self.total = self.fleet.weighted_sum(declared)
+        self.total = self.federation.weighted_sum(declared)
         self.receipts: dict[str, Receipt] = {}
         self.losses: list[tuple[float, int]] = []
         self.asked: list[_Working] = []
@@ -170,7 +170,7 @@ class Filling:
     async def run(self) -> FederatedResult:
         """Keep as many at work as the job says, and take who comes."""
         secure = self.settings.secure_aggregation
-        seconds = self.fleet.job.time.round_seconds
+        seconds = self.federation.job.time.round_seconds
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout(seconds * (FOR_TRAINING if secure else 1.0)):
@@ -200,20 +200,20 @@ class Filling:
 
     async def _sum_securely(self, deadline: float) -> FederatedResult:
         """The finished devices as a cohort; each discounts its own update before it masks it."""
-        fleet, held = self.fleet, self.devices.held
+        federation, held = self.federation, self.devices.held
         taken = [held.pop(name) for name in list(held)[: self.settings.cohort]]
         self.summed = {one.name: self.round - one.version for one in taken}
-        name = buffer_name(fleet.run_id, self.round)
+        name = buffer_name(federation.run_id, self.round)
         about = link_pb2.Content(sha256=name, size=self.model.size)
-        config = agreement(fleet, self.round, self.attempt, about, self.settings)
+        config = agreement(federation, self.round, self.attempt, about, self.settings)
 
         def begin(agreed: bytes) -> link_pb2.Request:
             agree = link_pb2.Agree(
-                run_id=fleet.run_id, round=self.round, attempt=self.attempt, secure=agreed
+                run_id=federation.run_id, round=self.round, attempt=self.attempt, secure=agreed
             )
             return link_pb2.Request(agree=agree)
 
-        self.summing = SecureAttempt(fleet, config, about, self.summed, begin)
+        self.summing = SecureAttempt(federation, config, about, self.summed, begin)
         try:
             result = await self.summing.run(deadline)
         except AttemptFailed as error:
@@ -240,7 +240,7 @@ class Filling:
     def _let_go(self) -> None:
         """Of those asked here who still lack the model: nobody holds it for them after this."""
         for one in self.asked:
-            peer = self.fleet.link.peers.get(one.name)
+            peer = self.federation.link.peers.get(one.name)
             lacks = peer is not None and peer.given != self.model.sha256
             if lacks and one.reply is None and self.devices.working.get(one.name) is one:
                 del self.devices.working[one.name]
@@ -253,7 +253,7 @@ class Filling:
         while self.order and len(self.devices.working) < self.settings.concurrency:
             name = self.order.pop(0)
             work = link_pb2.TrainLocal(
-                run_id=self.fleet.run_id,
+                run_id=self.federation.run_id,
                 round=self.round,
                 attempt=self.attempt,
                 model=self.model,
@@ -281,12 +281,12 @@ class Filling:
             receipt = self.receipts.get(one.name)
             refused = receipt is not None and receipt.status != "accepted"
             reason = receipt.reason if receipt is not None else ""
-            self.fleet.link.settle(one.name, one.request.id, not refused, reason)
+            self.federation.link.settle(one.name, one.request.id, not refused, reason)
 
     async def _add(self, one: _Working, reply: link_pb2.Reply) -> None:
         if reply.WhichOneof("outcome") != "trained":
             raise UpdateError(reason_of(reply))
-        trained, layout = reply.trained, self.fleet.layout
+        trained, layout = reply.trained, self.federation.layout
         check_figures(trained)
         most = self.settings.buffer.most_staleness
         stale = self.round - one.version
@@ -301,9 +301,9 @@ class Filling:
                 f"{layout.nbytes}"
             )
         scale = self.settings.buffer.discount(stale)
-        with Spool(self.fleet.spool, expected=layout.nbytes) as spool:
+        with Spool(self.federation.spool, expected=layout.nbytes) as spool:
             adding = Adding(spool, self.total, layout, trained.examples, scale)
-            async with added(self.fleet.link, one.name, trained.result, adding):
+            async with added(self.federation.link, one.name, trained.result, adding):
                 self._accept(one, trained, stale)
 
     def _accept(self, one: _Working, trained: link_pb2.Trained, stale: int) -> None:

@@ -20,9 +20,11 @@ from isthmus.errors import IsthmusError, RoundFailed, UserError
 from isthmus.job import write_job
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
+from isthmus_server.assignment import work_of
 from isthmus_server.attempt import Trained, Trainer
 from isthmus_server.clock import Clock
 from isthmus_server.cohorts import Cohorts
+from isthmus_server.federation import Federation
 from isthmus_server.link import Link
 from isthmus_server.model import GlobalModel
 from isthmus_server.outcome import AttemptFailed
@@ -33,6 +35,7 @@ from isthmus_server.snapshots import Snapshots
 from isthmus_server.store import Store
 from isthmus_server.strategy.constraints import hold
 from isthmus_server.strategy.decision import Decision, decide
+from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
     CURRENT,
@@ -43,10 +46,9 @@ from isthmus_server.strategy.policy import (
     Plan,
     Stop,
     Wait,
-    load_policy,
 )
 from isthmus_server.visitor import Visitor
-from isthmus_server.work import Work, evaluates, work_of
+from isthmus_server.work import Work, evaluates
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +97,8 @@ class Coordinator:
             task, self.job.seed, strategy.server_optimizer, strategy.served_average
         )
         layout = self.model.layout
-        self.fleet = Fleet(link, self.job, store.run_id, layout, store.directory)
+        federation = Federation(link, self.job, store.run_id, layout, store.directory)
+        self.fleet = Fleet(federation)
         self.at = store.resume_point()
         self.snapshots = Snapshots(self.model, store.checkpoints, self.fleet.guest)
         self.snapshots.restore(self.at)
@@ -113,7 +116,7 @@ class Coordinator:
         self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
         self.datacenter = Datacenter(link, self.job, store.run_id, layout)
         self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
-        self.visitor = Visitor(store, self.roster, self.fleet, self.snapshots, self.clock)
+        self.visitor = Visitor(store, self.roster, federation, self.snapshots, self.clock)
 
     # -- the loop ----------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ from isthmus_server.receipts import UNREACHABLE, Receipt, Status, reasons
 from isthmus_server.secure import UPLOADS_AT_ONCE
 
 if TYPE_CHECKING:
+    from isthmus_server.federation import Federation
     from isthmus_server.flower.guest import Gathering
     from isthmus_server.link import Link
-    from isthmus_server.regimes import Fleet
 
 
 class PlainAttempt:
@@ -33,7 +33,7 @@ class PlainAttempt:
 
     def __init__(
         self,
-        fleet: Fleet,
+        federation: Federation,
         round_: int,
         attempt: int,
         model: link_pb2.Content,
@@ -43,14 +43,14 @@ class PlainAttempt:
         with_gradient: bool = False,
     ) -> None:
         """With `gathering`, a Flower strategy takes the place of the weighted mean."""
-        self.fleet = fleet
+        self.federation = federation
         self.round = round_
         self.attempt = attempt
         self.model = model
         self.cohort = cohort
         self.settings = settings
         self.with_gradient = with_gradient
-        self.total = gathering or fleet.weighted_sum(sum(cohort.values()))
+        self.total = gathering or federation.weighted_sum(sum(cohort.values()))
         self.receipts: dict[str, Receipt] = {}
         self.losses: dict[str, tuple[float, int]] = {}
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
@@ -69,9 +69,9 @@ class PlainAttempt:
         """
         settings = self.settings
         tasks = {asyncio.create_task(self._one(name)): name for name in self.cohort}
-        ended_because = f"the round's {self.fleet.job.time.round_seconds:g} s were over"
+        ended_because = f"the round's {self.federation.job.time.round_seconds:g} s were over"
         try:
-            async with asyncio.timeout(self.fleet.job.time.round_seconds):
+            async with asyncio.timeout(self.federation.job.time.round_seconds):
                 for done in asyncio.as_completed(tasks):
                     await done
                     if self.accepted >= settings.cohort:
@@ -117,11 +117,11 @@ class PlainAttempt:
 
     async def _one(self, name: str) -> None:
         """One device's part; leaves a receipt, whatever happens."""
-        link = self.fleet.link
+        link = self.federation.link
         request = link_pb2.Request(
             id=link.new_id(),
             train_local=link_pb2.TrainLocal(
-                run_id=self.fleet.run_id,
+                run_id=self.federation.run_id,
                 round=self.round,
                 attempt=self.attempt,
                 model=self.model,
@@ -154,20 +154,20 @@ class PlainAttempt:
 
     async def _take(self, name: str, trained: link_pb2.Trained) -> None:
         check_figures(trained)
-        layout = self.fleet.layout
+        layout = self.federation.layout
         if trained.result.size != layout.nbytes:
             raise UpdateError(
                 f"its update has {trained.result.size} bytes where this exchange set takes "
                 f"{layout.nbytes}"
             )
         async with self.uploads:
-            with Spool(self.fleet.spool, expected=layout.nbytes) as spool:
+            with Spool(self.federation.spool, expected=layout.nbytes) as spool:
                 if isinstance(self.total, WeightedSum):
                     adding = Adding(spool, self.total, layout, trained.examples)
-                    async with added(self.fleet.link, name, trained.result, adding):
+                    async with added(self.federation.link, name, trained.result, adding):
                         self._accept(name, trained)
                 else:
-                    await self.fleet.link.fetch(name, trained.result, spool.write)
+                    await self.federation.link.fetch(name, trained.result, spool.write)
                     await to_the_end(self._show(self.total, name, trained, spool))
 
     async def _show(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +18,11 @@ from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
 from isthmus.job import Job
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import Directory
-from isthmus_server.aggregate import SUM_BYTES, WeightedSum
 from isthmus_server.answers import check_figures, in_a_line, reason_of
 from isthmus_server.buffered import Buffered
+from isthmus_server.federation import Federation
 from isthmus_server.link import Link
 from isthmus_server.outcome import AttemptFailed, DatacenterResult, FederatedResult
-from isthmus_server.pages import Pages
 from isthmus_server.plain import PlainAttempt
 from isthmus_server.receipts import Receipt, Status
 from isthmus_server.secure import SecureAttempt, agreement
@@ -38,23 +35,17 @@ if TYPE_CHECKING:
 class Fleet:
     """The federated regime."""
 
-    def __init__(self, link: Link, job: Job, run_id: str, layout: Layout, spool: Path) -> None:
-        """`spool` is a directory for updates that are too large to hold while they arrive."""
-        self.link = link
-        self.job = job
-        self.run_id = run_id
-        self.layout = layout
-        self.spool = spool
-        self.directory = Directory(link.enrolments.authority, revoked=link.enrolments.revoked)
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
         self.guest: Guest | None = None
         """The Flower strategy, where the job names one."""
-        if job.federated.flower is not None:
+        settings = federation.job.federated
+        if settings.flower is not None:
             from isthmus_server.flower.guest import Guest
 
-            self.guest = Guest(job.federated, layout)
-        self.buffered = Buffered(self) if job.federated.mode == "buffered" else None
+            self.guest = Guest(settings, federation.layout)
+        self.buffered = Buffered(federation) if settings.mode == "buffered" else None
         self._running: FlowerAttempt | PlainAttempt | SecureAttempt | Buffered | None = None
-        self._sum: Pages | None = None
 
     async def train(
         self,
@@ -76,7 +67,7 @@ class Fleet:
         Raises:
             AttemptFailed: fewer updates than the quorum.
         """
-        settings = settings or self.job.federated
+        settings = settings or self.federation.job.federated
         if self.buffered is not None:
             self._running = self.buffered
             return await self.buffered.train(
@@ -90,7 +81,7 @@ class Fleet:
 
             def begin(agreed: bytes) -> link_pb2.Request:
                 work = link_pb2.TrainLocal(
-                    run_id=self.run_id,
+                    run_id=self.federation.run_id,
                     round=round_,
                     attempt=attempt,
                     model=model,
@@ -99,8 +90,8 @@ class Fleet:
                 )
                 return link_pb2.Request(train_local=work)
 
-            config = agreement(self, round_, attempt, model, settings)
-            self._running = SecureAttempt(self, config, model, cohort, begin)
+            config = agreement(self.federation, round_, attempt, model, settings)
+            self._running = SecureAttempt(self.federation, config, model, cohort, begin)
         else:
             gathering = None
             if self.guest is not None:
@@ -110,17 +101,11 @@ class Fleet:
                 from isthmus_server.flower.guest import Gathering
 
                 begun = self.guest.begin(round_, start, settings)
-                gathering = Gathering(begun, self.layout, cohort)
+                gathering = Gathering(begun, self.federation.layout, cohort)
             self._running = PlainAttempt(
-                self, round_, attempt, model, cohort, settings, gathering, with_gradient
+                self.federation, round_, attempt, model, cohort, settings, gathering, with_gradient
             )
         return await self._running.run()
-
-    def weighted_sum(self, declared_weight: int) -> WeightedSum:
-        """An empty sum, in the memory of the last one and its mean: fresh memory costs time."""
-        if self._sum is None:
-            self._sum = Pages(SUM_BYTES * self.layout.size)
-        return WeightedSum(self.layout.size, declared_weight, self._sum)
 
     async def _train_app(
         self,
@@ -133,7 +118,7 @@ class Fleet:
         from isthmus_server.flower.attempt import FlowerAttempt
 
         assert self.guest is not None
-        running = FlowerAttempt(self, self.guest, round_, start, cohort, settings)
+        running = FlowerAttempt(self.federation, self.guest, round_, start, cohort, settings)
         self._running = running
         return await running.run()
 

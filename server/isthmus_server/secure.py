@@ -42,7 +42,7 @@ from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import UNREACHABLE, Receipt, Status, reasons
 
 if TYPE_CHECKING:
-    from isthmus_server.regimes import Fleet
+    from isthmus_server.federation import Federation
 
 UPLOADS_AT_ONCE = 8
 """Masked vectors under way at the same time; each takes a file, not memory."""
@@ -77,15 +77,19 @@ def margins(settings: FederatedSection) -> Margins:
 
 
 def agreement(
-    fleet: Fleet, round_: int, attempt: int, model: link_pb2.Content, settings: FederatedSection
+    federation: Federation,
+    round_: int,
+    attempt: int,
+    model: link_pb2.Content,
+    settings: FederatedSection,
 ) -> RoundConfig:
     """What every device of the attempt agrees to; see `RoundConfig`."""
     return RoundConfig(
-        run_id=fleet.run_id,
+        run_id=federation.run_id,
         round=round_,
         attempt=attempt,
         model_hash=model.sha256,
-        size=fleet.layout.size,
+        size=federation.layout.size,
         slots=(Slot(name="loss", maximum=LARGEST_LOSS),),
         **margins(settings),
         clip=settings.clip,
@@ -108,19 +112,19 @@ class SecureAttempt:
 
     def __init__(
         self,
-        fleet: Fleet,
+        federation: Federation,
         config: RoundConfig,
         model: link_pb2.Content,
         cohort: Collection[str],
         begin: Begin,
     ) -> None:
         """`begin` makes the request in which a device computes what is summed up."""
-        self.fleet = fleet
+        self.federation = federation
         self.model = model
         self.cohort = sorted(cohort)
         self.config = config
         self.begin = begin
-        self.session = ServerSession(config, fleet.directory, invited=cohort)
+        self.session = ServerSession(config, federation.directory, invited=cohort)
         self.receipts: dict[str, Receipt] = {}
         self.seconds: dict[str, float] = {}
         self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
@@ -134,7 +138,7 @@ class SecureAttempt:
         Raises:
             AttemptFailed: too few were left at some step.
         """
-        times = self.fleet.job.time
+        times = self.federation.job.time
         session = self.session
         start = asyncio.get_running_loop().time()
         if deadline is None:
@@ -182,10 +186,10 @@ class SecureAttempt:
 
         async def one(name: str) -> None:
             request, stepped = await self._ask(name, message)
-            self.fleet.link.settle(name, request.id, True)
+            self.federation.link.settle(name, request.id, True)
             take(name, stepped.message)
 
-        deadline = asyncio.get_running_loop().time() + self.fleet.job.time.lease_seconds
+        deadline = asyncio.get_running_loop().time() + self.federation.job.time.lease_seconds
         await self._step(what, self.session.missing, one, deadline)
 
     async def _step(
@@ -242,9 +246,9 @@ class SecureAttempt:
 
     async def _train(self, name: str) -> None:
         request = self.begin(self.config.to_bytes())
-        request.id = self.fleet.link.new_id()
+        request.id = self.federation.link.new_id()
         reply = await self._reply(name, request, "trained")
-        self.fleet.link.settle(name, request.id, True)
+        self.federation.link.settle(name, request.id, True)
         check_figures(reply.trained)
         advert = AdvertiseKeys.from_bytes(reply.trained.secure)
         _same(name, advert.name)
@@ -262,14 +266,14 @@ class SecureAttempt:
             attempt=self.config.attempt,
             **message,
         )
-        request = link_pb2.Request(id=self.fleet.link.new_id(), secure_step=step)
+        request = link_pb2.Request(id=self.federation.link.new_id(), secure_step=step)
         return request, (await self._reply(name, request, "secure_stepped")).secure_stepped
 
     async def _reply(self, name: str, request: link_pb2.Request, kind: str) -> link_pb2.Reply:
-        reply = await self.fleet.link.ask(name, request)
+        reply = await self.federation.link.ask(name, request)
         if reply.WhichOneof("outcome") != kind:
             reason = reason_of(reply)
-            self.fleet.link.settle(name, request.id, False, reason)
+            self.federation.link.settle(name, request.id, False, reason)
             raise Refused(reason)
         return reply
 
@@ -285,7 +289,7 @@ class SecureAttempt:
             raise
         finally:
             # Also when it was too slow: until it is told, a device keeps its vector.
-            self.fleet.link.settle(name, request.id, accepted, reason)
+            self.federation.link.settle(name, request.id, accepted, reason)
 
     async def _add(self, name: str, stepped: link_pb2.SecureStepped) -> None:
         masked = MaskedInput.from_bytes(stepped.message)
@@ -296,8 +300,8 @@ class SecureAttempt:
                 f"{self.config.payload_bytes}"
             )
         async with self.uploads:
-            with Spool(self.fleet.spool, expected=stepped.masked.size) as spool:
-                await self.fleet.link.fetch(name, stepped.masked, spool.write)
+            with Spool(self.federation.spool, expected=stepped.masked.size) as spool:
+                await self.federation.link.fetch(name, stepped.masked, spool.write)
                 async with self.adding:
                     with spool.view() as payload:
                         await to_the_end(

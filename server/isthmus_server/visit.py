@@ -20,9 +20,9 @@ from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.answers import reason_of
 from isthmus_server.bundle import published
 from isthmus_server.checkpoints import Saved
+from isthmus_server.federation import Federation
 from isthmus_server.outcome import AttemptFailed
 from isthmus_server.receipts import Receipt, Status
-from isthmus_server.regimes import Fleet
 from isthmus_server.secure import SecureAttempt, margins
 from isthmus_server.snapshots import Snapshots
 from isthmus_server.strategy.policy import Compare, Comparison
@@ -57,7 +57,7 @@ def settings_of(asked: Compare, federated: FederatedSection) -> FederatedSection
 
 
 async def visit(
-    fleet: Fleet,
+    federation: Federation,
     snapshots: Snapshots,
     saved: Mapping[str, Saved],
     asked: Compare,
@@ -68,7 +68,7 @@ async def visit(
     """Have a cohort score models.
 
     Args:
-        fleet: the devices.
+        federation: the devices', and the run's.
         snapshots: the models.
         saved: where the kept ones are.
         asked: which to compare.
@@ -79,7 +79,7 @@ async def visit(
     Raises:
         AttemptFailed: too few answered.
     """
-    settings = settings_of(asked, fleet.job.federated)
+    settings = settings_of(asked, federation.job.federated)
     if len(cohort) < settings.needed:
         raise AttemptFailed(
             f"{len(cohort)} devices are ready and a visit of {asked.devices} needs "
@@ -92,17 +92,18 @@ async def visit(
         for model in asked.models
     ]
     vectors = (snapshots.read(name, saved) for name in names)
-    async with published(fleet.link, fleet.layout, fleet.spool, vectors, len(names)) as content:
+    link, layout, spool = federation.link, federation.layout, federation.spool
+    async with published(link, layout, spool, vectors, len(names)) as content:
         work = link_pb2.Score(
-            run_id=fleet.run_id,
+            run_id=federation.run_id,
             visit=number,
             attempt=attempt,
             models=content,
             candidates=candidates,
         )
         if settings.secure_aggregation:
-            return await _secure(fleet, work, cohort, settings)
-        return await _PlainVisit(fleet, work, cohort, settings).run()
+            return await _secure(federation, work, cohort, settings)
+        return await _PlainVisit(federation, work, cohort, settings).run()
 
 
 def comparison(asked: Compare, scores: Scores, price: float) -> Comparison:
@@ -119,7 +120,7 @@ def comparison(asked: Compare, scores: Scores, price: float) -> Comparison:
 
 
 async def _secure(
-    fleet: Fleet, work: link_pb2.Score, cohort: Sequence[str], settings: FederatedSection
+    federation: Federation, work: link_pb2.Score, cohort: Sequence[str], settings: FederatedSection
 ) -> Scores:
     def begin(agreed: bytes) -> link_pb2.Request:
         request = link_pb2.Request(score=work)
@@ -127,7 +128,7 @@ async def _secure(
         return request
 
     config = RoundConfig(
-        run_id=paired.visits_of(fleet.run_id),
+        run_id=paired.visits_of(federation.run_id),
         round=work.visit,
         attempt=work.attempt,
         model_hash=work.models.sha256,
@@ -135,7 +136,7 @@ async def _secure(
         **margins(settings),
         clip=1.0,
     )
-    result = await SecureAttempt(fleet, config, work.models, cohort, begin).run()
+    result = await SecureAttempt(federation, config, work.models, cohort, begin).run()
     return Scores(result.pseudo_gradient.tolist(), result.receipts)
 
 
@@ -144,12 +145,12 @@ class _PlainVisit:
 
     def __init__(
         self,
-        fleet: Fleet,
+        federation: Federation,
         work: link_pb2.Score,
         cohort: Sequence[str],
         settings: FederatedSection,
     ) -> None:
-        self.fleet = fleet
+        self.federation = federation
         self.work = work
         self.cohort = cohort
         self.settings = settings
@@ -158,7 +159,7 @@ class _PlainVisit:
 
     async def run(self) -> Scores:
         """Ask everyone, and wait until all have answered or the time of a round is over."""
-        seconds = self.fleet.job.time.round_seconds
+        seconds = self.federation.job.time.round_seconds
         tasks = [asyncio.create_task(self._ask(name)) for name in self.cohort]
         try:
             await asyncio.wait(tasks, timeout=seconds)
@@ -184,7 +185,7 @@ class _PlainVisit:
         return Scores(torch.stack(listed).mean(0).tolist(), receipts)
 
     async def _ask(self, name: str) -> None:
-        link = self.fleet.link
+        link = self.federation.link
         request = link_pb2.Request(id=link.new_id(), score=self.work)
         try:
             reply = await link.ask(name, request)

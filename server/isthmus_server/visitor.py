@@ -14,9 +14,9 @@ from typing import Any
 from isthmus.errors import RoundFailed
 from isthmus.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.clock import Clock
+from isthmus_server.federation import Federation
 from isthmus_server.outcome import AttemptFailed
 from isthmus_server.receipts import Receipt
-from isthmus_server.regimes import Fleet
 from isthmus_server.resume import Resume
 from isthmus_server.roster import Roster
 from isthmus_server.snapshots import Snapshots
@@ -30,12 +30,17 @@ class Visitor:
     """Has devices compare models."""
 
     def __init__(
-        self, store: Store, roster: Roster, fleet: Fleet, snapshots: Snapshots, clock: Clock
+        self,
+        store: Store,
+        roster: Roster,
+        federation: Federation,
+        snapshots: Snapshots,
+        clock: Clock,
     ) -> None:
         self.store = store
         self.job = store.job
         self.roster = roster
-        self.fleet = fleet
+        self.federation = federation
         self.snapshots = snapshots
         self.clock = clock
 
@@ -63,7 +68,7 @@ class Visitor:
             await bring_home()
             names = self._whom(asked, number)
             scores = await visit(
-                self.fleet, self.snapshots, at.models, asked, number, attempt, names
+                self.federation, self.snapshots, at.models, asked, number, attempt, names
             )
             receipts = scores.receipts
             found = comparison(asked, scores, self._price(asked, receipts))

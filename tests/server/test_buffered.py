@@ -12,6 +12,7 @@ from isthmus.wire import link_pb2
 from isthmus_server import peers
 from isthmus_server.aggregate import Adding
 from isthmus_server.coordinator import Coordinator
+from isthmus_server.federation import Federation
 from isthmus_server.regimes import AttemptFailed, Fleet
 from isthmus_server.report import document
 from isthmus_server.secure import SecureAttempt
@@ -43,7 +44,9 @@ def begin(net, make_job, update, tmp_path):
     async def begin(*overrides, names="abcd", lease=10.0):
         await net.listen(lease)
         settings = ("federated.mode=buffered", "federated.cohort=2", "federated.quorum=2")
-        fleet = Fleet(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
+        fleet = Fleet(
+            Federation(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
+        )
         devices = {name: Slow(update) for name in names}
         guests = {name: await net.join(name, work) for name, work in devices.items()}
 
@@ -221,7 +224,7 @@ async def test_a_secure_sum_ends_with_the_round_that_its_buffer_began(begin, mon
     with pytest.raises(AttemptFailed, match="nobody agreed"):
         await train(1)
     now = asyncio.get_running_loop().time()
-    assert began <= deadlines[0] - fleet.job.time.round_seconds <= now
+    assert began <= deadlines[0] - fleet.federation.job.time.round_seconds <= now
 
 
 async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):
@@ -245,7 +248,7 @@ async def test_kept_updates_are_discounted_and_summed_securely(place, net):
         coordinator.roster.start()
         await net.until(lambda: len(coordinator.roster.clients) == 3)
         work = link_pb2.TrainLocal(
-            run_id=fleet.run_id, round=1, attempt=1, model=content, keep=True
+            run_id=fleet.federation.run_id, round=1, attempt=1, model=content, keep=True
         )
         if fleet.buffered is not None:
             for device in place.names:

@@ -8,6 +8,7 @@ from isthmus.contents import CHUNK_BYTES, describe
 from isthmus.errors import TaskError
 from isthmus.exchange import Layout
 from isthmus.wire import link_pb2
+from isthmus_server.federation import Federation
 from isthmus_server.receipts import UNREACHABLE, Receipt, count, reasons
 from isthmus_server.regimes import AttemptFailed, Datacenter, Fleet
 
@@ -24,7 +25,7 @@ class Round:
         self.net = net
         self.link = net.link
         self.layout = layout
-        self.fleet = Fleet(net.link, job, "run", layout, directory)
+        self.fleet = Fleet(Federation(net.link, job, "run", layout, directory))
         self.model = layout.encode(torch.ones(layout.size))
         self.content = describe(self.model)
         self.link.publish(self.content, self.model)

@@ -13,6 +13,7 @@ from isthmus.job import Job
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.agent import Agent
+from isthmus_server.federation import Federation
 from isthmus_server.regimes import AttemptFailed, Fleet
 from isthmus_server.secure import SecureAttempt
 
@@ -81,7 +82,7 @@ class Place:
         self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
         content = describe(self.model)
         self.net.link.publish(content, self.model)
-        fleet = Fleet(self.net.link, job or self.job, "run", LAYOUT, self.directory)
+        fleet = Fleet(Federation(self.net.link, job or self.job, "run", LAYOUT, self.directory))
         return await fleet.train(1, attempt, content, dict.fromkeys(NAMES, 20))
 
     async def plain_mean(self, names):

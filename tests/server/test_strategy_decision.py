@@ -15,10 +15,11 @@ from isthmus_server.clock import Clock
 from isthmus_server.receipts import Receipt, attempt_row
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
 from isthmus_server.strategy.decision import MOST_VISITS, Decision, decide
+from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe as observe_run
 from isthmus_server.strategy.observation import past_round
 from isthmus_server.strategy.policies import BUILT_IN
-from isthmus_server.strategy.policy import Forecast, load_policy
+from isthmus_server.strategy.policy import Forecast
 
 from .observing import compared, observe, play
 

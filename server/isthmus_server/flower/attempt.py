@@ -23,7 +23,7 @@ from isthmus_server.outcome import AttemptFailed, FederatedResult
 from isthmus_server.receipts import Receipt, Status
 
 if TYPE_CHECKING:
-    from isthmus_server.regimes import Fleet
+    from isthmus_server.federation import Federation
 
 
 class FlowerAttempt:
@@ -31,7 +31,7 @@ class FlowerAttempt:
 
     def __init__(
         self,
-        fleet: Fleet,
+        federation: Federation,
         guest: Guest,
         round_: int,
         start: torch.Tensor,
@@ -43,17 +43,17 @@ class FlowerAttempt:
         Raises:
             RoundFailed: too many updates to hold at once.
         """
-        self.fleet = fleet
+        self.federation = federation
         self.settings = settings
         self.names = {node_of(name): name for name in cohort}
         self.strategy = guest.begin(round_, start, settings)
         self.grid = LinkGrid(
-            fleet.link,
+            federation.link,
             asyncio.get_running_loop(),
-            fleet.run_id,
+            federation.run_id,
             lambda: cohort,
             most_bytes=guest.settings.most_bytes,
-            seconds=fleet.job.time.round_seconds,
+            seconds=federation.job.time.round_seconds,
         )
         self.receipts: dict[str, Receipt] = {}
 
@@ -71,7 +71,7 @@ class FlowerAttempt:
             left = len(messages) - len(answers)
             return good >= settings.cohort or good + left < settings.needed
 
-        answers = await self.grid.exchange(messages, self.fleet.job.time.round_seconds, over)
+        answers = await self.grid.exchange(messages, self.federation.job.time.round_seconds, over)
         replies = await asyncio.to_thread(self._receive, answers)
         receipts = self.stopped("the strategy did not ask it")
         if len(replies) < settings.needed:

@@ -1,5 +1,6 @@
 """Which regime does the work of a round, with whom, and why."""
 
+from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.policy import (
     Compare,
     Observation,
@@ -7,7 +8,6 @@ from isthmus_server.strategy.policy import (
     Policy,
     Stop,
     Wait,
-    load_policy,
 )
 
 __all__ = ["Compare", "Observation", "Plan", "Policy", "Stop", "Wait", "load_policy"]

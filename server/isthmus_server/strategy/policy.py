@@ -24,13 +24,10 @@ Whatever a policy answers, the job's limits win: see `isthmus_server.strategy.co
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from isthmus.errors import JobError
 from isthmus.job import StrategySection, parse_settings
 from isthmus.section import S, Section
 
@@ -39,8 +36,6 @@ KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
 
 Side = Literal["datacenter", "federated"]
 
-ENTRY_POINTS = "isthmus.policies"
-"""Packages provide policies by entry points of this group: a name, and a class like `Greedy`."""
 
 CURRENT = "current"
 """The model that training goes on from."""
@@ -306,39 +301,3 @@ def settings_of(strategy: StrategySection, kind: type[S]) -> S:
 def no_settings(strategy: StrategySection) -> None:
     """Refuse settings where there are none."""
     settings_of(strategy, NoSettings)
-
-
-def load_policy(strategy: StrategySection) -> Policy:
-    """The policy a job names.
-
-    Raises:
-        JobError: there is none of that name, or its constructor raised.
-    """
-    from isthmus_server.strategy.policies import BUILT_IN
-
-    factory: Any = BUILT_IN.get(strategy.policy)
-    try:
-        if factory is None:
-            factory = _found_elsewhere(strategy.policy, BUILT_IN)
-        policy: Policy = factory(strategy)
-    except JobError:
-        raise
-    except Exception as error:  # it may be anybody's code
-        raise JobError(
-            f"strategy.policy={strategy.policy!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    return policy
-
-
-def _found_elsewhere(name: str, built_in: Iterable[str]) -> Any:
-    """A policy that a package provides by entry point, or `module:Name`."""
-    provided = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in provided:
-        return provided[name].load()
-    module, separator, attribute = name.partition(":")
-    if not separator:
-        raise JobError(
-            f"strategy.policy={name!r} is not known; there are "
-            f"{', '.join(sorted({*built_in, *provided}))}, or module:Name for one of your own"
-        )
-    return getattr(importlib.import_module(module), attribute)
