@@ -13,7 +13,7 @@ from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Policy
 
 ENTRY_POINTS = "isthmus.policies"
-"""Packages provide policies by entry points of this group: a name, and a class as `policy` shows one."""
+"""Packages provide policies by entry points of this group: a name, and a class."""
 
 
 def load_policy(strategy: StrategySection) -> Policy:
