@@ -15,18 +15,18 @@ from isthmus.errors import TaskError, UpdateError
 from isthmus.flower import (
     RUN,
     SERVER_NODE,
-    ClientApp,
     Context,
     ErrorCode,
     Message,
     RecordDict,
     hushed,
+    load_app,
     message,
     node_of,
 )
 from isthmus.flower_wire import decode, encode
 from isthmus.job import read_job
-from isthmus.task import Participant, load_named
+from isthmus.task import Participant, user_code
 from isthmus.wire import link_pb2
 from isthmus_clients.training import place_of
 
@@ -44,7 +44,7 @@ class FlowerRun:
         """Load the app; with a directory of `tasks`, only one that is a file in it.
 
         Raises:
-            TaskError: it cannot be loaded, or is no ClientApp.
+            TaskError: it cannot be loaded, or is no ClientApp that can be used.
             JobError: Flower is not installed.
         """
         self.job = read_job(work.job)
@@ -55,12 +55,7 @@ class FlowerRun:
         self.most_bytes = flower.most_bytes
         key = "federated.flower.app"
         base, data = place_of(flower.app, self.job, Path(work.base), data, tasks, key)
-        self.app: Any = load_named(flower.app, key, base=base)
-        if not isinstance(self.app, ClientApp):
-            raise TaskError(
-                f"federated.flower.app={flower.app!r} is a {type(self.app).__name__}, "
-                "not a flwr.clientapp.ClientApp"
-            )
+        self.app = load_app(flower.app, key, base=base)
         node: dict[str, bool | int | float | str] = {"name": participant.name}
         if participant.shard is not None:
             node["partition-id"], node["num-partitions"] = participant.shard
@@ -101,12 +96,11 @@ class FlowerRun:
             group=work.group,
         )
         try:
-            with hushed():
+            with hushed(), user_code("the app"):
                 reply = self.app(asked, self.context)
             failure = _failure_of(reply)
-        except Exception as error:  # noqa: BLE001 - it may be anybody's code
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            failure = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+        except TaskError as error:
+            failure = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))
         seconds = time.monotonic() - started
         if failure is not None:
             code, why = failure

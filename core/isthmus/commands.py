@@ -29,6 +29,11 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     base = path.resolve().parent
     data = checked.task.data_in(base)
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
+    flower = checked.federated.flower
+    if flower is not None and flower.app is not None and checked.federated.clients:
+        from isthmus.flower import load_app
+
+        load_app(flower.app, "federated.flower.app", base=base)
     for point in entry_points(group=CHECKS):
         point.load()(checked, task)
     click.echo(

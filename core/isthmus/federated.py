@@ -94,7 +94,7 @@ class FlowerSection(Section):
     """A ClientApp that trains on the devices in place of the task: `path/to/file.py:app`, relative
     to the job file, or `package.module:app`."""
     config: dict[str, bool | int | float | str] = Field(default={})
-    """The app's `context.run_config`."""
+    """The app's `context.run_config`, and each message's `content["config"]`."""
     most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """A round's updates are together in the server's memory, cohort x model; at most so much."""
     most_examples: Annotated[int, Field(ge=1)] = 1_000_000

@@ -7,6 +7,7 @@ The only module that touches parts of `flwr` that it does not promise to keep:
   * `Message(metadata=...)`, the only way to say who a message is from and which one it answers;
   * `flwr.common.constant.ErrorCode`, what went wrong with a message;
   * `flwr.supercore.run.Run`, which a `Grid` has to name;
+  * `ClientApp._call`, which only an app of a `client_fn` has;
   * `Array`s of the type `numpy.ndarray` are `.npy` files in memory.
 
 `tests/core/test_flower.py` is the contract. Nothing imports this module but the parts that serve
@@ -24,11 +25,13 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from isthmus.errors import JobError, UpdateError
+from isthmus.errors import JobError, TaskError, UpdateError
+from isthmus.task import load_named
 
 # Before flwr is imported: it reports every start and every message to its makers by default.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -100,6 +103,25 @@ def identify() -> None:
 def the_run() -> Run:
     """What a `Grid` says of its run."""
     return Run.create_empty(RUN)
+
+
+def load_app(source: str, key: str, *, base: Path) -> ClientApp:
+    """The ClientApp that a key of the job names.
+
+    Raises:
+        TaskError: it cannot be loaded, is no ClientApp, or is one of Flower's older kind.
+    """
+    app = load_named(source, key, base=base)
+    if not isinstance(app, ClientApp):
+        kind = type(app).__name__
+        raise TaskError(f"{key}={source!r} is of type {kind}, not a flwr.clientapp.ClientApp")
+    if app._call is not None:
+        raise TaskError(
+            f"{key}={source!r} is made of a client_fn (NumPyClient), which knows nothing of the "
+            "messages that Flower's strategies send today; give it functions under @app.train() "
+            "instead"
+        )
+    return app
 
 
 class _Hush(logging.Handler):

@@ -83,7 +83,7 @@ class Task(abc.ABC):
     def __init__(self, settings: Mapping[str, Any], data: Path | None = None) -> None:
         """`settings` is the job's table; `data` is where *this* machine keeps its data, if told."""
         self.settings = settings
-        self._data = data
+        self.__data = data  # two underlines: a task may well have a `_data` of its own
 
     @property
     def data(self) -> Path:
@@ -92,12 +92,12 @@ class Task(abc.ABC):
         Raises:
             TaskError: nobody gave one.
         """
-        if self._data is None:
+        if self.__data is None:
             raise TaskError(
                 "this task reads data from a path and none was given; set task.data in the job "
                 "or start the client with --data PATH"
             )
-        return self._data
+        return self.__data
 
     @abc.abstractmethod
     def model(self) -> nn.Module:

@@ -54,6 +54,10 @@ def test_check_says_what_a_job_would_do(isthmus, job_file):
         ("strategy.policy=nope", "strategy.policy='nope' is not known; there are "),
         ("strategy.policy=nope:Nope", "cannot be made: ModuleNotFoundError"),
         ("strategy.settings.a=1", "unknown key strategy.settings.a"),
+        (
+            'federated={clients=8, secure_aggregation=false, flower.app="nowhere.py:app"}',
+            "federated.flower.app='nowhere.py:app': there is no file",
+        ),
         ("strategy.server_optimizer.name=Nope", "is not an optimizer of torch.optim"),
     ],
 )

@@ -20,7 +20,7 @@ from isthmus_server.flower.grid import Answer, LinkGrid
 from isthmus_server.flower.guest import Guest
 from isthmus_server.flower.replies import check, odd_ones
 from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import Receipt, Status
+from isthmus_server.receipts import UNREACHABLE, Receipt, Status, reasons
 
 if TYPE_CHECKING:
     from isthmus_server.federation import Federation
@@ -66,19 +66,20 @@ class FlowerAttempt:
         settings = self.settings
         messages = await asyncio.to_thread(self._configure)
 
-        def over(answers: Sequence[Answer]) -> bool:
+        def over(answers: Sequence[Answer]) -> str:
             good = sum(not answer.failure for answer in answers)
+            if good >= settings.cohort:
+                return "enough updates were in"
             left = len(messages) - len(answers)
-            return good >= settings.cohort or good + left < settings.needed
+            return UNREACHABLE if good + left < settings.needed else ""
 
         answers = await self.grid.exchange(messages, self.federation.job.time.round_seconds, over)
         replies = await asyncio.to_thread(self._receive, answers)
         receipts = self.stopped("the strategy did not ask it")
         if len(replies) < settings.needed:
-            reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
             raise AttemptFailed(
                 f"{len(replies)} of {len(receipts)} answers were accepted and the quorum is "
-                f"{settings.needed} ({'; '.join(reasons[:3])})",
+                f"{settings.needed} ({reasons(receipts)})",
                 receipts,
             )
         try:

@@ -135,28 +135,27 @@ class LinkGrid(OneRun):
         self,
         messages: Sequence[Message],
         seconds: float,
-        over: Callable[[Sequence[Answer]], bool] = lambda answers: False,
+        over: Callable[[Sequence[Answer]], str] = lambda answers: "",
     ) -> list[Answer]:
         """Send messages and wait for what becomes of each, in their order.
 
-        The wait ends early when `over` says so of the answers so far; who has not answered then is
-        told that nobody waits any more.
+        The wait ends early when `over` gives a reason to, of the answers so far; it is why there is
+        none from the others, who are told that nobody waits any more.
         """
         tasks = list(self._send(messages, seconds).values())
         answers: list[Answer] = []
+        why = ""
         try:
             for done in asyncio.as_completed(tasks):
                 answers.append(await done)
-                if over(answers):
+                if why := over(answers):
                     break
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [
-            _failed(asked, _LATE, "enough others had answered")
-            if task.cancelled()
-            else task.result()
+            _failed(asked, _LATE, why) if task.cancelled() else task.result()
             for asked, task in zip(messages, tasks, strict=True)
         ]
 

@@ -170,7 +170,8 @@ class Round:
         """
         with self._on("the beginning of a round"):
             model = record_of(self.guest.layout.parts(self.start))
-            return list(self.strategy.configure_train(self.round, model, ConfigRecord(), grid))
+            config = ConfigRecord(dict(self.guest.settings.config))
+            return list(self.strategy.configure_train(self.round, model, config, grid))
 
     def aggregate(self, replies: list[Message]) -> torch.Tensor:
         """The pseudo-gradient to the strategy's model, a new float32 vector (N).

@@ -31,6 +31,8 @@ def check(
 ) -> int:
     """Refuse a reply that would spoil everybody's; returns its weight.
 
+    Its arrays are put into the order of the layout: strategies match those of a round by place.
+
     Args:
         records: what came.
         layout: the model's.
@@ -49,6 +51,8 @@ def check(
             "not one of each"
         )
     read_record(arrays[0], layout.parts(scratch))
+    for entry in layout.entries:
+        arrays[0][entry.name] = arrays[0].pop(entry.name)
     for name, array in arrays[0].items():
         if not array.dtype.startswith("float"):
             raise UpdateError(f"the array {name!r} is {array.dtype}, and no float")

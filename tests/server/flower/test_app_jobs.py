@@ -13,6 +13,7 @@ from isthmus_server.coordinator import Coordinator
 from isthmus_server.report import document
 
 TORCH_APP = """
+import sys
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -27,15 +28,19 @@ def train(message, context):
     name = context.node_config["name"]
     if name in str(context.run_config.get("fails", "")):
         raise RuntimeError("out of memory")
+    if name in str(context.run_config.get("ends", "")):
+        sys.exit("no camera")
     draw = torch.Generator().manual_seed(sum(name.encode()))
     inputs = torch.randn(20, 4, generator=draw)
     target = inputs.argmax(1).clamp(max=2)
+    lr = message.content["config"].get("lr", 0.5)
+    assert lr == context.run_config.get("lr", 0.5)
     for _ in range(5):
         loss = torch.nn.functional.cross_entropy(model(inputs), target)
         model.zero_grad()
         loss.backward()
         for parameter in model.parameters():
-            parameter.data -= context.run_config.get("lr", 0.5) * parameter.grad
+            parameter.data -= lr * parameter.grad
     if name in str(context.run_config.get("spoils", "")):
         model.bias.data[0] = float("nan")
     metrics = MetricRecord({"num-examples": 20, "loss": float(loss.detach())})
@@ -45,6 +50,11 @@ def train(message, context):
         metrics["num-examples"] = 1e30
     arrays = ArrayRecord(model.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+"""
+OLD_APP = """
+from flwr.clientapp import ClientApp
+
+app = ClientApp(lambda context: None)
 """
 JOB = ("federated.secure_aggregation=false", 'federated.flower.app="app.py:app"')
 
@@ -67,6 +77,17 @@ async def test_an_app_trains_the_tasks_model_under_a_strategy(place, tmp_path):
     assert row["cost"]["device_bytes"] > 360
 
 
+async def test_a_strategy_that_matches_arrays_by_place_finds_them(place, tmp_path):
+    (tmp_path / "app.py").write_text(TORCH_APP)  # its state_dict begins with the weight
+    await place.listen()
+    private = (
+        'federated.flower.strategy={name="DifferentialPrivacyServerSideFixedClipping", '
+        'options={noise_multiplier=0.01, clipping_norm=5.0}, inner={name="FedAvg"}}'
+    )
+    _, final = await place.run("run", *JOB, private, "federated.flower.config={lr=0.4}")
+    assert final["metrics"]["accuracy"] > 0.5
+
+
 async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
     await place.listen()
@@ -82,7 +103,8 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ('fails="b"', "RuntimeError: out of memory"),
+        ('fails="b"', "the app failed at {app}:16: RuntimeError: out of memory"),
+        ('ends="b"', "the app failed at {app}:18: SystemExit: no camera"),
         ('spoils="b"', "the array 'bias' is not finite"),
         ('renames="b"', "its records or figures have other names than most devices'"),
         (
@@ -101,7 +123,7 @@ async def test_one_devices_app_that_goes_wrong_costs_one_update(config, reason, 
     (row,) = report["rounds"]
     (rejected,) = (one for one in row["receipts"] if one["status"] != "accepted")
     assert (rejected["participant"], rejected["status"]) == ("b", "rejected")
-    assert rejected["reason"] == reason
+    assert rejected["reason"] == reason.format(app=tmp_path / "app.py")
 
 
 async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
@@ -112,7 +134,7 @@ async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
         await Coordinator(store, place.link).run()
     assert re.fullmatch(
         r"round 1 failed 1 times; the last time because: 0 of 3 answers were accepted and the "
-        r"quorum is 3 \(.*: RuntimeError: out of memory.*\)",
+        r"quorum is 3 \(.: the app failed at .*: RuntimeError: out of memory.*\)",
         str(failed.value),
     )
 
@@ -120,7 +142,8 @@ async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("app = 3", "federated.flower.app='app.py:app' is a int, not a flwr.clientapp.ClientApp"),
+        ("app = 3", "federated.flower.app='app.py:app' is of type int, not a flwr.clientapp."),
+        (OLD_APP, r"federated.flower.app='app.py:app' is made of a client_fn \(NumPyClient\)"),
         ("", "federated.flower.app='app.py:app': app.py has no 'app'"),
         ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
     ],

@@ -206,16 +206,20 @@ async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fle
     assert reply.metadata.group_id == "group"
 
 
-async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet):
+async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet, tmp_path):
     await fleet.start()
     reply = await fleet.ask("query", "a")
-    assert reply.error == flower.Error(2, "ValueError: no battery")
+    line = APP.splitlines().index('    raise ValueError("no\\nbattery")') + 1
+    says = f"the app failed at {tmp_path}/app.py:{line}: ValueError: no battery"
+    assert reply.error == flower.Error(2, says)
     reply = await fleet.ask("evaluate.more", "a")
-    assert reply.error.reason == "ValueError: No evaluate function registered with name 'more'"
+    assert reply.error.reason == (
+        "the app failed: ValueError: No evaluate function registered with name 'more'"
+    )
     reply = await fleet.ask("train", "nobody")
     assert reply.error.code == flower.ErrorCode.NODE_UNAVAILABLE
     reply = await fleet.ask("train", "c", flower.RecordDict())
-    assert reply.error.reason == "KeyError: 'arrays'"
+    assert reply.error.reason.endswith("app.py:16: KeyError: 'arrays'")
 
 
 async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them(fleet, net):

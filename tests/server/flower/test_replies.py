@@ -38,6 +38,12 @@ def test_floats_of_the_models_shapes_are_taken_with_their_weight(kind):
     assert weight_of(reply(figures={"num-examples": 0.0})) == 0
 
 
+def test_arrays_are_put_into_the_layouts_order():
+    records = reply({name: ARRAYS[name] for name in ("weight", "bias")})
+    weight_of(records)
+    assert list(records["arrays"]) == ["bias", "weight"]
+
+
 @pytest.mark.parametrize(
     ("records", "says"),
     [
