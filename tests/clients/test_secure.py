@@ -19,12 +19,12 @@ def device(memory):
     return credentials
 
 
-def agree(credentials, round_=1, attempt=1):
+def agree(credentials, round_=1, attempt=1, run="run"):
     """Have a device look at what a server proposes."""
     config = RoundConfig(
-        run_id="run", round=round_, attempt=attempt, model_hash=bytes(32), size=8, clients_max=5
+        run_id=run, round=round_, attempt=attempt, model_hash=bytes(32), size=8, clients_max=5
     )
-    return SecureAttempt(("run", round_, attempt), config.to_bytes(), bytes(32), credentials)
+    return SecureAttempt((run, round_, attempt), config.to_bytes(), bytes(32), credentials)
 
 
 def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):
@@ -60,3 +60,18 @@ def test_what_was_written_is_what_is_known(tmp_path):
     agree(credentials)
     written = json.loads((tmp_path / "rounds.json").read_text())
     assert History(written).state() == credentials.history.state() != {}
+
+
+def test_what_is_written_with_each_round_does_not_grow_with_the_runs_that_are_over(tmp_path):
+    """Months of jobs, one after another: of those before there is a line, and it says no."""
+    credentials, sizes = device(tmp_path / "rounds.json"), []
+    cohort = frozenset(f"device-{number:04}" for number in range(100))
+    for run in range(20):
+        config = agree(credentials, run=f"run-{run:02}").config
+        for _ in range(40):
+            credentials.history.note_released(config, cohort)
+        sizes.append(len(json.dumps(credentials.history.state())))
+    assert sizes[0] > 32 * 100 * len("device-0000")
+    assert sizes[19] - sizes[9] < 10 * 100
+    with pytest.raises(PeerMisbehaved, match="of run 'run-00' is not after its end: this device"):
+        agree(device(tmp_path / "rounds.json"), round_=2, run="run-00")

@@ -15,13 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from isthmus_privacy.secagg import refusal
 from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig
 
 _KEPT = 32
 """Released cohorts remembered for one run."""
+_RUNS = 8
+"""Runs that a device can go on with. It is in one at a time, and of one that so many came after no
+more is remembered than that it is over: a device in a thousand runs must not write down them all
+with every round."""
+_OVER = (1 << 64, 0)
+"""The last attempt of such a run: none is after it."""
 
 
 @dataclasses.dataclass
@@ -38,7 +44,9 @@ class History:
     Guarantees:
       * an attempt is never taken part in twice, nor one before an attempt already seen;
       * for the same model or the same round, no second sum whose cohort differs from an earlier
-        one by so few clients that the difference of the two sums would show theirs.
+        one by so few clients that the difference of the two sums would show theirs;
+      * what is kept of a run does not grow with its rounds, and is next to nothing once eight more
+        runs have begun: it can then not be gone on with.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
@@ -68,14 +76,9 @@ class History:
         Raises:
             PeerMisbehaved: it is not after the last one, or this device has done its part.
         """
-        run = self._runs.setdefault(config.run_id, _Run())
-        now = (config.round, config.attempt)
+        run, now = self._run(config), (config.round, config.attempt)
         if run.last is not None and now <= run.last:
-            refusal.refuse(
-                "config-replayed",
-                f"round {now[0]} attempt {now[1]} of run {config.run_id!r} is not after round "
-                f"{run.last[0]} attempt {run.last[1]}, which this device has seen",
-            )
+            _replayed(config, run.last)
         if policy.participations is not None and run.participations >= policy.participations:
             refusal.refuse(
                 "participation-spent",
@@ -84,15 +87,21 @@ class History:
             )
         run.last = now
         run.participations += 1
+        self._runs[config.run_id] = self._runs.pop(config.run_id)  # the latest are at the end
+        for before in list(self._runs.values())[:-_RUNS]:
+            before.last, before.released = _OVER, []
 
     def check_survivors(self, config: RoundConfig, survivors: frozenset[str]) -> None:
         """Refuse a cohort that, beside an earlier one, would show a few clients' sum.
 
         Raises:
-            PeerMisbehaved: it differs by 1 .. clients_min - 1 clients, and there is no noise.
+            PeerMisbehaved: it differs by 1 .. clients_min - 1 clients, and there is no noise; or
+                the earlier ones are not known any more.
         """
-        model = config.model_hash.hex()
-        for round_, earlier_model, earlier in self._run(config).released:
+        run, model = self._run(config), config.model_hash.hex()
+        if run.last == _OVER:  # while this attempt was made
+            _replayed(config, run.last)
+        for round_, earlier_model, earlier in run.released:
             if round_ != config.round and earlier_model != model:
                 continue
             if 0 < len(survivors ^ earlier) < config.clients_min and not config.noise:
@@ -110,3 +119,14 @@ class History:
 
     def _run(self, config: RoundConfig) -> _Run:
         return self._runs.setdefault(config.run_id, _Run())
+
+
+def _replayed(config: RoundConfig, last: tuple[int, int]) -> NoReturn:
+    seen = f"round {last[0]} attempt {last[1]}, which this device has seen"
+    if last == _OVER:
+        seen = f"its end: this device has been in {_RUNS} others since"
+    refusal.refuse(
+        "config-replayed",
+        f"round {config.round} attempt {config.attempt} of run {config.run_id!r} is not after "
+        f"{seen}",
+    )

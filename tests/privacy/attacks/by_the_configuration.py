@@ -108,6 +108,14 @@ def an_earlier_round_after_a_restart():
     make_client(make_config(round=2, attempt=9), ALICE, history=History(history.state()))
 
 
+@meets("config-replayed")
+def a_run_that_was_forgotten_over_others():
+    history = History()
+    for run in ("first", *"abcdefgh"):
+        make_client(make_config(run_id=run), ALICE, history=history)
+    make_client(make_config(run_id="first", round=2), ALICE, history=History(history.state()))
+
+
 @meets("participation-spent")
 def one_round_too_many():
     history, policy = History(), ClientPolicy(participations=2)

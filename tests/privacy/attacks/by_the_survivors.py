@@ -100,6 +100,16 @@ def the_same_model_in_another_round_without_bob():
         Parties(6, lost, clients={ALICE: alice}, round=round_).until(ServerStage.FINISHED)
 
 
+@meets("config-replayed")
+def the_same_model_without_bob_while_the_run_is_forgotten_over_others():
+    history = History()
+    for round_, lost in enumerate([{}, {BOB: ServerStage.MASKED}]):
+        alice = make_client(make_config(round=round_), ALICE, history=history)
+        for other in "abcdefgh" if lost else "":
+            make_client(make_config(run_id=other), ALICE, history=history)
+        Parties(6, lost, clients={ALICE: alice}, round=round_).until(ServerStage.FINISHED)
+
+
 # -- the client, of everybody's consent ----------------------------------------------------------
 
 
