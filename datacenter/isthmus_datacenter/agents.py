@@ -21,7 +21,7 @@ import torch.distributed as dist
 from isthmus.redial import Redial
 from isthmus_datacenter.agent import AgentSettings
 from isthmus_datacenter.control import Control
-from isthmus_datacenter.logs import last_words
+from isthmus_datacenter.logs import keep_latest, last_words
 from isthmus_datacenter.template import Template
 
 _LOOK_SECONDS = 0.2
@@ -55,6 +55,7 @@ class LocalAgent:
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
         self._log.unlink(missing_ok=True)
+        keep_latest(logs)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
         if settings.nodes == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,12 +1,15 @@
-"""Reading the output of processes that ended."""
+"""The output of processes that ended: reading it, and letting go of it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 14
 _LONGEST = 300
+_GENERATIONS = 10
+"""Whose output is kept: every start of a service, or of ranks that died too often, is a new one."""
 _NOISE = ("[W", "[E", "[I", "[rank", "^", "~", "frame #")
 
 
@@ -29,3 +32,21 @@ def last_words(log: Path) -> str:
     lines = [line.strip() for line in text.splitlines()]
     useful = [line for line in lines if line and not line.startswith(_NOISE)]
     return useful[-1][:_LONGEST] if useful else ""
+
+
+def keep_latest(logs: Path) -> None:
+    """Delete what agents and ranks have said but those of the last ten generations.
+
+    An agent writes into ``agent-<generation>.log``, its ranks into ``generation-<generation>_*``.
+    """
+    of: dict[int, list[Path]] = {}
+    for path in (*logs.glob("agent-*.log"), *logs.glob("generation-*_*")):
+        named = path.name.partition("-")[2].partition(".")[0].partition("_")[0]
+        if named.isdecimal():
+            of.setdefault(int(named), []).append(path)
+    for generation in sorted(of)[:-_GENERATIONS]:
+        for path in of[generation]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

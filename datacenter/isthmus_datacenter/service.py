@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -368,6 +369,8 @@ class Service:
         if self._run is not None and self._run.run_id == close.run_id:
             self._run = None
             await self._group.do(Command(op="close", run_id=close.run_id))
+            if close.over:  # checkpoints of it, which are larger than all else here
+                await asyncio.to_thread(shutil.rmtree, self.state / close.run_id, True)
         return link_pb2.Reply(closed=link_pb2.Closed())
 
     def _opened(self, run_id: str) -> _Run:

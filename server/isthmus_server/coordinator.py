@@ -89,6 +89,8 @@ class Coordinator:
         self.watch = watch
         self.clock = clock or Clock()
         self._began = self.clock.now()
+        self.over = False
+        """Nobody will go on with the run: who keeps something to do so can let go of it."""
         data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
@@ -126,6 +128,9 @@ class Coordinator:
         Raises:
             UserError: the run cannot go on; it is stored as failed, with the reason.
         """
+        status, _, done = self.store.status()
+        if status == "finished" and done is not None:
+            return done  # it was killed before anybody else heard
         self.store.reopen()
         self.roster.start()
         self._began = self.clock.now() - self.at.elapsed
@@ -145,6 +150,7 @@ class Coordinator:
                     self._note("stopped", {**seen, "reason": reason})
                     break
             final = await self._finish(reason)
+            self.over = True
         except (IsthmusError, OSError, sqlite3.Error) as error:
             failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
             with contextlib.suppress(OSError, sqlite3.Error):  # a full disk takes no note of it
@@ -154,7 +160,7 @@ class Coordinator:
         finally:
             await self.fleet.stop()
             lasting.cancel()
-            await self.roster.stop()
+            await self.roster.stop(self.over)
         return final
 
     async def _keep_time(self) -> None:
@@ -296,10 +302,7 @@ class Coordinator:
             return
         assert self.at.holder is not None
         if not await self.roster.wait_for_holder(self.at.holder):
-            raise RoundFailed(
-                f"the datacenter {self.at.holder!r}, which has the model, is away; waited up to "
-                f"{self.job.time.join_seconds:g} s (time.join_seconds)"
-            )
+            raise RoundFailed(f"the datacenter {self.at.holder!r}, which has the model, is away")
         self.model.replace(await self.datacenter.export(self.at.holder, self.at.datacenter_step))
         self.at = dataclasses.replace(self.at, model_in_datacenter=False)
 

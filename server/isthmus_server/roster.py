@@ -85,15 +85,21 @@ class Roster:
             if not peer.fresh:  # whoever is being welcomed right now comes through `on_join`
                 self._joined(peer)
 
-    async def stop(self) -> None:
-        """Tell everyone that the run is over."""
+    async def stop(self, over: bool) -> None:
+        """Tell everyone to close the run; `over`: and the datacenters, that nobody goes on with it.
+
+        They keep checkpoints of it until then; a device keeps nothing that it could let go of.
+        """
         self.link.on_join = lambda peer: None
         self.link.on_leave = lambda peer, reason: None
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
         names = [*self.clients, *self.datacenters]
-        closing = [asyncio.create_task(self._close(name)) for name in names]
+        closing = [
+            asyncio.create_task(self._close(name, over and name in self.datacenters))
+            for name in names
+        ]
         await asyncio.gather(*closing)
         self.link.retract(self.run.package.content)
 
@@ -222,9 +228,9 @@ class Roster:
         self.note("ready", {"participant": peer.name, "examples": ready.examples})
         self._changed.set()
 
-    async def _close(self, name: str) -> None:
+    async def _close(self, name: str, over: bool) -> None:
         request = link_pb2.Request(
-            id=self.link.new_id(), close=link_pb2.CloseRun(run_id=self.run.run_id)
+            id=self.link.new_id(), close=link_pb2.CloseRun(run_id=self.run.run_id, over=over)
         )
         try:
             async with asyncio.timeout(self.link.lease_seconds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import isthmus_datacenter.live
 from isthmus.wire import link_pb2
 from isthmus_datacenter.control import Report
 from isthmus_datacenter.live import Live
+from isthmus_datacenter.logs import keep_latest
 from isthmus_datacenter.profile import Profile, count_flops
 
 CPU = torch.device("cpu")
@@ -124,3 +126,14 @@ def test_operations_are_counted_without_being_noticed() -> None:
     assert count_flops(model, lambda: model(torch.ones(3, 6))) == 3 * 2 * 3 * (6 * 4 + 4 * 2)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert model.training
+
+
+def test_the_output_of_the_last_ten_generations_is_kept(tmp_path: Path) -> None:
+    for number in range(8, 20):
+        (tmp_path / f"agent-{number}.log").touch()
+        (tmp_path / f"generation-{number}_x1y2" / "attempt_0").mkdir(parents=True)
+    (tmp_path / "notes.txt").touch()
+    keep_latest(tmp_path)
+    expected = {f"agent-{number}.log" for number in range(10, 20)}
+    expected |= {f"generation-{number}_x1y2" for number in range(10, 20)}
+    assert {path.name for path in tmp_path.iterdir()} == expected | {"notes.txt"}

@@ -111,6 +111,15 @@ def test_a_new_run_starts_clean(warm: Any, setup: Any) -> None:
         warm.export("clean-b", STEPS)
 
 
+def test_checkpoints_are_kept_until_nobody_goes_on_with_a_run(warm: Any, setup: Any) -> None:
+    directory = warm.service.state / "ends"
+    for over in (False, True):
+        warm.open("ends", setup("Table"))
+        warm.train("ends", 0, 1)
+        warm.ask(close=link_pb2.CloseRun(run_id="ends", over=over))
+        assert directory.exists() != over
+
+
 def test_another_model_than_the_servers_is_refused(warm: Any, setup: Any) -> None:
     made = setup("Table")
     with pytest.raises(

@@ -254,7 +254,7 @@ async def test_kept_updates_are_discounted_and_summed_securely(place, net):
             for device in place.names:
                 fleet.buffered.ask(device, 0, 1, work)
         result = await fleet.train(round_, 1, content, dict.fromkeys(place.names, 0))
-        await coordinator.roster.stop()
+        await coordinator.roster.stop(over=False)
         return result
 
     fresh = await mean("rounds", "rounds", 1)

@@ -103,6 +103,17 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, roun
     assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
 
 
+async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(place):
+    """The datacenter has let go of its checkpoints by then."""
+    await place.listen()
+    store = place.create("run", "rounds=1")
+    final = await Coordinator(store, place.link).run()
+    again = place.reopen(store)
+    place.link.peers.clear()
+    assert await Coordinator(again, place.link).run() == final
+    assert document(again)["status"] == "finished"
+
+
 async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, monkeypatch):
     """Sent from its checkpoint, or in the first round from a file, and with failures."""
     await place.listen()
@@ -276,6 +287,7 @@ async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_rank
     assert torch.equal(coordinator.model.vector, ranks.vector)
     assert final["metrics"] == {"loss": 0.75, "accuracy": 0.5}
     assert report["rounds"][0]["cost"]["price"] == 0.5
+    assert ranks.asked[-1].close.over
 
 
 async def test_datacenter_rounds_in_a_row_move_no_model(with_ranks):
@@ -340,9 +352,10 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
 
 
 async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place):
-    store, coordinator, _ = await with_ranks("strategy.policy=hybrid", "rounds=1", "attempts=1")
+    store, coordinator, ranks = await with_ranks("strategy.policy=hybrid", "rounds=1", "attempts=1")
     place.faults["a"][1, 1] = "no power"
     with pytest.raises(UserError, match="a: no power"):
         await coordinator.run()
+    assert not ranks.asked[-1].close.over  # it can be gone on with
     (failed,) = document(store)["failed_attempts"]
     assert {receipt["participant"] for receipt in failed["receipts"]} >= set(place.names)

@@ -289,10 +289,12 @@ class Export(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class CloseRun(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "over")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    over: bool
+    def __init__(self, run_id: _Optional[str] = ..., over: _Optional[bool] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "flower_replied")

@@ -53,6 +53,7 @@ class Runner:
         self.console = console
         self._running: tuple[int, asyncio.Task[None]] | None = None
         self._cancelled = False
+        self._coordinator: Coordinator | None = None
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
@@ -116,12 +117,14 @@ class Runner:
         torch.set_num_threads(1)  # what the server computes is small beside the link's work
         try:
             with store.locked(), Progress(self.console) as progress:
-                await Coordinator(store, self.server.link, progress).run()
+                self._coordinator = Coordinator(store, self.server.link, progress)
+                await self._coordinator.run()
         except asyncio.CancelledError:
             if self._cancelled:
                 store.finish("cancelled", _CANCELLED, None)
             raise
         finally:
+            self._coordinator = None
             store.close()
 
     def _check(self, job: Job) -> None:
@@ -167,6 +170,8 @@ class Runner:
             self._cancelled = self._running[1].cancel()
             if not self._cancelled:
                 raise Refused(f"{id_} has ended just now")
+            if self._coordinator is not None:
+                self._coordinator.over = True
         self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
         return "cancelled"
 

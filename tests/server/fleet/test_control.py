@@ -14,6 +14,7 @@ from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.agent import Agent
 from isthmus_server.fleet.console import Server, jobs
+from isthmus_server.roster import Roster
 from isthmus_server.store import Store
 
 
@@ -136,7 +137,14 @@ async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(place):
         )
 
 
-async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place):
+async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place, monkeypatch):
+    overs, stop = [], Roster.stop
+
+    async def noted(roster, over):
+        overs.append(over)
+        await stop(roster, over)
+
+    monkeypatch.setattr(Roster, "stop", noted)
     await place.devices()
     running = await place.submit(place.job(), "one")
     waiting = await place.submit(place.job(), "two")
@@ -148,6 +156,7 @@ async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place):
     assert await place.ended(last) == "finished"
     states = await place.states()
     assert states == {running: "cancelled", waiting: "cancelled", last: "finished"}
+    assert overs == [True, True]  # both runs that had begun: nobody goes on with them
     with pytest.raises(Refused, match=f"{running} has ended already: cancelled"):
         await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
 
