@@ -104,6 +104,8 @@ class World(Clock):
         """Seconds since 1970, UTC."""
         return MONDAY + self.elapsed
 
+    utc = now
+
     async def sleep(self, seconds: float) -> None:
         """Let virtual time go by, and whoever comes with it be heard."""
         self.elapsed += seconds

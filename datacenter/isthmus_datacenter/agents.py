@@ -55,7 +55,7 @@ class LocalAgent:
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
         self._log.unlink(missing_ok=True)
-        keep_latest(logs)
+        keep_latest(logs, beside=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
         if settings.nodes == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -34,8 +34,8 @@ def last_words(log: Path) -> str:
     return useful[-1][:_LONGEST] if useful else ""
 
 
-def keep_latest(logs: Path) -> None:
-    """Delete what agents and ranks have said but those of the last ten generations.
+def keep_latest(logs: Path, beside: int) -> None:
+    """Delete what agents and ranks have said, but for ten generations `beside` one that begins.
 
     An agent writes into ``agent-<generation>.log``, its ranks into ``generation-<generation>_*``.
     """
@@ -44,6 +44,7 @@ def keep_latest(logs: Path) -> None:
         named = path.name.partition("-")[2].partition(".")[0].partition("_")[0]
         if named.isdecimal():
             of.setdefault(int(named), []).append(path)
+    of.pop(beside, None)  # on another node it may have begun
     for generation in sorted(of)[:-_GENERATIONS]:
         for path in of[generation]:
             if path.is_dir():

@@ -83,4 +83,4 @@ class Cohorts:
 
     def _rests_for(self, name: str) -> float:
         hours = self.roster.clients[name].hours
-        return self.attendance.rests_for(name, self.clock.now(), hours)
+        return self.attendance.rests_for(name, self.clock.utc(), hours)

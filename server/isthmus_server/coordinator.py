@@ -233,7 +233,7 @@ class Coordinator:
     # -- plan --------------------------------------------------------------------------------------
 
     def _observe(self) -> Observation:
-        now, able = self.clock.now(), len(self.roster.able())
+        able = len(self.roster.able())
         return observe(
             self.job,
             self.at.history,
@@ -245,8 +245,8 @@ class Coordinator:
             enough_in=self.cohorts.enough_in(),
             datacenters=len(self.roster.datacenters),
             model_bytes=self.model.layout.nbytes,
-            now=now,
-            elapsed=now - self._began,
+            now=self.clock.utc(),
+            elapsed=self.clock.now() - self._began,
             models=self.snapshots.names(self.at.models),
             comparisons=[
                 Comparison(**one["comparison"]) for one in self.at.visits if one["comparison"]

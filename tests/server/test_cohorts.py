@@ -1,4 +1,6 @@
+import asyncio
 import math
+import time
 from collections import Counter
 
 import pytest
@@ -241,10 +243,31 @@ class Jumping(Clock):
     def now(self):
         return self.time
 
+    utc = now
+
     async def sleep(self, seconds):
         self.time += seconds
         if seconds:
             self.waits.append(seconds)
+
+
+async def test_hours_go_by_what_the_clock_shows_and_durations_do_not(monkeypatch):
+    """Somebody sets the machine's clock in the middle of a long run."""
+    clock, shown, naps = Clock(), [time.time()], []
+
+    async def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            shown[0] += HOUR
+
+    monkeypatch.setattr(time, "time", lambda: shown[0])
+    monkeypatch.setattr(asyncio, "sleep", nap)
+    before = clock.now()
+    await clock.sleep(HOUR)
+    assert len(naps) == 3
+    assert max(naps) <= 60
+    assert clock.utc() == shown[0]
+    assert clock.now() - before < 60
 
 
 def took_part(report):

@@ -33,6 +33,8 @@ class VirtualClock(Clock):
     def now(self):
         return self.time
 
+    utc = now
+
     async def sleep(self, seconds):
         self.time += seconds
 
