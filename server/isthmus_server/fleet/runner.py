@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -29,6 +30,9 @@ _LOOK_SECONDS = 0.5
 _ROWS = 20
 """Of rounds that are read at a time: a long run has thousands, and the link waits meanwhile."""
 
+_FULL_SECONDS = 30.0
+"""Between two tries to go on with a run where the disk is full."""
+
 _CANCELLED = "an operator cancelled it"
 
 log = logging.getLogger(__name__)
@@ -38,7 +42,8 @@ class Runner:
     """Runs the jobs of a queue, one after another, for as long as the server lives.
 
     Guarantees:
-      * a job that fails is marked so, with its reason, and the next one runs;
+      * a job that fails is marked so, with its reason, and the next one runs; one that has no room
+        on the disk waits for it, and goes on;
       * a job that was cancelled is never taken up again, whatever becomes of the server;
       * a task is loaded only from the server's own directory of tasks: who may submit jobs cannot
         bring code.
@@ -77,12 +82,18 @@ class Runner:
 
     async def _one(self, entry: Entry) -> None:
         self._say(f"{entry.id}, submitted by {entry.submitted_by}")
-        self.queue.mark(entry, "running")
+        if entry.state != "running":
+            self.queue.mark(entry, "running")
         task = asyncio.create_task(self._train(entry))
         self._running, self._cancelled = (entry.number, task), False
         try:
             await asyncio.shield(task)
         except IsthmusError as error:
+            if _disk_is_full(error.__cause__) and not self._cancelled:
+                self._say(f"{entry.id} waits for room on the disk: {error.__cause__}")
+                self._running = None  # meanwhile it can be cancelled like one that waits
+                await asyncio.sleep(_FULL_SECONDS)
+                return  # it is the next again, and goes on from its last round
             self._mark(entry, "failed", str(error))
             self._say(f"{entry.id} failed: {error}")
         except asyncio.CancelledError:
@@ -219,6 +230,12 @@ class Runner:
         finally:
             if store is not None:
                 store.close()
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _check_participants(job: Job) -> None:

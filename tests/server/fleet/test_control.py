@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import sqlite3
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.agent import Agent
+from isthmus_server.fleet import runner
 from isthmus_server.fleet.console import Server, jobs
 from isthmus_server.roster import Roster
 from isthmus_server.store import Store
@@ -135,6 +138,31 @@ async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(place):
         await asyncio.to_thread(
             lambda: list(Server(place.me.directory).events(pb.LogsRequest(id=id_)))
         )
+
+
+@pytest.mark.parametrize(
+    "full",
+    [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")],
+    ids=["file", "database"],
+)
+async def test_a_run_goes_on_when_the_disk_has_room_again(place, monkeypatch, full):
+    if isinstance(full, sqlite3.Error):
+        full.sqlite_errorcode = sqlite3.SQLITE_FULL
+    tried, commit = [], Store.commit
+
+    def commit_if_there_is_room(store, round_, attempt, outcome):
+        tried.append(round_)
+        if tried.count(2) in (1, 2):
+            raise full
+        commit(store, round_, attempt, outcome)
+
+    monkeypatch.setattr(Store, "commit", commit_if_there_is_room)
+    monkeypatch.setattr(runner, "_FULL_SECONDS", 0.01)
+    place.gate.set()
+    await place.devices()
+    id_ = await place.submit(place.job())
+    assert await place.ended(id_) == "finished"
+    assert tried == [1, 2, 2, 2]
 
 
 async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place, monkeypatch):
