@@ -21,6 +21,7 @@ from isthmus.contents import Buffer, describe
 from isthmus.errors import TaskError, UpdateError
 from isthmus.exchange import Layout
 from isthmus.federated import FederatedSection
+from isthmus.frozen import received
 from isthmus.job import Job, read_job
 from isthmus.scoring import (
     Averages,
@@ -165,7 +166,7 @@ class LocalRun:
         base, data = place_of(source, self.job, Path(work.base), data, tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, "this device"
+            self.task, self.job.seed, work.layout, received(work.frozen), "this device"
         )
         with user_code("local_data()"):
             self.dataset = self.task.local_data(participant)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
 from isthmus.exchange import Layout
+from isthmus.frozen import received
 from isthmus.job import read_job
 from isthmus.scoring import build_same_model, check_optimizer, count_examples
 from isthmus.task import Participant, Task, load_task, user_code
@@ -211,7 +212,7 @@ class _Run:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, "a virtual device"
+            self.task, self.job.seed, work.layout, received(work.frozen), "a virtual device"
         )
         self.gradients = Gradients(self.task, self.model)
 

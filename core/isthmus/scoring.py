@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isthmus.errors import TaskError
 from isthmus.exchange import Layout
+from isthmus.frozen import explain_difference
 from isthmus.task import Task, user_code
 
 if TYPE_CHECKING:
@@ -87,21 +88,26 @@ def _drawing_from(seed: int) -> Iterator[None]:
                 arrays.random.set_state(drawn[1])
 
 
-def build_same_model(task: Task, seed: int, header: bytes, whose: str) -> tuple[nn.Module, Layout]:
-    """The task's model, if its exchange set is the one that a server's `header` describes.
+def build_same_model(
+    task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], whose: str
+) -> tuple[nn.Module, Layout]:
+    """The task's model, if it is the one that a server has.
 
     Args:
         task: as it is here.
         seed: of the job.
         header: `Layout.header` of the server's model.
+        frozen: a `frozen.glance` at it.
         whose: the model's owner, for a person: "this device".
 
     Raises:
-        TaskError: `model()` does not do, or the exchange sets differ.
+        TaskError: `model()` does not do, the exchange sets differ, or what is frozen does.
     """
     model = build_model(task, seed)
     layout = Layout.of(model)
-    difference = layout.explain_difference(Layout.from_header(header))
+    difference = layout.explain_difference(Layout.from_header(header)) or explain_difference(
+        model, frozen
+    )
     if difference is not None:
         raise TaskError(f"{whose}'s model is not the server's: {difference}")
     return model, layout

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ class Command:
     """open: where the ranks read their data."""
     layout: str = ""
     """open: the exchange set's safetensors header, as latin-1."""
+    frozen: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    """open: some values of each parameter that is not exchanged."""
     from_step: int = 0
     """train, export: the step to be at before anything else; gradient: the first step whose batch
     is used."""

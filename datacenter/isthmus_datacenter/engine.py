@@ -86,6 +86,7 @@ class Engine:
         self.place = place
         self.job = Job.model_validate_json(command.job)
         self.layout = Layout.from_header(command.layout.encode("latin-1"))
+        self.frozen = command.frozen
         self.checkpoints = Checkpoints(place.state)
         self.note = ""
         """What was decided here that a person may want to know."""
@@ -203,7 +204,7 @@ class Engine:
         """The state of step 0: the model as the seed makes it."""
         with agreement():
             model, _ = build_same_model(
-                self.task, self.job.seed, self.layout.header, "the datacenter"
+                self.task, self.job.seed, self.layout.header, self.frozen, "the datacenter"
             )
             device = self.place.device
             self.share = parallelize(

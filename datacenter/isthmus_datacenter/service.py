@@ -19,6 +19,7 @@ from pathlib import Path
 from isthmus.contents import Buffer
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.exchange import Layout
+from isthmus.frozen import received
 from isthmus.job import read_job
 from isthmus.membership import Membership
 from isthmus.task import check_installed
@@ -273,6 +274,7 @@ class Service:
             base=str(base),
             data=None if data is None else str(data),
             layout=open_.layout.decode("latin-1"),
+            frozen=received(open_.frozen),
         )
         values, _ = await self._group.do(command)
         if values["note"]:

@@ -16,6 +16,7 @@ import torch
 
 from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.frozen import received
 from isthmus.job import read_job
 from isthmus.scoring import (
     batches,
@@ -99,7 +100,7 @@ class _Run:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, "the virtual datacenter"
+            self.task, self.job.seed, work.layout, received(work.frozen), "the virtual datacenter"
         )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
+from isthmus.frozen import sent
 from isthmus.job import write_job
 from isthmus.task import load_task
 from isthmus.wire import link_pb2
@@ -111,7 +112,8 @@ class Coordinator:
                 run_id=store.run_id,
                 job=write_job(self.job),
                 base=str(store.base),
-                layout=self.model.layout.header,
+                layout=layout.header,
+                frozen=sent(self.model.module),
             ),
             self._note,
         )

@@ -182,6 +182,16 @@ def test_a_model_that_the_disk_has_no_room_for_leaves_nothing(
     assert not list((service.state / "exchange").iterdir())
 
 
+def test_a_model_of_another_frozen_base_is_not_opened(warm: Any, setup: Any) -> None:
+    work = setup("Table").opening("adapted")
+    work.frozen["0.weight"].values.append(1.0)
+    sentence = (
+        "^the datacenter's model is not the server's: parameter '0.weight' is frozen there and not"
+    )
+    with pytest.raises(UserError, match=sentence):
+        warm.ask(open=work)
+
+
 def test_a_gradient_is_taken_at_a_model(opened: tuple[Service, int]) -> None:
     work = link_pb2.MeanGradient(run_id="run", until_step=1)
     request = link_pb2.Request(id="one", mean_gradient=work)

@@ -248,6 +248,23 @@ async def test_a_device_that_declines_says_why(place):
     assert event["participant"] == "b"
 
 
+async def test_a_device_with_another_frozen_base_does_not_train(place):
+    await place.listen("""
+        def model(self):
+            import os
+
+            model = nn.Linear(4, 3)
+            model.bias.requires_grad_(False).copy_(torch.tensor(list(os.urandom(3))))
+            return model
+    """)
+    sentence = (
+        "; a declined: this device's model is not the server's: the frozen parameter 'bias' has "
+        "other values here than there; is it loaded from the same file"
+    )
+    with pytest.raises(UserError, match=sentence):
+        await Coordinator(place.create("run"), place.link).run()
+
+
 async def test_evaluation_happens_when_the_job_says_so(place):
     await place.listen()
     report, _ = await place.run("run", "evaluation.every=2")
