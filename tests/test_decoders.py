@@ -158,6 +158,7 @@ def arbitrary(descriptor):
         FieldDescriptor.TYPE_BYTES: st.binary(max_size=64) | st.just(LAYOUT.header),
         FieldDescriptor.TYPE_BOOL: st.booleans(),
         FieldDescriptor.TYPE_DOUBLE: st.floats(),
+        FieldDescriptor.TYPE_FLOAT: st.floats(width=32),
         FieldDescriptor.TYPE_UINT32: st.sampled_from([0, 1, 2**32 - 1]),
         FieldDescriptor.TYPE_UINT64: st.sampled_from([0, 1, 2**40, 2**64 - 1]),
         FieldDescriptor.TYPE_ENUM: st.integers(0, 2),
@@ -171,7 +172,11 @@ def arbitrary(descriptor):
             if draw(st.booleans()):
                 continue
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                getattr(message, field.name)["loss"] = draw(st.floats())
+                value = field.message_type.fields_by_name["value"].message_type
+                if value is None:
+                    getattr(message, field.name)["loss"] = draw(st.floats())
+                else:
+                    getattr(message, field.name)["loss"].MergeFrom(draw(arbitrary(value)))
             elif field.message_type is not None and field.is_repeated:
                 getattr(message, field.name).add().MergeFrom(draw(arbitrary(field.message_type)))
             elif field.message_type is not None:
