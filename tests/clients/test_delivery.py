@@ -87,7 +87,7 @@ class Place:
         await until(lambda: here.clients or here.declined)
         said = here.declined.get("phone")
         found = here.clients["phone"].examples if said is None else said[1]
-        await here.stop()
+        await here.stop(over=True)
         assert not link._published
         task.cancel()
         return found
