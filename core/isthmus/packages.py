@@ -263,11 +263,15 @@ def installed(tasks: Path, name: str) -> Package | None:
 
 
 def _check_directory(data: bytes) -> None:
-    """Bound what `zipfile` reads at once, which is all that the end of the file speaks of."""
-    end = data.rfind(b"PK\x05\x06")
-    if end < 0 or data[max(end - 20, 0) :].startswith(b"PK\x06\x07"):
+    """Bound what `zipfile` reads at once, which is all that the end of the file speaks of.
+
+    It looks there first: at the last 22 bytes, which say that no comment follows them.
+    """
+    end = data[-22:]
+    here = end[:4] == b"PK\x05\x06" and end[-2:] == bytes(2)
+    if not here or data[:-22][-20:].startswith(b"PK\x06\x07"):
         raise ValueError("it does not end as a zip file of this kind does")
-    size = int.from_bytes(data[end + 12 : end + 16], "little")
+    size = int.from_bytes(end[12:16], "little")
     if size > _MOST_MANIFEST:
         raise ValueError(f"its directory of {size} bytes is too large")
 

@@ -62,11 +62,21 @@ class Stream:
         """When somebody began to wait for the message that has not come yet."""
 
     async def send(self, message: link_pb2.Envelope | bytes) -> None:
-        """Send one message; returns when the transport has room for the next."""
+        """Send one message; returns when the transport has room for the next.
+
+        Whoever is cancelled goes at once, also where the other end reads nothing. What it was
+        sending still goes out before anything else does.
+        """
         data = message if isinstance(message, bytes) else message.SerializeToString()
-        async with self._sending:
-            # gRPC does not bear a second write beside one that was given up.
-            await to_the_end(self._call.write(data))
+        await self._sending.acquire()
+        # gRPC does not bear a second write beside one that was given up.
+        writing = asyncio.ensure_future(self._call.write(data))
+        writing.add_done_callback(self._written)
+        await asyncio.shield(writing)
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        self._sending.release()
+        if not writing.cancelled() and writing.exception() is None:
             self.sent_at = time.monotonic()
 
     async def send_quietly(self, message: link_pb2.Envelope | bytes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import resource
 from collections.abc import Mapping
@@ -22,8 +24,14 @@ PUMPS_EACH = 4
 """Contents on their way to one participant at a time."""
 HANDSHAKE_SECONDS = 10
 """For a caller to show its certificate."""
+LONGEST_ID = 64
+"""Characters of a request's id, which a server makes, and participants repeat."""
 
 HELLO_SECONDS = 30.0
+"""To say who one is, and to be told that one is welcome."""
+CUT_SECONDS = 1.0
+"""For a participant whose stream is ended to read why; nobody waits for it any longer."""
+
 _MAX_RECEIVE = "grpc.max_receive_message_length"
 _TLS_FRAME_BYTES = 4096
 """gRPC keeps a frame of TLS, 16 KB by itself, for each caller that is there, idle or not; smaller
@@ -108,13 +116,23 @@ def caller_of(context: grpc.aio.ServicerContext) -> bytes:
     return b"" if certificate is None else hashlib.sha256(certificate).digest()
 
 
+async def end(context: grpc.aio.ServicerContext, refused: str | None) -> None:
+    """End a stream with the reason, which may never be read; None: another took its place."""
+    code, why = grpc.StatusCode.ABORTED, "this process has opened another stream"
+    if refused is not None:
+        code, why = grpc.StatusCode.PERMISSION_DENIED, refused
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CUT_SECONDS):
+            await context.abort(code, why)
+
+
 def greet(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
     """The version to speak, or why there is none."""
     if not isinstance(first, link_pb2.Envelope) or not first.HasField("hello"):
         return 0, "the first message must be a hello"
     hello = first.hello
-    if not hello.name or len(hello.name) > 128 or not hello.instance:
-        return 0, "a hello needs a name of 1 to 128 characters and an instance"
+    if not (0 < len(hello.name) <= 128 and 0 < len(hello.instance) <= 128):
+        return 0, "a hello needs a name and an instance of 1 to 128 characters each"
     if hello.role not in (link_pb2.CLIENT, link_pb2.DATACENTER):
         return 0, f"role={hello.role} is not one this server knows"
     version = min(hello.version_max, VERSION)

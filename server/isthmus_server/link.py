@@ -26,11 +26,13 @@ from isthmus.wire import link_pb2
 from isthmus_server.callers import (
     ANSWERS,
     HELLO_SECONDS,
+    LONGEST_ID,
     MAX_FROM_PARTICIPANT,
     SPOKEN,
     STREAMS_EACH,
     caller_of,
     certificate_of,
+    end,
     greet,
     listen,
     listening_options,
@@ -54,7 +56,7 @@ class Link:
       * a reply to a request that nobody waits for any more is refused, never used;
       * what became of a request is told until it has been heard, whatever breaks in between;
       * nothing is read from the network beyond `MAX_FROM_PARTICIPANT` at a time, and no caller has
-        more than `STREAMS_EACH` streams;
+        more than `STREAMS_EACH` streams, of which the one that was welcomed last is heard;
       * with TLS, who speaks is who the certificate says, and may say only what its role says.
     """
 
@@ -219,7 +221,9 @@ class Link:
             assert isinstance(hello, link_pb2.Envelope)
             subject = self.enrolments.admit(hello.hello, certificate_of(context))
             peer = await self._enter(hello.hello, subject, stream, context)
-            await stream.send(link_pb2.Envelope(welcome=self._welcome(version, hello.hello, peer)))
+            welcome = self._welcome(version, hello.hello, peer)
+            async with asyncio.timeout(HELLO_SECONDS):
+                await stream.send(link_pb2.Envelope(welcome=welcome))
             del hello
             async with self._heartbeats.of(stream):
                 if peer.fresh:
@@ -236,12 +240,12 @@ class Link:
         except TimeoutError:
             log.info("%s: nothing heard for a lease", peer.name if peer else "a caller")
         except asyncio.CancelledError:
-            if peer is None or peer.refused is None:
+            if peer is None or (peer.refused is None and peer.stream is stream):
                 raise
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, peer.refused)
+            await end(context, peer.refused)
         finally:
             stream.close()
             if peer is not None and peer.stream is stream:
@@ -295,8 +299,9 @@ class Link:
             self._expire(known, "lost: its process ended, and a new one has come back")
             known = None
         if known is not None:
-            if known.stream is not None:
+            if known.stream is not None and known.serving is not None:
                 known.stream.close()
+                known.serving.cancel()
             if known.lease is not None:
                 known.lease.cancel()
         else:
@@ -349,6 +354,8 @@ class Link:
         if reply.id in peer.unsettled:
             return  # after a break it was asked again, just when it replied
         asked = peer.asked.get(reply.id)
+        if len(reply.id) > LONGEST_ID:
+            raise UpdateError("it answered a request that no server has made")
         if asked is None:
             # Waiting here, so that whoever sends many and reads nothing is not read either.
             late = link_pb2.Receipt(id=reply.id, reason="too late: nobody waits for it")

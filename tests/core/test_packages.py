@@ -169,6 +169,9 @@ def test_a_directory_of_a_million_entries_is_not_read():
     end = b"PK\x05\x06" + bytes(8) + (46 << 20).to_bytes(4, "little") + bytes(6)
     with pytest.raises(Refused, match=f"its directory of {46 << 20} bytes is too large"):
         read(directory * (1 << 20) + end)
+    hidden = end[:16] + end[:4] + bytes(2)  # its last field looks like the end of another
+    with pytest.raises(Refused, match=f"its directory of {46 << 20} bytes is too large"):
+        read(directory * (1 << 20) + hidden)
 
 
 def test_a_folder_with_links_or_without_files_is_not_packed(folder, tmp_path):

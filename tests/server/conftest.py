@@ -166,9 +166,9 @@ class Net:
         return guest
 
     @contextlib.asynccontextmanager
-    async def raw(self, **hello):
+    async def raw(self, options=(), **hello):
         """A stream on which only the test speaks: `(call, send, receive)`."""
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
             call = channel.stream_stream(METHOD)()
 
             async def send(**body):

@@ -12,7 +12,7 @@ from isthmus.contents import CHUNK_BYTES, describe, into
 from isthmus.errors import ParticipantLost
 from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
-from isthmus_server import peers
+from isthmus_server import callers, peers
 
 LEASE = 0.3
 
@@ -29,6 +29,24 @@ class HeldWrite:
         self._loop.call_soon_threadsafe(self.begun.set)
         assert self.released.wait(10)
         self.written.append(offset)
+
+
+async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
+    monkeypatch.setattr(callers, "CUT_SECONDS", 0.1)
+    link = await net.listen()
+    async with net.raw(options=[("grpc.http2.lookahead_bytes", 0)]) as (_, send, receive):
+        await receive("welcome")
+        stream = link.peers["raw"].stream
+        asked = train(link)
+        asked.train_local.secure = bytes(2 << 20)
+        asking = asyncio.create_task(link.ask("raw", asked))
+        await net.until(stream._sending.locked)
+        asking.cancel()
+        done, _ = await asyncio.wait([asking], timeout=5)
+        assert done
+        await send(progress=link_pb2.Progress())
+        link.cut("raw", "revoked")
+        await net.until(lambda: not link._streams)  # it is not waited for either
 
 
 async def test_a_model_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):

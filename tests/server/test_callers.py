@@ -15,6 +15,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.callers import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
 
 LEASE = 0.3
+_NAMES = "a hello needs a name and an instance of 1 to 128 characters each"
 
 
 async def test_a_name_is_taken_until_its_owner_is_gone(net):
@@ -54,9 +55,10 @@ async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net,
 @pytest.mark.parametrize(
     ("hello", "sentence"),
     [
-        ({"name": ""}, "a hello needs a name of 1 to 128 characters and an instance"),
-        ({"name": "x" * 129}, "a hello needs a name of 1 to 128 characters and an instance"),
-        ({"instance": ""}, "a hello needs a name of 1 to 128 characters and an instance"),
+        ({"name": ""}, _NAMES),
+        ({"name": "x" * 129}, _NAMES),
+        ({"instance": ""}, _NAMES),
+        ({"instance": "x" * 129}, _NAMES),
         ({"role": 0}, "role=0 is not one this server knows"),
         ({"role": 77}, "role=77 is not one this server knows"),
         ({"version_min": 2, "version_max": 1}, "link version 2 to 1 is spoken there and 1 to 2"),
@@ -99,6 +101,35 @@ async def test_noise_on_a_stream_ends_that_stream_and_no_other(net):
         assert sentence == "what came is not a message of this link"
         await net.until(lambda: "raw" not in link.peers)
     assert (await link.ask("a", train(link))).trained.examples == 4
+
+
+async def test_a_process_has_one_stream_and_its_last_one_ends_the_others(net):
+    link = await net.listen()
+    payload = bytearray(1000)
+    link.publish(describe(payload), payload)
+    async with net.raw() as (before, _, receive):
+        await receive("welcome")
+        async with net.raw() as (_, send, receive):
+            await receive("welcome")
+            assert await net.refusal(before) == (
+                grpc.StatusCode.ABORTED,
+                "this process has opened another stream",
+            )
+            assert link._streams == {b"": 1}
+            await send(want=link_pb2.Want(sha256=describe(payload).sha256))
+            assert len((await receive("chunk")).data) == 1000
+
+
+async def test_a_reply_to_a_request_that_no_server_made_is_not_remembered(net):
+    link = await net.listen()
+    async with net.raw() as (call, send, receive):
+        await receive("welcome")
+        await send(reply=link_pb2.Reply(id="x" * 1000))
+        assert await net.refusal(call) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "it answered a request that no server has made",
+        )
+        assert not link.peers["raw"].told
 
 
 async def test_chunks_and_replies_nobody_asked_for_are_passed_over(net):

@@ -158,6 +158,8 @@ def test_a_package_provides_a_policy_by_entry_point(write_policy, tmp_path):
         ("json:Mine", r"='json:Mine' cannot be made: AttributeError: module 'json' has no"),
         ("json:", r"strategy\.policy='json:' cannot be made: "),
         (":Mine", r"strategy\.policy=':Mine' cannot be made: "),
+        ("sys:exit", r"strategy\.policy='sys:exit' cannot be made: SystemExit: "),
+        ("builtins:repr", r"strategy\.policy='builtins:repr' is no policy: it has no plan\(\)"),
     ],
 )
 def test_a_policy_that_is_not_there_is_one_sentence(name, sentence):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,29 @@ class Runner:
                 f"lease for all jobs: add --set time.lease_seconds={lease:g}"
             )
         check_installed(job.task.source, self.tasks, movable=False)
-        if ":" not in job.strategy.policy:  # another's module may lie beside the task
+        for key, name in _named_code(job):
+            self._check_beside(job, key, name)
+        if ":" not in job.strategy.policy:  # another's module lies beside the task
             load_policy(job.strategy)
         if job.task.data is not None:
             path = (self.tasks / job.task.data).resolve()
             if not path.is_relative_to(self.tasks.resolve()):
                 raise UserError(f"task.data={job.task.data!r} is not below {self.tasks}")
+
+    def _check_beside(self, job: Job, key: str, name: str) -> None:
+        """Refuse `module:Name` unless the module is a file beside the task: others run when loaded.
+
+        Raises:
+            UserError: with the key to change.
+        """
+        beside = (self.tasks / job.task.source.rpartition(":")[0]).parent
+        module = name.partition(":")[0]
+        file = beside / f"{module}.py"
+        if not module.isidentifier() or module in sys.stdlib_module_names or not file.is_file():
+            raise UserError(
+                f"{key}={name!r} is not a file beside the task; this server takes its own "
+                f"policies and strategies, and those in {beside}"
+            )
 
     # -- what operators ask for --------------------------------------------------------------------
 
@@ -236,6 +254,18 @@ def _disk_is_full(error: BaseException | None) -> bool:
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _named_code(job: Job) -> Iterator[tuple[str, str]]:
+    """What a job names as `module:Name` for the server to load, and the keys that do."""
+    if ":" in job.strategy.policy:
+        yield "strategy.policy", job.strategy.policy
+    flower = job.federated.flower
+    strategy, key = (None if flower is None else flower.strategy), "federated.flower.strategy"
+    while strategy is not None:
+        if ":" in strategy.name:
+            yield f"{key}.name", strategy.name
+        strategy, key = strategy.inner, f"{key}.inner"
 
 
 def _check_participants(job: Job) -> None:

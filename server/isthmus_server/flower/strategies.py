@@ -114,7 +114,7 @@ def _class(name: str, where: str) -> type[Strategy]:
     else:
         try:
             found = getattr(importlib.import_module(module), attribute, None)
-        except Exception as error:  # it may be anybody's code
+        except (Exception, SystemExit) as error:  # it may be anybody's code
             raise JobError(
                 f"{where}.name={name!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error

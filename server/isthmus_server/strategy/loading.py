@@ -20,7 +20,7 @@ def load_policy(strategy: StrategySection) -> Policy:
     """The policy a job names.
 
     Raises:
-        JobError: there is none of that name, or its constructor raised.
+        JobError: there is none of that name, it is none, or its constructor raised.
     """
     factory: Any = BUILT_IN.get(strategy.policy)
     try:
@@ -29,10 +29,12 @@ def load_policy(strategy: StrategySection) -> Policy:
         policy: Policy = factory(strategy)
     except JobError:
         raise
-    except Exception as error:  # it may be anybody's code
+    except (Exception, SystemExit) as error:  # it may be anybody's code
         raise JobError(
             f"strategy.policy={strategy.policy!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
+    if not callable(getattr(policy, "plan", None)):
+        raise JobError(f"strategy.policy={strategy.policy!r} is no policy: it has no plan()")
     return policy
 
 

@@ -290,6 +290,13 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
         ("federated.clients=8", "add --set federated.clients=0"),
         ("strategy.policy=nope", "strategy.policy='nope' is not known; there are adaptive, "),
         ("strategy.settings={a=1}", "unknown key strategy.settings.a"),
+        ("strategy.policy=sys:exit", "strategy.policy='sys:exit' is not a file beside the task"),
+        ("strategy.policy=policies.mine:Mine", "is not a file beside the task"),
+        (
+            "federated={secure_aggregation=false,flower={strategy={name='FedAvg',"
+            "inner={name='antigravity:Fly'}}}}",
+            "federated.flower.strategy.inner.name='antigravity:Fly' is not a file beside",
+        ),
         ("time.lease_seconds=30", "one lease for all jobs: add --set time.lease_seconds=10"),
     ],
 )
