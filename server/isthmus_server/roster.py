@@ -26,6 +26,8 @@ MOST_HOURS = 32
 """Entries of one device's hours: they are walked before every round."""
 LONGEST_HOURS = 64
 """Characters of one entry."""
+MOST_EXAMPLES = 1 << 30
+"""That a device may say it has: the bits of a sum are shared out by what its cohort says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +220,7 @@ class Roster:
             self.decline(peer.name, peer.role, reason)
             return
         try:
+            _check_examples(peer, reply.opened)
             hours = _hours(reply.opened)
         except JobError as error:
             self.decline(peer.name, peer.role, str(error))
@@ -248,6 +251,16 @@ def _installed(job: Job, base: Path) -> packages.Package | None:
     except IsthmusError as error:
         log.warning("devices are not offered the task: %s", error)
         return None
+
+
+def _check_examples(peer: Peer, opened: link_pb2.Opened) -> None:
+    """Refuse so many examples that nothing of the others' updates would be left beside them.
+
+    Raises:
+        JobError: a device has more.
+    """
+    if peer.role == link_pb2.CLIENT and opened.examples > MOST_EXAMPLES:
+        raise JobError(f"it has {opened.examples} examples, and {MOST_EXAMPLES} are the most")
 
 
 def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:

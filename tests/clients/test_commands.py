@@ -59,7 +59,7 @@ async def test_a_server_that_refuses_ends_the_client():
     link = Link(10.0)
     port = await link.start()
     try:
-        with pytest.raises(Refused, match=r"a hello needs a name of 1 to 128 characters"):
+        with pytest.raises(Refused, match=r"a hello needs a name and an instance of 1 to 128 ch"):
             await serve(
                 f"127.0.0.1:{port}", Agent(Participant(name="x" * 200, regime="federated"), None)
             )

@@ -324,6 +324,19 @@ def test_hours_are_bounded_before_they_are_read(hours):
         _hours(link_pb2.Opened(hours=hours))
 
 
+async def test_examples_beside_which_nobody_else_s_would_count_are_refused(place, net):
+    async def work(guest, request, model):
+        return link_pb2.Reply(opened=link_pb2.Opened(examples=1 << 62)), None
+
+    await place.listen()
+    await net.join("liar", work)
+    report, _ = await place.run("run", "rounds=1")
+    assert took_part(report) == [["a", "b", "c"]]
+    (declined,) = (event for event in report["events"] if event["kind"] == "declined")
+    assert declined["participant"] == "liar"
+    assert declined["reason"] == f"it has {1 << 62} examples, and {1 << 30} are the most"
+
+
 async def test_a_run_ends_when_nobody_may_be_asked_any_more(place):
     await place.listen()
     report, _ = await place.run("run", "federated.participation={rounds=2}", "rounds=5")

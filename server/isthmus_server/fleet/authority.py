@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -159,7 +160,7 @@ class Authority:
             if not asked.is_signature_valid:
                 raise ValueError("it is not signed with its key")
             key = asked.public_key()
-        except (ValueError, TypeError, x509.InvalidVersion) as error:
+        except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise Refused(f"the signing request cannot be used: {error}") from None
         if not isinstance(key, tls.PublicKey) or key.curve.name != "secp256r1":
             raise Refused("the signing request cannot be used: its key is not ECDSA on P-256")

@@ -18,6 +18,10 @@ def state(tmp_path):
     return tmp_path / "server"
 
 
+_EC_KEY = bytes.fromhex("06072a8648ce3d0201")
+"""The object identifier of an EC key, as it stands in a request."""
+
+
 def csr(key, digest=None):
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.sign(key, digest).public_bytes(serialization.Encoding.DER)
@@ -84,8 +88,9 @@ def test_a_certificate_says_who_somebody_is_whatever_was_asked_for(state):
         csr(ed25519.Ed25519PrivateKey.generate()),
         csr(ec.generate_private_key(ec.SECP384R1()), hashes.SHA256()),
         csr(tls.new_key(), hashes.SHA256())[:-1] + b"\x00",
+        csr(tls.new_key(), hashes.SHA256()).replace(_EC_KEY, _EC_KEY[:-1] + b"\x77"),
     ],
-    ids=["nothing", "noise", "ed25519", "another curve", "not signed by its key"],
+    ids=["nothing", "noise", "ed25519", "another curve", "not signed by its key", "no known key"],
 )
 def test_a_signing_request_that_cannot_be_used_is_refused(state, request_):
     with pytest.raises(Refused, match=r"^the signing request cannot be used: "):
