@@ -256,10 +256,10 @@ class Coordinator:
         )
 
     async def _decide(self) -> Decision:
-        if self.at.decided is not None:
-            decision = Decision.from_log(self.at.decided["plan"], self.at.decided["observation"])
+        if (cut_short := self.at.decided) is not None:
+            await self.roster.wait_for(devices=cut_short["plan"].get("invited", ()))
             self.at = dataclasses.replace(self.at, decided=None)
-            return decision
+            return Decision.from_log(cut_short["plan"], cut_short["observation"])
         return await decide(
             self.policy,
             self.job.strategy.policy,
@@ -303,7 +303,7 @@ class Coordinator:
         if not self.at.model_in_datacenter:
             return
         assert self.at.holder is not None
-        if not await self.roster.wait_for_holder(self.at.holder):
+        if not await self.roster.wait_for(datacenters=[self.at.holder]):
             raise RoundFailed(f"the datacenter {self.at.holder!r}, which has the model, is away")
         self.model.replace(await self.datacenter.export(self.at.holder, self.at.datacenter_step))
         self.at = dataclasses.replace(self.at, model_in_datacenter=False)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,23 @@ class Roster:
 
         await self._until(done, clients, datacenters)
 
-    async def wait_for_holder(self, name: str) -> bool:
-        """Wait for the one datacenter that has the model; returns whether it is here."""
-        await self._until(lambda: name in {*self.datacenters, *self.declined}, 0, 1)
-        return name in self.datacenters
+    async def wait_for(
+        self, *, devices: Collection[str] = (), datacenters: Collection[str] = ()
+    ) -> bool:
+        """Wait for these very ones, as after a restart; returns whether all are ready.
+
+        A datacenter may have the model. Devices that were in an attempt when the server died may
+        have opened its sum: they refuse another of nearly the same devices, and not of the same.
+        """
+        names = {*devices, *datacenters}
+
+        def ready() -> set[str]:
+            return {*self.clients, *self.datacenters}
+
+        await self._until(
+            lambda: names <= ready() | self.declined.keys(), len(devices), len(datacenters)
+        )
+        return names <= ready()
 
     async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> None:
         if done():

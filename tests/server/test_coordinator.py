@@ -368,6 +368,35 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
     assert final["model_sha256"] == document(again)["rounds"][1]["model_sha256"]
 
 
+async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(place, net):
+    """They may have opened its sum, and refuse another one of nearly the same devices."""
+    names = ("a", "b", "c", "d")
+    await place.listen(names=names)
+    fewer = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "attempts=1")
+    store = place.create("run", *fewer)
+    coordinator = Coordinator(store, place.link)
+
+    async def require(regime):
+        assert await coordinator.roster.wait_for(devices=names)
+
+    def die(*_):
+        raise place.Killed
+
+    coordinator.roster.require = require
+    coordinator._commit = die  # the sum is open by then
+    with pytest.raises(place.Killed):
+        await coordinator.run()
+    place.link.cut("d", "it is away")
+    noted = []
+    again = Coordinator(place.reopen(store), place.link, lambda *told: noted.append(told))
+    running = asyncio.create_task(again.run())
+    all_four = ("waiting", {"clients": 4, "datacenters": 0})
+    await net.until(lambda: all_four in noted or running.done())
+    net.call(place.device("d"), "d")
+    await running
+    assert document(again.store)["rounds"][0]["participants"]["accepted"] == 4
+
+
 async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place):
     store, coordinator, ranks = await with_ranks("strategy.policy=hybrid", "rounds=1", "attempts=1")
     place.faults["a"][1, 1] = "no power"
