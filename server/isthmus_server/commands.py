@@ -86,7 +86,12 @@ def run(
         else:
             directory = run_dir or _fresh_directory(loaded)
             session = Session.new(loaded, job.resolve().parent, directory)
-        run_until_stopped(session.run(at, console, template))
+        try:
+            run_until_stopped(session.run(at, console, template))
+        except click.Abort:
+            again = f"isthmus run --resume --run-dir {session.directory}"
+            click.echo(f"stopped; go on with  {again}", err=True)
+            raise
     console.print(f"report  isthmus report {session.directory}", soft_wrap=True)
 
 

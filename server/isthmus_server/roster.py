@@ -135,7 +135,7 @@ class Roster:
         """
         clients = 0 if regime == "datacenter" else self.job.federated.needed
         datacenters = 0 if regime == "federated" else 1
-        await self._wait_for(clients, datacenters)
+        in_time = await self._wait_for(clients, datacenters)
         missing = []
         able = len(self.able())
         if able < clients:
@@ -147,14 +147,28 @@ class Roster:
         if len(self.datacenters) < datacenters:
             missing.append(f"no datacenter is ready and a {regime} round needs one")
         if missing:
-            declined = [f"{name} declined: {why}" for name, (_, why) in self.declined.items()]
-            raise UserError(
-                "; ".join([*missing, *sorted(declined)[:3]])
-                + f"; waited up to {self.job.time.join_seconds:g} s (time.join_seconds)"
-            )
+            if not in_time:
+                waited = f"waited up to {self.job.time.join_seconds:g} s (time.join_seconds)"
+                missing.append(waited)
+            raise UserError("; ".join([*missing, *self._why_declined()[:3]]))
 
-    async def _wait_for(self, clients: int, datacenters: int) -> None:
-        """Wait until so many are ready, or all that this machine starts are ready or declined."""
+    def _why_declined(self) -> list[str]:
+        """Each reason once, with those who gave it."""
+        names: dict[str, list[str]] = {}
+        for name, (_, why) in sorted(self.declined.items()):
+            names.setdefault(why, []).append(name)
+        return [
+            ", ".join(who[:3])
+            + (f" and {len(who) - 3} more" if len(who) > 3 else "")
+            + f" declined: {why}"
+            for why, who in names.items()
+        ]
+
+    async def _wait_for(self, clients: int, datacenters: int) -> bool:
+        """Wait until so many are ready, or all that this machine starts are ready or declined.
+
+        Returns False if that took too long.
+        """
         embedded = self.job.federated.clients, int(self.job.datacenter.ranks > 0)
 
         def done() -> bool:
@@ -173,7 +187,7 @@ class Roster:
                 )
             )
 
-        await self._until(done, clients, datacenters)
+        return await self._until(done, clients, datacenters)
 
     async def wait_for(
         self, *, devices: Collection[str] = (), datacenters: Collection[str] = ()
@@ -193,15 +207,16 @@ class Roster:
         )
         return names <= ready()
 
-    async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> None:
+    async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> bool:
         if done():
-            return
+            return True
         self.note("waiting", {"clients": clients, "datacenters": datacenters})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.job.time.join_seconds):
                 while not done():
                     self._changed.clear()
                     await self._changed.wait()
+        return done()
 
     def _have_declined(self, role: link_pb2.Role) -> int:
         return sum(one == role for one, _ in self.declined.values())

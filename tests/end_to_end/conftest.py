@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,12 @@ class Run:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+
+    def interrupt(self) -> int | None:
+        """Ctrl-C; its exit status."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGINT)
+        return self.finish()
 
     def finish(self) -> int | None:
         """Read to the end; its exit status."""

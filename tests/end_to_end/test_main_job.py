@@ -13,15 +13,19 @@ from safetensors.torch import load_file
 
 @pytest.mark.timeout(240)  # only a very busy machine needs it
 def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, report_of: Any) -> None:
-    """kill -9 of the coordinator after a datacenter, a hybrid and a federated round."""
+    """kill -9 of the coordinator after a datacenter and a hybrid round, Ctrl-C in the last."""
     whole = start("job.toml", "--run-dir", "whole")
     assert whole.finish() == 0, whole.output
 
     run = start("job.toml", "--run-dir", "killed")
-    for round_ in (1, 3, 5):
+    for round_ in (1, 3):
         run.until(rf"round +{round_} ")
         run.kill()
         run = start("--resume", "--run-dir", "killed")
+    run.until(r"round +5 ")
+    assert run.interrupt() == 130
+    assert "stopped; go on with  isthmus run --resume --run-dir killed" in run.output
+    run = start("--resume", "--run-dir", "killed")
     assert run.finish() == 0, run.output
 
     one, other = report_of("whole"), report_of("killed")

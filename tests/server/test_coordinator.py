@@ -2,6 +2,7 @@ import asyncio
 import hashlib
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -258,11 +259,23 @@ async def test_a_device_with_another_frozen_base_does_not_train(place):
             return model
     """)
     sentence = (
-        "; a declined: this device's model is not the server's: the frozen parameter 'bias' has "
+        "; a, b, c declined: this device's model is not the server's: the frozen parameter 'bias' has "
         "other values here than there; is it loaded from the same file"
     )
     with pytest.raises(UserError, match=sentence):
         await Coordinator(place.create("run"), place.link).run()
+
+
+async def test_what_all_devices_decline_for_is_said_once_and_at_once(place):
+    await place.listen("""
+        def local_data(self, participant):
+            raise OSError("the camera is off")
+    """)
+    store = place.create("run", "federated.clients=3")
+    with pytest.raises(UserError) as caught:
+        await Coordinator(store, place.link).run()
+    said = r"0 edge clients are ready .*quorum\); a, b, c declined: local_data\(\) .*camera is off"
+    assert re.fullmatch(said, str(caught.value))
 
 
 async def test_evaluation_happens_when_the_job_says_so(place):

@@ -49,4 +49,10 @@ def _found_elsewhere(name: str, built_in: Iterable[str]) -> Any:
             f"strategy.policy={name!r} is not known; there are "
             f"{', '.join(sorted({*built_in, *provided}))}, or module:Name for one of your own"
         )
+    if module.endswith(".py"):
+        raise JobError(
+            f"strategy.policy={name!r} names a file, and a module is wanted: "
+            f"{module.removesuffix('.py').replace('/', '.')}:{attribute}, installed or beside the "
+            "task's file"
+        )
     return getattr(importlib.import_module(module), attribute)
