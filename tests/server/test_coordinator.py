@@ -259,8 +259,8 @@ async def test_a_device_with_another_frozen_base_does_not_train(place):
             return model
     """)
     sentence = (
-        "; a, b, c declined: this device's model is not the server's: the frozen parameter 'bias' has "
-        "other values here than there; is it loaded from the same file"
+        "; a, b, c declined: this device's model is not the server's: the frozen parameter 'bias' "
+        "has other values here than there; is it loaded from the same file"
     )
     with pytest.raises(UserError, match=sentence):
         await Coordinator(place.create("run"), place.link).run()

@@ -63,7 +63,7 @@ def test_a_phase_with_hours_has_its_turn_in_them():
     assert at(12) == ["d"] * 5
     assert at(23) == ["d", "f", "f", "d", "d"]
     (_, plan, *_) = plans(strategy, 2, now=0.0)
-    assert plan.reason == "phase 2 of 3 is federated, its round 1 of 2 between 22:00 to 06:00 UTC"
+    assert plan.reason == "phase 2 of 3 is federated, its round 1 of 2 from 22:00 to 06:00 UTC"
 
 
 def test_a_schedule_waits_where_no_phase_has_its_hours():

@@ -51,7 +51,7 @@ def _how_far(phase: Phase, done: int, last: bool) -> str:
         f"{one.opens} to {one.closes}{' ' if one.days else ''}{', '.join(one.days)}"
         for one in phase.hours
     )
-    within = f" between {hours} UTC" if hours else ""
+    within = f" from {hours} UTC" if hours else ""
     if last or phase.rounds is None:
         return f"to the end{within}"
     return f"its round {done} of {phase.rounds}{within}"
