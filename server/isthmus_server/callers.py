@@ -29,6 +29,8 @@ LONGEST_ID = 64
 
 HELLO_SECONDS = 30.0
 """To say who one is, and to be told that one is welcome."""
+IDLE_SECONDS = 60.0
+"""For a connection without a call: one that only takes up room is closed, whoever's it is."""
 CUT_SECONDS = 1.0
 """For a participant whose stream is ended to read why; nobody waits for it any longer."""
 
@@ -57,10 +59,13 @@ SPOKEN = {"ping", "want", "chunk", "reply", "progress", "renew"}
 """What a participant may say after its hello."""
 
 
-def listening_options(connections: int, message_bytes: int) -> tuple[tuple[str, int], ...]:
+def listening_options(
+    connections: int, message_bytes: int, idle_seconds: float
+) -> tuple[tuple[str, int], ...]:
     """What gRPC is told of callers it does not know: few connections, little time, small messages.
 
     All callers together get at most `connections`, and never the last open files of the process.
+    One without a call is closed after `idle_seconds`.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     rest = [option for option in CHANNEL_OPTIONS if option[0] != _MAX_RECEIVE]
@@ -69,6 +74,7 @@ def listening_options(connections: int, message_bytes: int) -> tuple[tuple[str, 
         (_MAX_RECEIVE, message_bytes),
         ("grpc.max_allowed_incoming_connections", max(64, min(connections, files - _SPARE_FILES))),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+        ("grpc.max_connection_idle_ms", int(1000 * idle_seconds)),
         ("grpc.max_concurrent_streams", STREAMS_EACH),
         ("grpc.tsi.max_frame_size", _TLS_FRAME_BYTES),
         ("grpc.so_reuseport", 0),

@@ -26,6 +26,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.callers import (
     ANSWERS,
     HELLO_SECONDS,
+    IDLE_SECONDS,
     LONGEST_ID,
     MAX_FROM_PARTICIPANT,
     SPOKEN,
@@ -110,7 +111,7 @@ class Link:
             {"isthmus.link.v1.Link": {"Connect": handler}, **self.beside},
             address,
             credentials,
-            listening_options(20_000, MAX_FROM_PARTICIPANT),
+            listening_options(20_000, MAX_FROM_PARTICIPANT, IDLE_SECONDS),
             calls=20_000,
         )
         return bound

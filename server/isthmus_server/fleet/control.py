@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -19,7 +20,7 @@ from isthmus import tls
 from isthmus.errors import IsthmusError, Refused
 from isthmus.job import read_job
 from isthmus.wire import operator_pb2
-from isthmus_server.callers import certificate_of
+from isthmus_server.callers import HELLO_SECONDS, certificate_of
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.runner import Runner
 from isthmus_server.fleet.server import FleetServer
@@ -28,6 +29,9 @@ SERVICE = "isthmus.operator.v1.Operator"
 
 _CALLS = 8
 """Calls of one operator at a time."""
+
+MOST_JOB = 64 << 10
+"""Characters of one job: they are kept, and a list of jobs goes through them."""
 
 MOST_ENDED = 1000
 """Jobs that have ended, in one list."""
@@ -59,7 +63,7 @@ class Control:
             "Jobs": self._unary(pb.JobsRequest, self._jobs),
             "Cancel": self._unary(pb.CancelRequest, self._cancel),
             "Renew": self._unary(pb.RenewRequest, self._renew),
-            "Logs": grpc.unary_stream_rpc_method_handler(self._logs),
+            "Logs": grpc.stream_stream_rpc_method_handler(self._logs),
         }
 
     async def _submit(
@@ -67,6 +71,11 @@ class Control:
     ) -> operator_pb2.SubmitReply:
         if not 0 < len(asked.key) <= 64:
             raise Refused("a submission needs a key of 1 to 64 characters")
+        if len(asked.job) > MOST_JOB:
+            raise Refused(
+                f"a job of {len(asked.job)} characters is larger than {MOST_JOB}; have the task "
+                "read from a file of its own what is so large"
+            )
         entry = self.runner.submit(read_job(asked.job), operator.name, asked.key)
         return operator_pb2.SubmitReply(id=entry.id)
 
@@ -98,10 +107,12 @@ class Control:
         certificate, _ = await self.members.renew(operator, asked.signing_request)
         return operator_pb2.RenewReply(certificate=certificate)
 
-    async def _logs(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def _logs(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
         operator = await self._enter(context)
         try:
-            asked = operator_pb2.LogsRequest.FromString(data)
+            asked = operator_pb2.LogsRequest.FromString(await _first(requests))
             async for kind, row in self.runner.events(asked.id, asked.follow):
                 self.members.registry.check(operator)
                 event = operator_pb2.Event(kind=kind, data=json.dumps(row))
@@ -116,10 +127,10 @@ class Control:
     def _unary(
         self, kind: type[_Asked], answer: Callable[[_Asked, tls.Subject], Awaitable[Message]]
     ) -> grpc.RpcMethodHandler:
-        async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
             operator = await self._enter(context)
             try:
-                reply = await answer(kind.FromString(data), operator)
+                reply = await answer(kind.FromString(await _first(requests)), operator)
             except (IsthmusError, DecodeError, sqlite3.Error) as error:
                 await _refuse(context, error)
                 raise AssertionError("it was aborted") from error
@@ -127,7 +138,9 @@ class Control:
                 self._leave(operator)
             return reply.SerializeToString()
 
-        return grpc.unary_unary_rpc_method_handler(call)
+        # One message, as the caller sees it; gRPC would wait for it before anybody is asked for a
+        # certificate, and for ever.
+        return grpc.stream_unary_rpc_method_handler(call)
 
     async def _enter(self, context: grpc.aio.ServicerContext) -> tls.Subject:
         certificate = certificate_of(context)
@@ -169,6 +182,19 @@ async def serve_queue(
             where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
             console.print(where, soft_wrap=True)
             await runner.run()
+
+
+async def _first(requests: AsyncIterator[bytes]) -> bytes:
+    """The one message of a call.
+
+    Raises:
+        Refused: it does not come.
+    """
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            return await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise Refused("a call without a request") from None
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:

@@ -84,10 +84,9 @@ class JoinService:
             UserError: the port is in use.
         """
         options = (
-            *listening_options(MOST_CALLERS, MAX_JOIN_BYTES),
+            *listening_options(MOST_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
             ("grpc.max_connection_age_ms", 1000 * _CALLER_SECONDS),
             ("grpc.max_connection_age_grace_ms", 1000),
-            ("grpc.max_connection_idle_ms", 1000 * _CALLER_SECONDS // 3),
         )
         methods = {
             "Authority": grpc.unary_unary_rpc_method_handler(self._show_authority),

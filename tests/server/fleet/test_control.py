@@ -7,6 +7,7 @@ import json
 import sqlite3
 
 import grpc
+import grpc.aio
 import pytest
 from click.testing import CliRunner
 from tests.conftest import TABLE
@@ -15,7 +16,7 @@ from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.agent import Agent
-from isthmus_server.fleet import runner
+from isthmus_server.fleet import control, runner
 from isthmus_server.fleet.console import Server, jobs
 from isthmus_server.roster import Roster
 from isthmus_server.store import Store
@@ -313,8 +314,9 @@ async def test_a_job_that_cannot_be_read_is_refused(place):
         pb.SubmitRequest(job="{", key="one"),
         pb.SubmitRequest(job=place.job().model_dump_json()),
         pb.SubmitRequest(job='{"name": "later", "from_the_future": 1}', key="one"),
+        pb.SubmitRequest(job=place.job().model_dump_json() + " " * control.MOST_JOB, key="one"),
     ):
-        with pytest.raises(Refused, match=r"cannot be read here|needs a key"):
+        with pytest.raises(Refused, match=r"cannot be read here|needs a key|is larger than 65536"):
             await place.ask("Submit", pb.SubmitReply, asked)
 
 
@@ -338,6 +340,25 @@ async def test_a_participant_does_not_act_as_an_operator(place, kind):
         await asyncio.to_thread(
             lambda: list(Server(other.directory).events(pb.LogsRequest(id="table-1")))
         )
+
+
+@pytest.mark.parametrize("method", ["Submit", "Logs"])
+async def test_a_call_without_a_request_is_not_waited_for(place, monkeypatch, method):
+    monkeypatch.setattr(control, "HELLO_SECONDS", 0.1)
+    said = {}
+    for member in (place.me, await place.member("phone-0")):
+        credentials = member.channel_credentials()
+        async with grpc.aio.secure_channel(place.address, credentials) as channel:
+            call = channel.stream_unary(f"/{control.SERVICE}/{method}")()
+            async with asyncio.timeout(10):
+                said[member.name] = (await call.code(), await call.details())
+    assert said == {
+        "me": (grpc.StatusCode.FAILED_PRECONDITION, "a call without a request"),
+        "phone-0": (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "'phone-0' is a client, and not an operator",
+        ),
+    }
 
 
 async def test_an_operator_who_is_revoked_is_not_heard_any_more(place):

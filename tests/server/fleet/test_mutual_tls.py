@@ -16,6 +16,7 @@ from isthmus.membership import Membership
 from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
+from isthmus_server import link
 from isthmus_server.callers import STREAMS_EACH
 from isthmus_server.fleet.authority import Authority, initialise
 from isthmus_server.link import Link
@@ -266,6 +267,22 @@ async def test_whoever_is_revoked_is_refused_by_the_other_devices_rounds_too(fle
     await fleet.until(lambda: fleet.server.members.revoked == {member.identity_public})
     with pytest.raises(Exception, match="the key of 'phone-0' is revoked"):
         directory.check(enrolment)
+
+
+async def test_a_connection_on_which_nothing_is_asked_is_closed(fleet, monkeypatch):
+    monkeypatch.setattr(link, "IDLE_SECONDS", 0.2)
+    await fleet.listen()
+    guest = await fleet.join("phone-0", answering(examples=5))
+    stream = fleet.link.peers["phone-0"].stream
+    credentials = (await fleet.member("phone-1")).channel_credentials()
+    async with grpc.aio.secure_channel(fleet.address, credentials) as channel:
+        ready = grpc.ChannelConnectivity.READY
+        channel.get_state(try_to_connect=True)
+        await fleet.until(lambda: channel.get_state() is ready)
+        await fleet.until(lambda: channel.get_state() is not ready)
+    assert fleet.link.peers["phone-0"].stream is stream
+    assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 5
+    assert len(guest.asked) == 1
 
 
 async def test_one_certificate_gets_a_few_streams(fleet):
