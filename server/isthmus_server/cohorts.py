@@ -32,6 +32,7 @@ class Cohorts:
         self.clock = clock
         self.attendance = Attendance(job.federated)
         self._pending: list[Mapping[str, Any]] = []
+        self._again: tuple[int, Collection[str]] = 0, ()
         roster.rests = lambda name: self._rests_for(name) > 0
         for row in store.rows():
             self.failed(row) if "error" in row else self.committed(row)
@@ -51,6 +52,13 @@ class Cohorts:
             )
         self._pending.clear()
 
+    def repeat(self, round_: int, names: Collection[str]) -> None:
+        """Invite these very devices to a round, for as long as all of them may be asked.
+
+        They were in an attempt at it that a crash cut short, and may have opened its sum.
+        """
+        self._again = round_, names
+
     def invite(
         self, round_: int, settings: FederatedSection, at_work: Collection[str] = ()
     ) -> dict[str, int]:
@@ -63,6 +71,9 @@ class Cohorts:
         able = self.roster.able()
         if buffered and settings.secure_aggregation:
             able = self.roster.speaking(KEEPING)
+        again, names_again = self._again
+        if again == round_ and not buffered and set(names_again) <= set(able):
+            return {name: self.roster.clients[name].examples for name in sorted(names_again)}
         names = select(
             set(able) - set(at_work),
             wanted=settings.concurrency + settings.cohort if buffered else settings.invited,

@@ -385,7 +385,13 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     """They may have opened its sum, and refuse another one of nearly the same devices."""
     names = ("a", "b", "c", "d")
     await place.listen(names=names)
-    fewer = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "attempts=1")
+    fewer = (
+        "seed=3",
+        "federated.clients=0",
+        "federated.cohort=4",
+        "federated.quorum=3",
+        "attempts=1",
+    )
     store = place.create("run", *fewer)
     coordinator = Coordinator(store, place.link)
 
@@ -405,9 +411,13 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     running = asyncio.create_task(again.run())
     all_four = ("waiting", {"clients": 4, "datacenters": 0})
     await net.until(lambda: all_four in noted or running.done())
+    net.call(place.device("e"), "e")  # nor is another one asked instead
+    net.call(place.device("f"), "f")
+    await net.until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())
     net.call(place.device("d"), "d")
     await running
-    assert document(again.store)["rounds"][0]["participants"]["accepted"] == 4
+    receipts = document(again.store)["rounds"][0]["receipts"]
+    assert [receipt["participant"] for receipt in receipts] == list(names)
 
 
 async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place):
