@@ -166,6 +166,9 @@ class Uplink:
                         why = cause(why)
                 except (TimeoutError, UpdateError, *GONE) as error:
                     why = str(error) or "silence"
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise asyncio.CancelledError  # gRPC's error had taken its place
                 if redial.broke(held=time.monotonic() - self._linked_at):
                     more = f" ({redial.tries} tries so far)" if redial.tries > 1 else ""
                     log.info("no link to %s: %s%s", self.address, why, more)

@@ -52,12 +52,16 @@ class Cohorts:
             )
         self._pending.clear()
 
-    def repeat(self, round_: int, names: Collection[str]) -> None:
-        """Invite these very devices to a round, for as long as all of them may be asked.
+    async def go_on(self, round_: int, invited: Collection[str]) -> None:
+        """Wait for the devices of an attempt at a round that a crash cut short.
 
-        They were in an attempt at it that a crash cut short, and may have opened its sum.
+        If all come they are invited again, for as long as all of them may be asked. They may have
+        opened the attempt's secure sum: then they refuse one of nearly the same devices.
         """
-        self._again = round_, names
+        settings = self.job.federated
+        summed = settings.secure_aggregation and settings.mode != "buffered"
+        if summed and invited and await self.roster.wait_for(devices=invited):
+            self._again = round_, invited
 
     def invite(
         self, round_: int, settings: FederatedSection, at_work: Collection[str] = ()
@@ -71,9 +75,9 @@ class Cohorts:
         able = self.roster.able()
         if buffered and settings.secure_aggregation:
             able = self.roster.speaking(KEEPING)
-        again, names_again = self._again
-        if again == round_ and not buffered and set(names_again) <= set(able):
-            return {name: self.roster.clients[name].examples for name in sorted(names_again)}
+        again, invited = self._again
+        if again == round_ and set(invited) <= set(able):
+            return {name: self.roster.clients[name].examples for name in sorted(invited)}
         names = select(
             set(able) - set(at_work),
             wanted=settings.concurrency + settings.cohort if buffered else settings.invited,

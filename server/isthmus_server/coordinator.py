@@ -257,9 +257,7 @@ class Coordinator:
 
     async def _decide(self) -> Decision:
         if (cut_short := self.at.decided) is not None:
-            invited = cut_short["plan"].get("invited", ())
-            if invited and await self.roster.wait_for(devices=invited):
-                self.cohorts.repeat(self.at.round + 1, invited)
+            await self.cohorts.go_on(self.at.round + 1, cut_short["plan"].get("invited", ()))
             self.at = dataclasses.replace(self.at, decided=None)
             return Decision.from_log(cut_short["plan"], cut_short["observation"])
         return await decide(

@@ -194,8 +194,7 @@ class Roster:
     ) -> bool:
         """Wait for these very ones, as after a restart; returns whether all are ready.
 
-        A datacenter may have the model. Devices that were in an attempt when the server died may
-        have opened its sum: they refuse another of nearly the same devices, and not of the same.
+        A datacenter may have the model, and devices may have opened a sum.
         """
         names = {*devices, *datacenters}
 

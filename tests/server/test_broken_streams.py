@@ -10,6 +10,7 @@ from tests.server.work import answering, pattern, payload_of, train, waiting
 from isthmus import redial, uplink
 from isthmus.contents import CHUNK_BYTES, describe, into
 from isthmus.errors import ParticipantLost
+from isthmus.stream import Stream
 from isthmus.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_server import callers, peers
@@ -29,6 +30,23 @@ class HeldWrite:
         self._loop.call_soon_threadsafe(self.begun.set)
         assert self.released.wait(10)
         self.written.append(offset)
+
+
+async def test_who_is_told_to_end_ends_whatever_grpc_makes_of_it(net, monkeypatch):
+    received = Stream.receive
+
+    async def swallowing(*arguments, **named):
+        try:
+            return await received(*arguments, **named)
+        except asyncio.CancelledError:
+            raise asyncio.InvalidStateError("the call is over") from None
+
+    monkeypatch.setattr(Stream, "receive", swallowing)
+    await net.listen()
+    guest = await net.join("a", answering(examples=1))
+    guest.link.cancel()
+    await asyncio.wait([guest.link], timeout=5.0)
+    assert guest.link.cancelled()
 
 
 async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
