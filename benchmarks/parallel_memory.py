@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from spawned import on_ranks
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from isthmus.exchange import Layout
 from isthmus.task import Participant, Task
@@ -69,6 +70,13 @@ class Stack(Task):
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square()
 
+    def local_data(self, participant: Participant) -> TensorDataset:
+        return self.eval_data()
+
+    def eval_data(self) -> TensorDataset:
+        rows = torch.randn(4, self.settings["width"])
+        return TensorDataset(rows, rows)
+
     def optimizer(self, parameters: Any, participant: Participant) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters)
 
@@ -91,7 +99,7 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
         ranks=dp * tp * pp, zero_stage=stage, tensor=tp, pipeline=pp, microbatches=pp
     )
     device = torch.device("cpu")
-    batch = torch.randn(4, width)
+    (batch, _) = task.eval_data().tensors
     model = task.model()
     layout = Layout.of(model)
     share = parallelize(task, model, ranks, rank, device, sample=lambda: batch)
