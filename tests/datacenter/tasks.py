@@ -1,5 +1,6 @@
 """Tasks that the ranks of these tests train: small, and able to misbehave when told to."""
 
+import abc
 import functools
 import itertools
 import os
@@ -46,8 +47,9 @@ class _Small(Task):
     def eval_data(self) -> Dataset[Any]:
         return self.rows(self.settings.get("held_out", 23), seed=2)
 
+    @abc.abstractmethod
     def rows(self, count: int, seed: int) -> Any:
-        raise NotImplementedError
+        """Examples, the same ones for the same seed."""
 
 
 class Table(_Small):
@@ -171,8 +173,8 @@ class Gpt(_Small):
             "blocks.*.out": out,
         }
 
-    def shard_units(self, model: nn.Module) -> Any:
-        return list(model.blocks) if "plan" in self.settings else None  # type: ignore[arg-type]
+    def shard_units(self, model: Any) -> Any:
+        return list(model.blocks) if "plan" in self.settings else None
 
     def pipeline_stages(self, model: Any, n: int) -> Any:
         if "plan" not in self.settings:
@@ -323,7 +325,7 @@ class Faulty(Table):
                 begin(checkpoints, step, *more)  # it is written in the background
                 self.maybe_fail(f"save {step}")
 
-            Checkpoints.begin = failing  # type: ignore[method-assign]
+            Checkpoints.begin = failing  # type: ignore[method-assign]  # the engine makes its own
 
     def _fail_before(self, owner: Any, name: str, place: str) -> None:
         """Where the task has no code of its own."""
@@ -349,7 +351,7 @@ class Faulty(Table):
 
     def _before_forward(self) -> None:
         if "unhurried" in self.settings and not Path(self.settings["unhurried"]).exists():
-            time.sleep(0.1)
+            time.sleep(0.1)  # so that there are steps left when machines are taken away
         self.forwards += 1
         self.maybe_fail(f"forward {self.forwards}")
 

@@ -147,7 +147,7 @@ class Run:
         """Wait until a device's log tells that it has loaded the task so often."""
         while log.read_text().count("opened ") < times:
             assert self.process.is_alive(), self.stdout.read()
-            time.sleep(0.02)
+            time.sleep(0.02)  # a log tells nobody that it has grown
 
     def kill(self) -> None:
         self.process.kill()

@@ -168,7 +168,7 @@ def an_answer_after_a_refusal():
     parties = until(ServerStage.RELEASES)
     try:
         parties.clients[ALICE].consent(parties.survivors)
-    except Exception:  # noqa: BLE001  any refusal will do: it must be the session's last
+    except Exception:  # noqa: BLE001 - whatever it refused, it must be the last
         parties.clients[ALICE].release(parties.consents)
 
 
