@@ -37,13 +37,13 @@ import torch
 from datacenter_ranks import Case, Timing, compare, exchange
 from spawned import on_ranks
 
-from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import build_model
 from isthmus.task import load_task
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_datacenter.profile import DENSE_BF16
-from isthmus_datacenter.service import Service
+from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.training.profile import DENSE_BF16
 
 HERE = Path(__file__).parent
 SMALL = {"words": 512, "length": 64, "width": 128, "heads": 4, "layers": 4, "examples": 4096}

@@ -25,14 +25,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import build_model
 from isthmus.task import Participant, Task, load_task
-from isthmus_datacenter.agreement import Wish
-from isthmus_datacenter.control import Command
-from isthmus_datacenter.engine import Engine, Place
-from isthmus_datacenter.exchange import load_shards, store_shards
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
+from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.service.control_store import Command
+from isthmus_datacenter.training.agreement import Wish
+from isthmus_datacenter.training.engine import Engine, Place
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

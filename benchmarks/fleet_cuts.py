@@ -17,10 +17,10 @@ from fleet_place import Place, report
 from processes import Program
 from safetensors.numpy import load_file
 
-from isthmus.contents import Buffer, chunk_size
-from isthmus.membership import Membership
-from isthmus.stream import Stream
-from isthmus.uplink import Uplink
+from isthmus.identity.membership import Membership
+from isthmus.transport.blobs import Buffer, chunk_size
+from isthmus.transport.stream import Stream
+from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 
 

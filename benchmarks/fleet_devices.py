@@ -25,12 +25,12 @@ from typing import Any
 
 from processes import Tree
 
-from isthmus.contents import Buffer, describe
-from isthmus.membership import Membership
-from isthmus.stream import Stream
-from isthmus.uplink import Uplink
+from isthmus.identity.membership import Membership
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.stream import Stream
+from isthmus.transport.uplink import Uplink
+from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus.worker import ReportProgress
 
 DIALLING = 50
 """Devices of one process that dial at the same time, until all have been welcomed once."""
@@ -140,7 +140,7 @@ class Crowd:
 
 
 class Device:
-    """A client that computes nothing: `isthmus.worker.Worker`."""
+    """A client that computes nothing: `isthmus.transport.worker.Worker`."""
 
     def __init__(self, crowd: Crowd, value: float) -> None:
         self.crowd = crowd

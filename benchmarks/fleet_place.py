@@ -22,10 +22,10 @@ from typing import Any
 
 from processes import Program, free_port, memory, started, wait_for_port
 
-from isthmus import joining, tls
-from isthmus.membership import Membership, prepare
-from isthmus_server.fleet.authority import Authority
-from isthmus_server.fleet.registry import Registry
+from isthmus.identity import joining, tls
+from isthmus.identity.membership import Membership, prepare
+from isthmus_server.control_plane.authority import Authority
+from isthmus_server.control_plane.registry import Registry
 
 HERE = Path(__file__).parent
 ISTHMUS = str(Path(sys.executable).parent / "isthmus")

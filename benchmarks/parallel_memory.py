@@ -30,15 +30,15 @@ from spawned import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from isthmus.exchange import Layout
 from isthmus.task import Participant, Task
-from isthmus_datacenter.agreement import Wish
-from isthmus_datacenter.exchange import load_shards, store_shards
-from isthmus_datacenter.layout import RankLayout
-from isthmus_datacenter.optim import Updater
-from isthmus_datacenter.parallelize import parallelize
-from isthmus_datacenter.passes import Passes
-from isthmus_datacenter.share import local
+from isthmus.tensors.exchange_set import Layout
+from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.parallel.model_shard import local
+from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallelize import parallelize
+from isthmus_datacenter.training.agreement import Wish
+from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.optimizer import Updater
 
 KINDS = ("param", "grad", "optimizer")
 FACTORS = {"param": 4, "grad": 4, "optimizer": 8}

@@ -55,10 +55,11 @@ from flwr.supercore.primitives.asymmetric import (
     public_key_to_bytes,
 )
 
-from isthmus_privacy.secagg import RoundConfig, encode, shamir
+from isthmus_privacy.crypto import shamir
+from isthmus_privacy.crypto.keys import OneTimeKey
+from isthmus_privacy.crypto.masking import add_masks
+from isthmus_privacy.secagg import RoundConfig, encode
 from isthmus_privacy.secagg.graph import neighbourhood
-from isthmus_privacy.secagg.keys import OneTimeKey
-from isthmus_privacy.secagg.masking import add_masks
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "privacy"))
 

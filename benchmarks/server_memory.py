@@ -25,11 +25,11 @@ import figures
 import torch
 from processes import Program, free_port, memory, reset_peak, started, wait_for_port
 
-from isthmus.contents import Buffer, describe
-from isthmus.exchange import Layout
-from isthmus.uplink import Uplink
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.uplink import Uplink
+from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus.worker import ReportProgress
 
 HERE = Path(__file__).parent
 CLIENTS = 32
@@ -74,7 +74,7 @@ class Fleet:
 
 
 class Device:
-    """A client that computes nothing: `isthmus.worker.Worker`."""
+    """A client that computes nothing: `isthmus.transport.worker.Worker`."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

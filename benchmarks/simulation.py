@@ -19,14 +19,14 @@ from scenario import HOUR, Scenario, job_for
 
 from isthmus.errors import JobError
 from isthmus.job import Job
-from isthmus.scoring import build_model
+from isthmus.task.scoring import build_model
 from isthmus.wire import link_pb2
-from isthmus_clients.virtual import VirtualFleet
+from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_datacenter.virtual import VirtualDatacenter
-from isthmus_server.clock import Clock
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.inprocess import InProcessLink
-from isthmus_server.store import Store
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.inprocess import InProcessLink
 
 P = ParamSpec("P")
 T = TypeVar("T")

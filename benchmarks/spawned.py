@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from isthmus_datacenter.template import IMPORTED
+from isthmus_datacenter.service.fork_server import IMPORTED
 
 Device = Literal["cpu", "cuda"]
 

@@ -16,14 +16,14 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import MappingProxyType
 
-from isthmus.lifetime import die_with_parent
-from isthmus_datacenter.template import IMPORTED
+from isthmus.system.process import die_with_parent
+from isthmus_datacenter.service.fork_server import IMPORTED
 
 _LOADED = [
     "isthmus.cli",
-    "isthmus.scoring",
+    "isthmus.task.scoring",
     "isthmus_clients.commands",
-    "isthmus_server.session",
+    "isthmus_server.local.session",
     IMPORTED,
     # What each rank would import for itself when its first block is compiled.
     "torch._dynamo.backends.debugging",

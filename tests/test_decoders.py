@@ -14,19 +14,19 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus import tls
 from isthmus.errors import IsthmusError
-from isthmus.exchange import Layout
+from isthmus.identity import tls
+from isthmus.identity.joining import Token, statement
 from isthmus.job import parse_job, read_job
-from isthmus.joining import Token, statement
-from isthmus.stream import Stream
 from isthmus.task import Participant
-from isthmus.uplink import Uplink
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.stream import Stream
+from isthmus.transport.uplink import Uplink
 from isthmus.wire import join_pb2, link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_server.fleet.authority import Authority, initialise
-from isthmus_server.fleet.joining import JoinService
-from isthmus_server.fleet.members import Members
+from isthmus_clients.device.agent import Agent
+from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.joining import JoinService
+from isthmus_server.control_plane.members import Members
 from tests.privacy.parties import Parties, enrolment, make_config
 from tests.server.conftest import Net, until
 from tests.server.work import answering, train

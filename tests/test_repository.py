@@ -128,7 +128,7 @@ def test_imports_go_down_only():
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("module", ["isthmus_clients.agent", "isthmus_clients.commands"])
+@pytest.mark.parametrize("module", ["isthmus_clients.device.agent", "isthmus_clients.commands"])
 def test_an_idle_device_loads_nothing_large(module):
     heavy = {"torch", "numpy", "rich", "flwr", "pandas", "sklearn", "isthmus_server"}
     code = f"import sys, {module}; print(*sorted({heavy} & sys.modules.keys()))"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from isthmus.lifetime import die_with_parent
+from isthmus.system.process import die_with_parent
 from tests import forked
 
 _SECONDS = 100.0

@@ -13,14 +13,15 @@ from typing import Any
 
 import click
 
-from isthmus import joining, lifetime
 from isthmus.errors import UserError
-from isthmus.membership import Membership, default_state
+from isthmus.identity import joining
+from isthmus.identity.membership import Membership, default_state
+from isthmus.system import process
 from isthmus.task import Participant
-from isthmus_clients import caps
-from isthmus_clients.agent import Agent, serve
-from isthmus_clients.policy import Guard, load
-from isthmus_clients.systemd import unit
+from isthmus_clients.device import resource_limits
+from isthmus_clients.device.agent import Agent, serve
+from isthmus_clients.device.owner_limits import Guard, load
+from isthmus_clients.device.systemd import unit
 
 
 @click.group()
@@ -111,7 +112,7 @@ def start(
 ) -> None:
     """Dial the server and take part in its rounds until stopped."""
     if die_with_parent:
-        lifetime.die_with_parent()
+        process.die_with_parent()
     logging.getLogger("isthmus").setLevel(logging.INFO)
     _check_hours(hours)
     split = _parse_shard(shard)
@@ -133,14 +134,14 @@ def start(
         command = [word for word in command if word != "--print-systemd"]
         click.echo(unit(command, str(Path.cwd()), policy))
         return
-    caps.hold(policy)
+    resource_limits.hold(policy)
     guard = Guard(policy, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)
     with member.locked():
         agent = Agent(
             participant,
             data,
-            caps.threads(threads, policy),
+            resource_limits.threads(threads, policy),
             hours or policy.hours,
             signing_key=member.identity,
             memory=member.rounds,
@@ -165,7 +166,7 @@ async def _until_stopped(work: Coroutine[Any, Any, None], name: str) -> None:
 def _check_hours(hours: tuple[str, ...]) -> None:
     """Refuse what the server would not understand."""
     if hours:
-        from isthmus.section import Hours
+        from isthmus.job.section import Hours
 
         for one in hours:
             Hours.parse(one)

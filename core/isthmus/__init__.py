@@ -3,11 +3,11 @@
     from isthmus import Task        # what is learned
     isthmus run JOB.toml            # everything on this machine
 
-Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.coordinator`.
+Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.rounds.coordinator`.
 """
 
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
-from isthmus.task import Participant, Task, load_task
+from isthmus.task.definition import Participant, Task, load_task
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """The one command, ``isthmus``.
 
-Subcommands come from the entry points `isthmus.commands` of the installed packages and are
+Subcommands come from the entry points `isthmus.job.commands` of the installed packages and are
 imported when they are used, so that a device which runs ``isthmus client`` loads no server code.
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from isthmus.errors import UserError
-from isthmus.membership import Membership
-from isthmus.tls import split_address
+from isthmus.identity.membership import Membership
+from isthmus.identity.tls import split_address
 from isthmus_datacenter.launch import Launch, check_private, kubernetes, parse_options, slurm
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -82,7 +82,7 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 def join(url: str, token: str, state: Path) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
-    from isthmus import joining
+    from isthmus.identity import joining
 
     parsed = joining.Token.parse(token)
     member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter"))
@@ -144,9 +144,9 @@ def launch(
             click.echo(asked.serve("127.0.0.1:0"))
             return
         if die_with_parent:
-            from isthmus import lifetime
+            from isthmus.system import process
 
-            lifetime.die_with_parent()
+            process.die_with_parent()
         # Whoever starts us like that ends us when nobody wants the round any more.
         grace = 0.0 if die_with_parent else grace
         _serve(server, name, ranks, state, data, tasks, None, grace, member)
@@ -174,7 +174,7 @@ def serve(
 ) -> None:
     """Be the service of a cluster whose nodes each run `isthmus datacenter agent`."""
     host, port = split_address(control, "--control")
-    from isthmus_datacenter.group import Nodes
+    from isthmus_datacenter.service.rank_group import Nodes
 
     place = None if port == 0 else Nodes(count=nodes, host=host, port=port)
     server, name, member = _membership(server, name, state)
@@ -190,7 +190,7 @@ def agent(control: str) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: told.set())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from isthmus_datacenter.agents import serve_node
+    from isthmus_datacenter.service.agents import serve_node
 
     serve_node(host, port, told.is_set)
 
@@ -226,8 +226,8 @@ def _serve(
         raise UserError(f"--tasks {tasks} is not a directory of this machine")
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from isthmus_datacenter.service import Service
-    from isthmus_datacenter.template import Template
+    from isthmus_datacenter.service.fork_server import Template
+    from isthmus_datacenter.service.service import Service
 
     alone = contextlib.nullcontext() if member is None else member.locked()
     with alone, Template("fork") if nodes is None else contextlib.nullcontext() as template:

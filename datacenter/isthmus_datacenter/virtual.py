@@ -14,28 +14,28 @@ from typing import Any
 
 import torch
 
-from isthmus.contents import Buffer, describe
 from isthmus.errors import Refused, TaskError, UpdateError
-from isthmus.frozen import received
 from isthmus.job import read_job
-from isthmus.scoring import (
+from isthmus.task import Participant, load_task, user_code
+from isthmus.task.scoring import (
     batches,
     build_same_model,
     count_examples,
     evaluate,
     losses,
 )
-from isthmus.task import Participant, load_task, user_code
+from isthmus.tensors.fingerprint import received
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus.worker import ReportProgress
-from isthmus_datacenter.data import Order
-from isthmus_datacenter.draws import derived_seed
+from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.rng import derived_seed
 
 CPU = torch.device("cpu")
 
 
 class VirtualDatacenter:
-    """One datacenter, as the link sees it: an `isthmus.worker.Worker`."""
+    """One datacenter, as the link sees it: an `isthmus.transport.worker.Worker`."""
 
     def __init__(
         self, name: str = "datacenter-0", data: Path | None = None, step_seconds: float = 0.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from isthmus.exchange import Layout
 from isthmus.job import Job
-from isthmus.scoring import build_model
 from isthmus.task import Task
-from isthmus_server.optimizers import make_optimizer
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
+from isthmus_server.model.optimizers import make_optimizer
 from isthmus_server.strategy import load_policy
 
 
@@ -21,6 +21,6 @@ def check(job: Job, task: Task) -> None:
     layout = Layout.of(model)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     if job.federated.flower is not None:
-        from isthmus_server.flower.guest import Guest
+        from isthmus_server.flower.strategy_adapter import Guest
 
         Guest(job.federated, layout)

@@ -19,13 +19,13 @@ import click
 from rich.console import Console
 
 from isthmus.errors import UserError
+from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
-from isthmus.lifetime import return_freed_memory
+from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
-from isthmus.tls import split_address
 
 if TYPE_CHECKING:
-    from isthmus_server.store import Store
+    from isthmus_server.storage.store import Store
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key."
@@ -60,7 +60,7 @@ def run(
     With federated.clients=0 or datacenter.ranks=0 that role is not started here, and whoever
     dials in at --address takes it.
     """
-    from isthmus_server.template import Template
+    from isthmus_server.local.fork_server import Template
 
     if resume:
         if run_dir is None:
@@ -78,7 +78,7 @@ def run(
     # Before anything is opened.
     with Template.fork(ranks=loaded is None or loaded.datacenter.ranks > 0) as template:
         prepare()
-        from isthmus_server.session import Session
+        from isthmus_server.local.session import Session
 
         if loaded is None or job is None:
             assert run_dir is not None
@@ -122,7 +122,7 @@ def compare(
     json_file: Path | None,
 ) -> None:
     """Train JOB under several policies and print what each reaches for the same cost."""
-    from isthmus_server.template import Template
+    from isthmus_server.local.fork_server import Template
 
     loaded = _loaded(job, overrides)
     directory = run_dir or _fresh_directory(loaded, "compare-")
@@ -135,7 +135,7 @@ def compare(
     # Before anything is opened.
     with Template.fork(ranks=loaded.datacenter.ranks > 0) as template:
         prepare()
-        from isthmus_server.comparison import compare_policies
+        from isthmus_server.local.compare import compare_policies
 
         names = [loaded.strategy.policy]
         names += [name for name in policies.split(",") if name and name not in names]
@@ -152,7 +152,7 @@ def compare(
 @click.option("--json", "as_json", is_flag=True, help="Print the whole report as one document.")
 def report(run_dir: Path, as_json: bool) -> None:
     """Say what became of the run in the directory RUN."""
-    from isthmus_server.report import document, show
+    from isthmus_server.views.report import document, show
 
     with _opened(run_dir) as store:
         found = document(store)
@@ -171,7 +171,7 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
 
     With ROUND, everything that one decision was made of.
     """
-    from isthmus_server.why import explanation, show
+    from isthmus_server.views.explain import explanation, show
 
     with _opened(run_dir) as store:
         found = explanation(store, number)
@@ -184,7 +184,7 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[Store]:
     """A run to be read."""
-    from isthmus_server.store import Store
+    from isthmus_server.storage.store import Store
 
     store = Store.open(directory)
     try:

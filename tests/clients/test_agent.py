@@ -4,12 +4,12 @@ import threading
 import pytest
 import torch
 
-from isthmus.contents import describe
 from isthmus.errors import Refused, TaskError, UpdateError
-from isthmus.exchange import Layout
 from isthmus.task import Participant
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
+from isthmus_clients.device.agent import Agent
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 

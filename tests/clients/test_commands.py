@@ -13,8 +13,8 @@ from tests.server.conftest import Net, until
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent, serve
 from isthmus_clients.commands import client
+from isthmus_clients.device.agent import Agent, serve
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ async def test_an_owner_reads_in_the_log_what_the_device_told_the_server(caplog)
 
 
 async def test_a_server_that_refuses_ends_the_client():
-    from isthmus_server.link import Link
+    from isthmus_server.transport.link import Link
 
     link = Link(10.0)
     port = await link.start()

@@ -10,14 +10,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.conftest import TABLE
 from tests.server.conftest import Net, until
 
-from isthmus import packages
-from isthmus.exchange import Layout
-from isthmus.task import Participant
+from isthmus.task import Participant, packages
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_clients.policy import Guard, parse
-from isthmus_server import roster
-from isthmus_server.roster import Roster
+from isthmus_clients.device.agent import Agent
+from isthmus_clients.device.owner_limits import Guard, parse
+from isthmus_server.rounds import roster
+from isthmus_server.rounds.roster import Roster
 
 AUTHOR, OTHER = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})

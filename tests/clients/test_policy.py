@@ -9,14 +9,14 @@ import torch
 from click.testing import CliRunner
 
 from isthmus.errors import Refused, UserError
-from isthmus.exchange import Layout
 from isthmus.task import Participant
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_clients.caps import Pace
 from isthmus_clients.commands import client
-from isthmus_clients.policy import Guard, Policy, load, parse
-from isthmus_clients.systemd import unit
+from isthmus_clients.device.agent import Agent
+from isthmus_clients.device.owner_limits import Guard, Policy, load, parse
+from isthmus_clients.device.resource_limits import Pace
+from isthmus_clients.device.systemd import unit
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC).timestamp()  # a Friday
@@ -263,9 +263,9 @@ def test_the_cap_on_memory_is_the_kernel_s(tmp_path):
     """In a process of its own: there is no way back."""
     code = """
 import os
-from isthmus_clients import caps
-from isthmus_clients.policy import Policy
-caps.hold(Policy(cpu_percent=50, memory_mb=256))
+from isthmus_clients.device import resource_limits
+from isthmus_clients.device.owner_limits import Policy
+resource_limits.hold(Policy(cpu_percent=50, memory_mb=256))
 print(os.nice(0))
 try:
     bytearray(300 << 20)

@@ -4,7 +4,7 @@ import stat
 import pytest
 
 from isthmus.errors import PeerMisbehaved, UpdateError, UserError
-from isthmus_clients.secure import Credentials, SecureAttempt
+from isthmus_clients.training.secure import Credentials, SecureAttempt
 from isthmus_privacy.secagg import Authority, History, RoundConfig, SigningKey
 
 SEED = bytes(range(32))

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from isthmus.errors import TaskError
-from isthmus.exchange import Layout
-from isthmus.scoring import build_model
 from isthmus.task import Participant, load_task
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_clients.training import LocalRun
+from isthmus_clients.training.local_run import LocalRun
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 

@@ -5,13 +5,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isthmus.errors import IsthmusError, TaskError
-from isthmus.exchange import Layout
-from isthmus.scoring import build_model
 from isthmus.task import Participant, load_task
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_clients.stacked import _simplified
-from isthmus_clients.training import LocalRun
-from isthmus_clients.virtual import VirtualFleet
+from isthmus_clients.training.local_run import LocalRun
+from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_clients.virtual.stacked import _simplified
 
 RAGGED = """
 def local_data(self, participant):

@@ -2,8 +2,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from isthmus.causes import cause
-from isthmus.uplink import METHOD
+from isthmus.transport.grpc_errors import cause
+from isthmus.transport.uplink import METHOD
 
 TO_ALL = "failed to connect to all addresses; last error: "
 TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:"

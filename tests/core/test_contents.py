@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.contents import (
+from isthmus.errors import UpdateError
+from isthmus.transport.blobs import (
     BROADCAST_BYTES,
     CHUNK_BYTES,
     Assembly,
@@ -17,7 +18,6 @@ from isthmus.contents import (
     into,
     piece_of,
 )
-from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
 payloads = st.binary(max_size=3000)

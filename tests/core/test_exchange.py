@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isthmus.errors import TaskError, UpdateError
-from isthmus.exchange import MAX_HEADER_BYTES, Layout, digest
+from isthmus.tensors.exchange_set import MAX_HEADER_BYTES, Layout, digest
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
     lambda name: name != "__metadata__"

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus import flower
 from isthmus.errors import JobError, UpdateError
-from isthmus.flower_wire import decode, encode
+from isthmus.integrations.flower import messages
+from isthmus.integrations.flower.records import decode, encode
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -22,7 +22,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 @given(SHAPES, st.integers(0, 2**31))
 def test_our_arrays_are_what_flower_makes_of_the_same_tensor(shape, seed):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    ours, theirs = flower.array_of(tensor), flower.Array(tensor.numpy())
+    ours, theirs = messages.array_of(tensor), messages.Array(tensor.numpy())
     assert (ours.dtype, ours.shape, ours.stype) == (theirs.dtype, theirs.shape, theirs.stype)
     assert ours.data == theirs.data
     assert np.array_equal(ours.numpy(), tensor.numpy())
@@ -31,7 +31,7 @@ def test_our_arrays_are_what_flower_makes_of_the_same_tensor(shape, seed):
 def test_a_record_is_read_back_as_it_was():
     tensors = {"bias": torch.randn(3), "weight": torch.randn(3, 4)}
     back = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    flower.read_record(flower.record_of(tensors.items()), back.items())
+    messages.read_record(messages.record_of(tensors.items()), back.items())
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
@@ -46,37 +46,39 @@ def test_a_record_is_read_back_as_it_was():
     ],
 )
 def test_a_record_that_does_not_fit_is_refused(arrays, says):
-    record = flower.ArrayRecord(
-        {name: flower.Array(np.array(each)) for name, each in arrays.items()}
+    record = messages.ArrayRecord(
+        {name: messages.Array(np.array(each)) for name, each in arrays.items()}
     )
     with pytest.raises(UpdateError) as refused:
-        flower.read_record(record, [("weight", torch.empty(2))])
+        messages.read_record(record, [("weight", torch.empty(2))])
     assert str(refused.value).startswith(says)
 
 
 def test_a_message_says_what_the_runtime_would_have_filled_in():
-    asked = flower.message(flower.RecordDict(), kind="train", source=1, to=7, id_="m", group="3")
+    asked = messages.message(
+        messages.RecordDict(), kind="train", source=1, to=7, id_="m", group="3"
+    )
     assert (asked.metadata.src_node_id, asked.metadata.dst_node_id) == (1, 7)
     assert asked.has_content()
-    reply = flower.Message(flower.RecordDict(), reply_to=asked)
+    reply = messages.Message(messages.RecordDict(), reply_to=asked)
     assert reply.metadata.reply_to_message_id == "m"
     assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (7, 1)
-    failed = flower.message(None, kind="train", source=7, to=1, error=flower.Error(2, "why"))
+    failed = messages.message(None, kind="train", source=7, to=1, error=messages.Error(2, "why"))
     assert failed.has_error()
     assert failed.error.reason == "why"
 
 
 def test_a_process_can_be_one_in_which_messages_are_made():
-    flower.identify()
-    made = flower.Message(flower.RecordDict(), dst_node_id=7, message_type="train")
-    assert (made.metadata.run_id, made.metadata.src_node_id) == (flower.RUN, flower.SERVER_NODE)
-    assert flower.the_run().run_id == flower.RUN
+    messages.identify()
+    made = messages.Message(messages.RecordDict(), dst_node_id=7, message_type="train")
+    assert (made.metadata.run_id, made.metadata.src_node_id) == (messages.RUN, messages.SERVER_NODE)
+    assert messages.the_run().run_id == messages.RUN
 
 
 def test_flowers_log_is_kept_from_the_terminal_and_its_warnings_are_kept(capfd):
     log = logging.getLogger("flwr")
     before = list(log.handlers)
-    with flower.hushed() as warnings:
+    with messages.hushed() as warnings:
         log.info("a round")
         log.warning("too  few\nreplies")
     assert warnings == ["too few replies"]
@@ -93,9 +95,9 @@ def test_flower_tells_its_makers_nothing():
 
 def test_without_flower_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr.app", None)
-    monkeypatch.delitem(sys.modules, "isthmus.flower")
+    monkeypatch.delitem(sys.modules, "isthmus.integrations.flower.messages")
     with pytest.raises(JobError, match=r"pip install 'isthmus\[flower\]'"):
-        importlib.import_module("isthmus.flower")
+        importlib.import_module("isthmus.integrations.flower.messages")
 
 
 # -- records on the link ---------------------------------------------------------------------------
@@ -122,13 +124,13 @@ CONFIG = st.dictionaries(
 
 @given(SHAPES, METRICS, CONFIG)
 def test_records_come_out_of_the_link_as_they_went_in(shape, metrics, config):
-    records = flower.RecordDict(
+    records = messages.RecordDict(
         {
-            "arrays": flower.ArrayRecord(
-                {"x": flower.array_of(torch.ones(shape)), "y": flower.Array(np.arange(3))}
+            "arrays": messages.ArrayRecord(
+                {"x": messages.array_of(torch.ones(shape)), "y": messages.Array(np.arange(3))}
             ),
-            "metrics": flower.MetricRecord(metrics),
-            "config": flower.ConfigRecord(config),
+            "metrics": messages.MetricRecord(metrics),
+            "config": messages.ConfigRecord(config),
         }
     )
     back = decode(encode(records))
@@ -141,8 +143,11 @@ def test_records_come_out_of_the_link_as_they_went_in(shape, metrics, config):
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
 def test_bytes_from_anywhere_are_records_or_one_sentence(noise, place, value):
-    records = flower.RecordDict(
-        {"a": flower.ArrayRecord({"x": flower.array_of(torch.ones(2))}), "c": flower.ConfigRecord()}
+    records = messages.RecordDict(
+        {
+            "a": messages.ArrayRecord({"x": messages.array_of(torch.ones(2))}),
+            "c": messages.ConfigRecord(),
+        }
     )
     damaged = bytearray(encode(records))
     damaged[place % len(damaged)] = value
@@ -151,7 +156,7 @@ def test_bytes_from_anywhere_are_records_or_one_sentence(noise, place, value):
             found = decode(payload)
         except UpdateError as error:
             found = str(error)
-        assert isinstance(found, flower.RecordDict) or "\n" not in found
+        assert isinstance(found, messages.RecordDict) or "\n" not in found
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)
@@ -190,7 +195,7 @@ def test_arrays_that_overlap_or_leave_gaps_are_refused(ranges, says):
         decode(len(header).to_bytes(8, "little") + header + bytes(30))
 
 
-FINE = flower.array_of(torch.ones(2)).data
+FINE = messages.array_of(torch.ones(2)).data
 
 
 @pytest.mark.parametrize(
@@ -206,8 +211,8 @@ FINE = flower.array_of(torch.ones(2)).data
     ],
 )
 def test_an_array_that_is_not_what_it_says_is_refused_before_memory_is_taken(dtype, shape, data):
-    array = flower.Array(dtype=dtype, shape=shape, stype=flower.NUMPY, data=data)
-    payload = encode(flower.RecordDict({"arrays": flower.ArrayRecord({"x": array})}))
+    array = messages.Array(dtype=dtype, shape=shape, stype=messages.NUMPY, data=data)
+    payload = encode(messages.RecordDict({"arrays": messages.ArrayRecord({"x": array})}))
     with pytest.raises(UpdateError) as refused:
         decode(payload)
     assert str(refused.value).startswith("the array 'x' ")
@@ -215,6 +220,6 @@ def test_an_array_that_is_not_what_it_says_is_refused_before_memory_is_taken(dty
 
 @pytest.mark.parametrize("values", [np.zeros((2, 3), order="F"), np.zeros(2, "i8"), np.bool_(1)])
 def test_every_kind_of_number_is_taken(values):
-    record = flower.ArrayRecord({"x": flower.Array(np.asarray(values))})
-    back = decode(encode(flower.RecordDict({"arrays": record})))
+    record = messages.ArrayRecord({"x": messages.Array(np.asarray(values))})
+    back = decode(encode(messages.RecordDict({"arrays": record})))
     assert np.array_equal(back["arrays"]["x"].numpy(), values)

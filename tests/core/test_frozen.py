@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.frozen import explain_difference, received, sent
+from isthmus.tensors.fingerprint import explain_difference, received, sent
 
 
 def adapted(seed=0):

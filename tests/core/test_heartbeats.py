@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from isthmus.heartbeats import Heartbeats
-from isthmus.stream import Stream
+from isthmus.transport.heartbeats import Heartbeats
+from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
 
 LEASE = 0.3

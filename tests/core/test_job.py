@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job import Job, job_schema, load_job, parse_job, read_job, with_changes
-from isthmus.section import Section
+from isthmus.job.section import Section
 
 SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
 

@@ -2,7 +2,9 @@ import select
 import subprocess
 import sys
 
-CHILD = "from isthmus.lifetime import die_with_parent as d; d(); print('up', flush=True); input()"
+CHILD = (
+    "from isthmus.system.process import die_with_parent as d; d(); print('up', flush=True); input()"
+)
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import Refused, UserError
-from isthmus.packages import install, installed, new_author, pack, read, read_author
-from isthmus.task_commands import task
+from isthmus.task.commands import task
+from isthmus.task.packages import install, installed, new_author, pack, read, read_author
 
 AUTHOR = Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = AUTHOR.public_key().public_bytes_raw()

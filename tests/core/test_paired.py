@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.paired import figures, length, results
+from isthmus.task.paired_scores import figures, length, results
 
 scores = st.lists(st.floats(0, 1), min_size=3, max_size=3)
 

@@ -3,8 +3,8 @@ import inspect
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.redial import HELD_SECONDS, Redial
-from isthmus.uplink import Uplink
+from isthmus.transport.backoff import HELD_SECONDS, Redial
+from isthmus.transport.uplink import Uplink
 
 
 @given(st.integers(1, 100_000), st.floats(0.1, 60.0))

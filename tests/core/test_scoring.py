@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from isthmus.errors import TaskError
-from isthmus.scoring import (
+from isthmus.task import Task, load_task
+from isthmus.task.scoring import (
     Averages,
     batches,
     build_model,
@@ -19,7 +20,6 @@ from isthmus.scoring import (
     losses,
     score,
 )
-from isthmus.task import Task, load_task
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from isthmus import Task, TaskError, load_task
-from isthmus.scoring import build_model, losses
 from isthmus.task import user_code
+from isthmus.task.scoring import build_model, losses
 
 
 @pytest.fixture

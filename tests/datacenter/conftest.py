@@ -12,13 +12,13 @@ import pytest
 import torch
 from tests.warm_ranks import Ranks
 
-from isthmus.contents import describe
-from isthmus.exchange import Layout
 from isthmus.job import Job, with_changes
-from isthmus.scoring import build_model
 from isthmus.task import Task, load_task
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service import Service
+from isthmus_datacenter.service.service import Service
 
 HERE = Path(__file__).parent
 

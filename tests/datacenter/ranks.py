@@ -11,24 +11,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-import isthmus_datacenter.engine
-import isthmus_datacenter.optim
-from isthmus.exchange import Layout
+import isthmus_datacenter.training.engine
+import isthmus_datacenter.training.optimizer
 from isthmus.job import Job
-from isthmus.scoring import build_model, losses
 from isthmus.task import Participant, Task, load_task
-from isthmus_datacenter.agreement import AgreedError, Wish
-from isthmus_datacenter.checkpoint import Checkpoints
-from isthmus_datacenter.control import Command
-from isthmus_datacenter.data import Order
-from isthmus_datacenter.engine import Engine, Place
-from isthmus_datacenter.exchange import load_shards, store_shards
-from isthmus_datacenter.fused import _Deal, part_of
-from isthmus_datacenter.gradient import mean_gradient
-from isthmus_datacenter.layout import RankLayout
-from isthmus_datacenter.parallelize import parallelize
-from isthmus_datacenter.replicas import Replicas
-from isthmus_datacenter.share import Share
+from isthmus.task.scoring import build_model, losses
+from isthmus.tensors.exchange_set import Layout
+from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
+from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.parallel.fused_attention import _Deal, part_of
+from isthmus_datacenter.parallel.model_shard import Share
+from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallelize import parallelize
+from isthmus_datacenter.parallel.replicas import Replicas
+from isthmus_datacenter.service.control_store import Command
+from isthmus_datacenter.training.agreement import AgreedError, Wish
+from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.engine import Engine, Place
+from isthmus_datacenter.training.mean_gradient import mean_gradient
 
 
 def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
@@ -44,9 +44,9 @@ def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
 
 def shard_everything() -> None:
     """Have each block be a unit of its own, however small; no fp16 step overflows at first."""
-    isthmus_datacenter.optim.FIRST_SCALE = 256.0
+    isthmus_datacenter.training.optimizer.FIRST_SCALE = 256.0
 
-    isthmus_datacenter.engine.parallelize = functools.partial(
+    isthmus_datacenter.training.engine.parallelize = functools.partial(
         parallelize, smallest_unit=1, backend="aot_eager"
     )
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Dataset, TensorDataset
 
-import isthmus_datacenter.engine
+import isthmus_datacenter.training.engine
 from isthmus import Participant, Task
-from isthmus_datacenter.checkpoint import Checkpoints
+from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
 
 CLASSES = 3
 WORDS = 11
@@ -316,8 +316,8 @@ class Faulty(Table):
         self.losses = 0
         self.forwards = 0
         if "RANK" in os.environ:
-            self._fail_before(isthmus_datacenter.engine, "load_shards", "load")
-            self._fail_before(isthmus_datacenter.engine, "store_shards", "store")
+            self._fail_before(isthmus_datacenter.training.engine, "load_shards", "load")
+            self._fail_before(isthmus_datacenter.training.engine, "store_shards", "store")
             begin = getattr(Checkpoints.begin, "__wrapped__", Checkpoints.begin)
 
             @functools.wraps(begin)

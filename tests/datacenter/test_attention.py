@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus_datacenter.attention import by_heads
-from isthmus_datacenter.plans import tensor_plan
-from isthmus_datacenter.stages import check_chain, cut
-from isthmus_datacenter.trials import run_still
+from isthmus_datacenter.parallel.attention import by_heads
+from isthmus_datacenter.parallel.equivalence_check import run_still
+from isthmus_datacenter.parallel.pipeline_stages import check_chain, cut
+from isthmus_datacenter.parallel.tensor_plans import tensor_plan
 
 WIDTH, HEAD = 16, 4
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tests.warm_ranks import Ranks
 
-from isthmus.scoring import build_model
-from isthmus_datacenter.service import Service
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.link import Link
-from isthmus_server.report import document
-from isthmus_server.store import Store
+from isthmus.task.scoring import build_model
+from isthmus_datacenter.service.service import Service
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.link import Link
+from isthmus_server.views.report import document
 
 HERE = Path(__file__).parent
 

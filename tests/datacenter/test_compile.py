@@ -10,10 +10,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from isthmus import TaskError
-from isthmus.scoring import build_model
-from isthmus_datacenter.layout import RankLayout
-from isthmus_datacenter.parallelize import parallelize
-from isthmus_datacenter.trials import run_still
+from isthmus.task.scoring import build_model
+from isthmus_datacenter.parallel.equivalence_check import run_still
+from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallelize import parallelize
 
 
 @pytest.mark.parametrize(("task", "recompute"), [("Gpt", True), ("Language", False)])

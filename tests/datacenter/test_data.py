@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.data import Feed, Order
+from isthmus_datacenter.training.data import Feed, Order
 
 
 @pytest.mark.parametrize(("examples", "ranks", "batch_size"), [(10, 2, 3), (3, 4, 5), (64, 2, 4)])

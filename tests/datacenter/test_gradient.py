@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from isthmus.errors import TaskError
-from isthmus.exchange import Layout
-from isthmus.scoring import losses
+from isthmus.task.scoring import losses
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_datacenter.agreement import Wish
-from isthmus_datacenter.data import Order
-from isthmus_datacenter.layout import RankLayout
-from isthmus_datacenter.optim import Updater
-from isthmus_datacenter.passes import Passes
-from isthmus_datacenter.share import Share
+from isthmus_datacenter.parallel.model_shard import Share
+from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.training.agreement import Wish
+from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.optimizer import Updater
 from isthmus_datacenter.virtual import VirtualDatacenter
 
 FIRST, UNTIL = 2, 5

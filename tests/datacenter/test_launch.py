@@ -24,10 +24,10 @@ from tests import forked
 
 from isthmus.errors import UserError
 from isthmus.wire import link_pb2
-from isthmus_datacenter import agents
 from isthmus_datacenter.commands import datacenter
-from isthmus_datacenter.group import Nodes
 from isthmus_datacenter.launch import Launch, kubernetes, slurm
+from isthmus_datacenter.service import agents
+from isthmus_datacenter.service.rank_group import Nodes
 
 LAUNCH = {"server": "head:9402", "name": "cluster-0", "ranks": 4, "nodes": 2}
 

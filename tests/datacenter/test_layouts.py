@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.datacenter import DatacenterSection
-from isthmus.scoring import build_model, evaluate, losses
+from isthmus.job.datacenter import DatacenterSection
 from isthmus.task import Participant
-from isthmus_datacenter.data import Order
+from isthmus.task.scoring import build_model, evaluate, losses
+from isthmus_datacenter.training.data import Order
 
 STEPS = 5
 BATCH = 8

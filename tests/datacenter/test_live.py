@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import isthmus_datacenter.live
+import isthmus_datacenter.training.live_progress
 from isthmus.wire import link_pb2
-from isthmus_datacenter.control import Report
-from isthmus_datacenter.live import Live
-from isthmus_datacenter.logs import keep_latest
-from isthmus_datacenter.profile import Profile, count_flops
+from isthmus_datacenter.service.control_store import Report
+from isthmus_datacenter.service.logs import keep_latest
+from isthmus_datacenter.training.live_progress import Live
+from isthmus_datacenter.training.profile import Profile, count_flops
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(isthmus_datacenter.live, "time", clock)
+    monkeypatch.setattr(isthmus_datacenter.training.live_progress, "time", clock)
     return clock
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tests.datacenter.conftest import Driver
 
-import isthmus_datacenter.files
-import isthmus_datacenter.service
+import isthmus_datacenter.service.service
+import isthmus_datacenter.service.transfer_files
 from isthmus.errors import IsthmusError, UpdateError, UserError
-from isthmus.exchange import Layout
-from isthmus.scoring import build_model, evaluate
+from isthmus.task.scoring import build_model, evaluate
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service import Service
+from isthmus_datacenter.service.service import Service
 
 STEPS = 6
 
@@ -139,7 +139,7 @@ def opened_(setup: Any, tmp_path: Path) -> Iterator[tuple[Service, int]]:
     """A service whose ranks are never started, with a run open; bytes of its model."""
     service = Service("own", 1, tmp_path / "state")
     made = setup("Table")
-    service._run = isthmus_datacenter.service._Run("run", made.layout)
+    service._run = isthmus_datacenter.service.service._Run("run", made.layout)
     yield service, made.layout.nbytes
     service.close()
 
@@ -171,7 +171,7 @@ def test_a_model_that_the_disk_has_no_room_for_leaves_nothing(
     def full(*arguments: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("isthmus_datacenter.files.os.posix_fallocate", full)
+    monkeypatch.setattr("isthmus_datacenter.service.transfer_files.os.posix_fallocate", full)
     service, nbytes = opened
     with pytest.raises(OSError, match="No space"):
         service.buffer(asking(), nbytes)
@@ -330,7 +330,7 @@ def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
 
 
 def test_a_state_directory_has_one_service(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isthmus_datacenter.files, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(isthmus_datacenter.service.transfer_files, "_LOCK_SECONDS", 0.0)
     with pytest.raises(UserError, match="another datacenter service uses the state directory"):
         Service("second", 2, warm.service.state)
 

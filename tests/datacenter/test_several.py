@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from isthmus.job import Job, RegimeName
-from isthmus.scoring import build_model, losses
 from isthmus.task import Participant
-from isthmus_datacenter.data import Order
-from isthmus_datacenter.service import Service
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.link import Link
-from isthmus_server.report import document
-from isthmus_server.store import Store
+from isthmus.task.scoring import build_model, losses
+from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.training.data import Order
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.link import Link
+from isthmus_server.views.report import document
 
 STEPS = 4
 HERE = {1: ["alone"], 2: ["alone", "late"], 3: ["alone", "late"]}

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from isthmus.contents import describe
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_datacenter.virtual import VirtualDatacenter
 

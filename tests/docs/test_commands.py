@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.lifetime import die_with_parent
+from isthmus.system.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 BACKGROUND = "# in a terminal of its own\n"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.exchange import Layout
 from isthmus.job import load_job
 from isthmus.task import load_task
-from isthmus_server.model import GlobalModel
+from isthmus.tensors.exchange_set import Layout
+from isthmus_server.model.global_model import GlobalModel
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

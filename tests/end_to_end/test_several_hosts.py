@@ -23,9 +23,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests import forked
 from tests.end_to_end import network
 
-from isthmus import joining, packages, tls
-from isthmus_server.fleet.authority import Authority, initialise
-from isthmus_server.fleet.registry import Registry
+from isthmus.identity import joining, tls
+from isthmus.task import packages
+from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.registry import Registry
 
 HOSTS = {
     "server": "10.77.0.1/24",
@@ -43,11 +44,11 @@ STRANGER = '''
 import asyncio, json, sys
 from pathlib import Path
 import grpc, grpc.aio
-from isthmus import joining, tls
+from isthmus.identity import joining, tls
 from isthmus.errors import Refused
-from isthmus.uplink import METHOD
+from isthmus.transport.uplink import METHOD
 from isthmus.wire import link_pb2
-from isthmus_server.fleet.authority import Authority, initialise
+from isthmus_server.control_plane.authority import Authority, initialise
 
 link, joined, public, used = sys.argv[1:]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from isthmus.job import load_job
-from isthmus.scoring import batches, build_model, evaluate, losses
 from isthmus.task import Participant, load_task
+from isthmus.task.scoring import batches, build_model, evaluate, losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CPU = torch.device("cpu")

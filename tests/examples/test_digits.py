@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from isthmus import TaskError
-from isthmus.exchange import Layout
-from isthmus.scoring import build_model
 from isthmus.task import Participant
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
 
 from .conftest import DATACENTER, device, train
 

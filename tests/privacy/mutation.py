@@ -10,7 +10,7 @@ import dataclasses
 
 from attacks import ATTACKS
 
-from isthmus_privacy.secagg import refusal
+from isthmus_privacy.crypto import refusal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
     Authority,
@@ -18,7 +19,6 @@ from isthmus_privacy.secagg import (
     SigningKey,
     encode,
 )
-from isthmus_privacy.secagg.keys import OneTimeKey
 
 AUTHORITY = Authority()
 FAR = 2**40

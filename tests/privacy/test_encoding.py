@@ -12,10 +12,10 @@ from parties import Parties, make_config
 from torch import nn
 
 from isthmus.errors import PeerMisbehaved, UpdateError
-from isthmus.exchange import Layout
+from isthmus.tensors.exchange_set import Layout
+from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.masking import TILE
 from isthmus_privacy.secagg import ServerStage, Slot, Survivors, decode, encode
-from isthmus_privacy.secagg.canonical import Members
-from isthmus_privacy.secagg.masking import TILE
 from isthmus_privacy.secagg.state import gather, layout_of, scatter
 
 SLOTS = (

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus_privacy.secagg import graph, keys, shamir
-from isthmus_privacy.secagg.canonical import DOMAIN, Members, tagged
-from isthmus_privacy.secagg.keys import OneTimeKey, SigningKey
-from isthmus_privacy.secagg.masking import TILE, add_masks, cipher, ring_vector
+from isthmus_privacy.crypto import keys, shamir
+from isthmus_privacy.crypto.canonical import DOMAIN, Members, tagged
+from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
+from isthmus_privacy.crypto.masking import TILE, add_masks, cipher, ring_vector
+from isthmus_privacy.secagg import graph
 
 
 def keystream(key, size):

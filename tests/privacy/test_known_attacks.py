@@ -8,14 +8,9 @@ import torch
 from parties import Parties, identity, make_client, make_config, names, paper_advert
 
 from isthmus.errors import PeerMisbehaved
-from isthmus_privacy.secagg import (
-    History,
-    Roster,
-    ServerSession,
-    ServerStage,
-    shamir,
-)
-from isthmus_privacy.secagg.masking import add_masks, cipher
+from isthmus_privacy.crypto import shamir
+from isthmus_privacy.crypto.masking import add_masks, cipher
+from isthmus_privacy.secagg import History, Roster, ServerSession, ServerStage
 
 
 def xor_of_words(seed):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from parties import Parties, names
 
 from isthmus.errors import AggregationAborted, IsthmusError
-from isthmus_privacy.secagg import Roster, ServerStage, decode, keys
+from isthmus_privacy.crypto import keys
+from isthmus_privacy.secagg import Roster, ServerStage, decode
 
 STAGES = [stage for stage in ServerStage if stage is not ServerStage.FINISHED]
 

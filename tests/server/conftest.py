@@ -9,16 +9,16 @@ import grpc.aio
 import pytest
 import torch
 
-from isthmus.contents import describe
 from isthmus.errors import TaskError
 from isthmus.task import Participant
-from isthmus.uplink import METHOD, Uplink
+from isthmus.transport.blobs import describe
+from isthmus.transport.uplink import METHOD, Uplink
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.link import Link
-from isthmus_server.report import document
-from isthmus_server.store import Store
+from isthmus_clients.device.agent import Agent
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.link import Link
+from isthmus_server.views.report import document
 
 
 async def until(condition, seconds=20.0):
@@ -29,7 +29,7 @@ async def until(condition, seconds=20.0):
 
 
 class Guest:
-    """A participant (an `isthmus.worker.Worker`) around one coroutine.
+    """A participant (an `isthmus.transport.worker.Worker`) around one coroutine.
 
     That is `work(guest, request, model)`. The guest keeps what it was asked, and what it was told
     about its answers.

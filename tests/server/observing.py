@@ -3,7 +3,7 @@
 import json
 
 from isthmus_server.strategy import Compare, Observation, Plan, load_policy
-from isthmus_server.strategy.contract import checked_answer
+from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.policy import Comparison, PastRound
 
 MODELS = ("current", "served", "initial")

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UpdateError
-from isthmus.exchange import Layout
-from isthmus_server.aggregate import SUM_BYTES, TILE, Adding, Spool, WeightedSum
-from isthmus_server.pages import Pages
+from isthmus.tensors.exchange_set import Layout
+from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, Adding, Spool, WeightedSum
+from isthmus_server.model.mmap_buffer import Pages
 
 LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
 

@@ -7,13 +7,13 @@ import pytest
 from tests.server.conftest import Guest
 from tests.server.work import answering, pattern, payload_of, train, waiting
 
-from isthmus import redial, uplink
-from isthmus.contents import CHUNK_BYTES, describe, into
 from isthmus.errors import ParticipantLost
-from isthmus.stream import Stream
-from isthmus.uplink import Uplink
+from isthmus.transport import backoff, uplink
+from isthmus.transport.blobs import CHUNK_BYTES, describe, into
+from isthmus.transport.stream import Stream
+from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
-from isthmus_server import callers, peers
+from isthmus_server.transport import limits, peer
 
 LEASE = 0.3
 
@@ -50,7 +50,7 @@ async def test_who_is_told_to_end_ends_whatever_grpc_makes_of_it(net, monkeypatc
 
 
 async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
-    monkeypatch.setattr(callers, "CUT_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "CUT_SECONDS", 0.1)
     link = await net.listen()
     async with net.raw(options=[("grpc.http2.lookahead_bytes", 0)]) as (_, send, receive):
         await receive("welcome")
@@ -106,7 +106,7 @@ async def test_a_result_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
 
 
 async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
-    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    monkeypatch.setattr(peer, "IN_A_THREAD", 1)
     link = await net.listen()
     payload = payload_of(3 * CHUNK_BYTES)
     await net.join("a", answering(payload))
@@ -124,7 +124,7 @@ async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
 
 
 async def test_a_content_is_not_sent_on_after_it_was_settled(net, monkeypatch):
-    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    monkeypatch.setattr(peer, "IN_A_THREAD", 1)
     link = await net.listen()
     payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
     guest = await net.join("a", answering(payload))
@@ -344,7 +344,7 @@ async def test_a_server_that_is_silent_from_the_start_is_dialled_again(net, monk
 
 
 async def test_a_participant_whose_links_break_often_is_back_at_once_each_time(net, monkeypatch):
-    monkeypatch.setattr(redial, "HELD_SECONDS", 0.0)
+    monkeypatch.setattr(backoff, "HELD_SECONDS", 0.0)
     link = await net.listen()
     wire, port = await net.wire()
     guest = Guest(answering())

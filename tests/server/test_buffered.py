@@ -5,17 +5,17 @@ import threading
 import pytest
 import torch
 
-from isthmus.contents import describe
 from isthmus.errors import JobError
-from isthmus.exchange import Layout
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_server import peers
-from isthmus_server.aggregate import Adding
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.federation import Federation
-from isthmus_server.regimes import AttemptFailed, Fleet
-from isthmus_server.report import document
-from isthmus_server.secure import SecureAttempt
+from isthmus_server.model.fixed_point_sum import Adding
+from isthmus_server.regimes.context import Federation
+from isthmus_server.regimes.datacenter import AttemptFailed, Fleet
+from isthmus_server.regimes.secure import SecureAttempt
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.transport import peer
+from isthmus_server.views.report import document
 
 LAYOUT = Layout.from_shapes({"weight": (3,)})
 
@@ -191,7 +191,7 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_coun
         adding.set()
         assert go_on.wait(10)
 
-    monkeypatch.setattr(peers, "IN_A_THREAD", 1)
+    monkeypatch.setattr(peer, "IN_A_THREAD", 1)
     monkeypatch.setattr(Adding, "write", held_up)
     devices["a"].go.set()
     filling = asyncio.create_task(train(1))

@@ -7,12 +7,12 @@ import grpc.aio
 import pytest
 from tests.server.work import answering, train
 
-from isthmus import uplink
-from isthmus.contents import describe
 from isthmus.errors import Refused
-from isthmus.uplink import METHOD
+from isthmus.transport import uplink
+from isthmus.transport.blobs import describe
+from isthmus.transport.uplink import METHOD
 from isthmus.wire import link_pb2
-from isthmus_server.callers import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
+from isthmus_server.transport.limits import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
 
 LEASE = 0.3
 _NAMES = "a hello needs a name and an instance of 1 to 128 characters each"

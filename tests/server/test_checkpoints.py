@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from isthmus_server.checkpoints import Checkpoints, Written, replacing
+from isthmus_server.storage.checkpoints import Checkpoints, Written, replacing
 
 MIB = 1 << 20
 

@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import JobError
-from isthmus.federated import DeviceHours, FederatedSection, Participation, Utility
-from isthmus.section import Hours
+from isthmus.job.federated import DeviceHours, FederatedSection, Participation, Utility
+from isthmus.job.section import Hours
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_server.clock import Clock
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.report import document
-from isthmus_server.roster import _hours
+from isthmus_clients.device.agent import Agent
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.roster import _hours
 from isthmus_server.strategy import Plan, Stop, Wait
 from isthmus_server.strategy.attendance import Attendance, Record
 from isthmus_server.strategy.cohort import select
-from isthmus_server.strategy.constraints import hold
+from isthmus_server.strategy.limits import hold
 from isthmus_server.strategy.utility import utilities
+from isthmus_server.views.report import document
 
 from .observing import observe
 

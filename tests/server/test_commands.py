@@ -3,8 +3,8 @@ from click.testing import CliRunner
 
 from isthmus.errors import UserError
 from isthmus_server import commands
-from isthmus_server.embedded import participants_of
-from isthmus_server.store import Store
+from isthmus_server.local.processes import participants_of
+from isthmus_server.storage.store import Store
 
 
 def typed(command, *arguments):

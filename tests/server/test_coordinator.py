@@ -11,11 +11,11 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.wire import link_pb2
-from isthmus_server import attempt, pages
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.model import GlobalModel
-from isthmus_server.progress import Progress
-from isthmus_server.report import document, show
+from isthmus_server.model.global_model import GlobalModel, mmap_buffer
+from isthmus_server.rounds import trainer
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.views.progress import Progress
+from isthmus_server.views.report import document, show
 
 
 async def test_a_federated_run_from_start_to_end(place, tmp_path):
@@ -121,8 +121,8 @@ async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, mo
     place.faults["b"][2, 1] = "no power"
     _, final = await place.run("small")
     rested = []
-    monkeypatch.setattr(attempt, "LARGE_BYTES", 0)
-    monkeypatch.setattr(pages, "LARGE_BYTES", 0)
+    monkeypatch.setattr(trainer, "LARGE_BYTES", 0)
+    monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
     rest = GlobalModel.rest
     monkeypatch.setattr(
         GlobalModel, "rest", lambda model, scratch: (rest(model, scratch), rested.append(1))

@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from isthmus.contents import describe, into
 from isthmus.errors import ParticipantLost, TaskError, UpdateError
+from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
-from isthmus_server.inprocess import InProcessLink
+from isthmus_server.transport.inprocess import InProcessLink
 
 
 class Echo:

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from tests.server.work import answering, payload_of, train, waiting
 
-from isthmus.contents import CHUNK_BYTES, InFile, describe, into
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
+from isthmus.transport.blobs import CHUNK_BYTES, InFile, describe, into
 from isthmus.wire import link_pb2
-from isthmus_server.link import Link
+from isthmus_server.transport.link import Link
 
 # -- asking --------------------------------------------------------------------------------------
 

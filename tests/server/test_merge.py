@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_server import merge
+from isthmus_server.model import merge
 
 VECTORS = st.integers(1, 40).flatmap(
     lambda size: st.tuples(

@@ -1,16 +1,15 @@
 import pytest
 import torch
 
-from isthmus.contents import InFile
 from isthmus.errors import JobError, TaskError, UpdateError
-from isthmus.exchange import digest
 from isthmus.job import ServerOptimizer
 from isthmus.task import load_task
-from isthmus_server import pages
-from isthmus_server.checkpoints import Checkpoints
-from isthmus_server.model import GlobalModel
-from isthmus_server.optimizers import Yogi
-from isthmus_server.store import Store
+from isthmus.tensors.exchange_set import digest
+from isthmus.transport.blobs import InFile
+from isthmus_server.model.global_model import GlobalModel, mmap_buffer
+from isthmus_server.model.optimizers import Yogi
+from isthmus_server.storage.checkpoints import Checkpoints
+from isthmus_server.storage.store import Store
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_the_content_always_names_the_bytes(make_model):
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_model_that_rests_is_in_a_file_and_comes_back(make_model, tmp_path, monkeypatch, stored):
-    monkeypatch.setattr(pages, "LARGE_BYTES", 0)
+    monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
     model, scratch = make_model(), tmp_path / "scratch"
     scratch.mkdir()
     model.vector.fill_(0.5)

@@ -5,14 +5,14 @@ import hashlib
 import pytest
 import torch
 
-from isthmus import uplink
 from isthmus.errors import UserError
-from isthmus.exchange import Layout
-from isthmus.scoring import build_model
 from isthmus.task import load_task
-from isthmus_server import merge
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.report import document
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport import uplink
+from isthmus_server.model import merge
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.views.report import document
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 

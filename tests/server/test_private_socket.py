@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from isthmus_server.private_socket import private_socket
+from isthmus_server.local.private_socket import private_socket
 
 KILLED = """
 import os, socket
-from isthmus_server.private_socket import private_socket
+from isthmus_server.local.private_socket import private_socket
 
 with private_socket() as address:
     socket.socket(socket.AF_UNIX).bind(address.removeprefix("unix:"))

@@ -5,9 +5,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-import isthmus_server.progress
+import isthmus_server.views.progress
 from isthmus.wire import link_pb2
-from isthmus_server.progress import Progress
+from isthmus_server.views.progress import Progress
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def shown(monkeypatch):
             def __call__(self):
                 return [line.strip() for line in output.getvalue().splitlines()]
 
-        monkeypatch.setattr(isthmus_server.progress, "time", Shown)
+        monkeypatch.setattr(isthmus_server.views.progress, "time", Shown)
         yield Shown()
 
 

@@ -4,13 +4,13 @@ import re
 import pytest
 import torch
 
-from isthmus.contents import CHUNK_BYTES, describe
 from isthmus.errors import TaskError
-from isthmus.exchange import Layout
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.blobs import CHUNK_BYTES, describe
 from isthmus.wire import link_pb2
-from isthmus_server.federation import Federation
-from isthmus_server.receipts import UNREACHABLE, Receipt, count, reasons
-from isthmus_server.regimes import AttemptFailed, Datacenter, Fleet
+from isthmus_server.regimes.context import Federation
+from isthmus_server.regimes.datacenter import AttemptFailed, Datacenter, Fleet
+from isthmus_server.storage.receipts import UNREACHABLE, Receipt, count, reasons
 
 LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
 OTHER = Layout.from_shapes({"bias": (2,), "weight": (1,)})

@@ -6,16 +6,16 @@ import json
 import pytest
 import torch
 
-from isthmus.contents import describe
 from isthmus.errors import TaskError
-from isthmus.exchange import Layout
 from isthmus.job import Job
 from isthmus.task import Participant
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_server.federation import Federation
-from isthmus_server.regimes import AttemptFailed, Fleet
-from isthmus_server.secure import SecureAttempt
+from isthmus_clients.device.agent import Agent
+from isthmus_server.regimes.context import Federation
+from isthmus_server.regimes.datacenter import AttemptFailed, Fleet
+from isthmus_server.regimes.secure import SecureAttempt
 
 NAMES = "abcde"
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})

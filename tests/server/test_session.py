@@ -5,10 +5,10 @@ import tempfile
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.uplink import Uplink
+from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
-from isthmus_server.link import Link
-from isthmus_server.session import participants
+from isthmus_server.local.session import participants
+from isthmus_server.transport.link import Link
 
 
 def listening(make_job, tmp_path, address, link):

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from isthmus.alone import alone
 from isthmus.errors import UserError
-from isthmus_server.checkpoints import Saved
-from isthmus_server.receipts import Receipt, attempt_row
-from isthmus_server.store import Store
+from isthmus.system.file_lock import alone
+from isthmus_server.storage.checkpoints import Saved
+from isthmus_server.storage.receipts import Receipt, attempt_row
+from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Plan
 
 

@@ -3,7 +3,7 @@ import pytest
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Plan, Wait, load_policy
-from isthmus_server.strategy.contract import checked_answer
+from isthmus_server.strategy.answer_checks import checked_answer
 
 from .observing import observe, past
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Stop, load_policy
-from isthmus_server.strategy.contract import checked_answer
+from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.evidence import apartness
 from isthmus_server.strategy.outlook import rounds_with_devices
 from isthmus_server.strategy.policies.adaptive import State

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
-from isthmus_server.strategy.constraints import Refused, hold
-from isthmus_server.strategy.contract import checked_answer
+from isthmus_server.strategy.answer_checks import checked_answer
+from isthmus_server.strategy.limits import Refused, hold
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import KINDS, Forecast, PastRound
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus.job import StrategySection, parse_job
-from isthmus_server.clock import Clock
-from isthmus_server.receipts import Receipt, attempt_row
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.storage.receipts import Receipt, attempt_row
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
 from isthmus_server.strategy.decision import MOST_VISITS, Decision, decide
 from isthmus_server.strategy.loading import load_policy

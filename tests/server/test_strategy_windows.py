@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.job import Window
-from isthmus.section import DAYS, Hours
+from isthmus.job.section import DAYS, Hours
 from isthmus_server.strategy.policy import Forecast
 from isthmus_server.strategy.windows import forecast, forecast_hours
 

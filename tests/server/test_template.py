@@ -8,7 +8,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 
 from isthmus.errors import UserError
-from isthmus_server.template import Template
+from isthmus_server.local.fork_server import Template
 
 
 async def main(template):

@@ -15,14 +15,14 @@ import torch
 from tests.server.recordings.record import JOB, TASK
 
 from isthmus.job import parse_job, read_job, write_job
-from isthmus.requests import model_of
 from isthmus.task import Participant
-from isthmus.uplink import CHANNEL_OPTIONS, METHOD, OLDEST_VERSION, VERSION, Uplink
+from isthmus.transport.requests import model_of
+from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD, OLDEST_VERSION, VERSION, Uplink
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.link import Link
-from isthmus_server.store import Store
+from isthmus_clients.device.agent import Agent
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.link import Link
 
 BEFORE = VERSION - 1
 

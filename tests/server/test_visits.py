@@ -9,18 +9,18 @@ import statistics
 import pytest
 import torch
 
-from isthmus import uplink
 from isthmus.errors import TaskError, UserError
-from isthmus.exchange import Layout
-from isthmus.scoring import score
 from isthmus.task import Participant, load_task
+from isthmus.task.scoring import score
+from isthmus.tensors.exchange_set import Layout
+from isthmus.transport import uplink
 from isthmus.wire import link_pb2
-from isthmus_clients.virtual import VirtualFleet
-from isthmus_server import coordinator as coordinator_module
-from isthmus_server.bundle import published
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.inprocess import InProcessLink
-from isthmus_server.report import document
+from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_server.rounds import coordinator as coordinator_module
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.transport.bundle import published
+from isthmus_server.transport.inprocess import InProcessLink
+from isthmus_server.views.report import document
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
 MODELS = ("initial", "current", "initial+current")

@@ -6,11 +6,11 @@ from click.testing import CliRunner
 
 from isthmus.errors import UserError
 from isthmus_server.commands import why
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.store import Store
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Plan
 from isthmus_server.strategy.policy import Forecast
-from isthmus_server.why import explanation
+from isthmus_server.views.explain import explanation
 
 from .observing import compared, observe
 

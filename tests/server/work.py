@@ -1,6 +1,6 @@
 """What tests of the link ask participants for, and what those answer."""
 
-from isthmus.contents import CHUNK_BYTES, describe
+from isthmus.transport.blobs import CHUNK_BYTES, describe
 from isthmus.wire import link_pb2
 
 

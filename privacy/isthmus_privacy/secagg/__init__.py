@@ -38,12 +38,13 @@ A whole round of four clients, one of which is lost:
 ([0.5, -0.25, 0.125], 30, ('a', 'b', 'c'))
 """
 
+from isthmus_privacy.crypto.keys import SigningKey
+from isthmus_privacy.crypto.refusal import REFUSALS
 from isthmus_privacy.secagg.client import ClientSession, ClientStage
 from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig, Slot
 from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
 from isthmus_privacy.secagg.history import History
 from isthmus_privacy.secagg.identity import Authority, Directory, Enrolment
-from isthmus_privacy.secagg.keys import SigningKey
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
     Consent,
@@ -55,7 +56,6 @@ from isthmus_privacy.secagg.messages import (
     ShareKeys,
     Survivors,
 )
-from isthmus_privacy.secagg.refusal import REFUSALS
 from isthmus_privacy.secagg.server import RingSum, ServerSession, ServerStage
 
 __all__ = [

@@ -29,15 +29,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from isthmus_privacy.secagg import keys, refusal, shamir
-from isthmus_privacy.secagg.canonical import Members
+from isthmus_privacy.crypto import keys, refusal, shamir
+from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
+from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
 from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig
 from isthmus_privacy.secagg.encoding import Encoded
 from isthmus_privacy.secagg.history import History
 from isthmus_privacy.secagg.identity import Directory, Enrolment
-from isthmus_privacy.secagg.keys import OneTimeKey, SigningKey
-from isthmus_privacy.secagg.masking import add_masks
 from isthmus_privacy.secagg.messages import (
     SHARE_BYTES,
     AdvertiseKeys,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 
-from isthmus_privacy.secagg import keys, refusal
-from isthmus_privacy.secagg.canonical import NUMBER, Members, tagged, tagged_hash
+from isthmus_privacy.crypto import keys, refusal
+from isthmus_privacy.crypto.canonical import NUMBER, Members, tagged, tagged_hash
+from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import Neighbourhood
 from isthmus_privacy.secagg.identity import Directory
-from isthmus_privacy.secagg.keys import OneTimeKey
 from isthmus_privacy.secagg.messages import AdvertiseKeys, Roster
 
 

@@ -18,8 +18,8 @@ import dataclasses
 import functools
 import math
 
-from isthmus_privacy.secagg import refusal
-from isthmus_privacy.secagg.canonical import (
+from isthmus_privacy.crypto import refusal
+from isthmus_privacy.crypto.canonical import (
     FLAG,
     MAX_CLIENTS,
     NUMBER,

@@ -33,9 +33,9 @@ from types import MappingProxyType
 
 import torch
 
-from isthmus_privacy.secagg import refusal
+from isthmus_privacy.crypto import refusal
+from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 from isthmus_privacy.secagg.config import RoundConfig, Slot
-from isthmus_privacy.secagg.masking import TILE, cipher, ring_vector
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 _DITHER_BITS = 32

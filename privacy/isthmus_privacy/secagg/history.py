@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from isthmus_privacy.secagg import refusal
+from isthmus_privacy.crypto import refusal
 from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig
 
 _KEPT = 32

@@ -20,9 +20,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Set
 
-from isthmus_privacy.secagg import keys, refusal
-from isthmus_privacy.secagg.canonical import NUMBER, Message, exactly, text
-from isthmus_privacy.secagg.keys import KEY_BYTES, SIGNATURE_BYTES, SigningKey
+from isthmus_privacy.crypto import keys, refusal
+from isthmus_privacy.crypto.canonical import NUMBER, Message, exactly, text
+from isthmus_privacy.crypto.keys import KEY_BYTES, SIGNATURE_BYTES, SigningKey
 
 NAME = text(128)
 """A participant's enrolled name."""

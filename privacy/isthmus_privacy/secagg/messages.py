@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from isthmus_privacy.secagg.canonical import (
+from isthmus_privacy.crypto.canonical import (
     MEMBERS,
     NUMBER,
     Members,
@@ -32,8 +32,8 @@ from isthmus_privacy.secagg.canonical import (
     row,
     tagged_hash,
 )
+from isthmus_privacy.crypto.keys import KEY_BYTES, SEALING_BYTES, SIGNATURE_BYTES
 from isthmus_privacy.secagg.identity import NAME, Enrolment
-from isthmus_privacy.secagg.keys import KEY_BYTES, SEALING_BYTES, SIGNATURE_BYTES
 
 SHARE_BYTES = 36
 """One share of one 32-byte secret."""

@@ -25,11 +25,11 @@ from collections.abc import Collection
 
 import torch
 
-from isthmus_privacy.secagg import keys, refusal
+from isthmus_privacy.crypto import keys, refusal
+from isthmus_privacy.crypto.masking import add_masks, add_payload, ring_vector
 from isthmus_privacy.secagg.cohort import Cohort, advert_is_signed
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
-from isthmus_privacy.secagg.masking import add_masks, add_payload, ring_vector
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
     Consent,
@@ -41,7 +41,7 @@ from isthmus_privacy.secagg.messages import (
     ShareKeys,
     Survivors,
 )
-from isthmus_privacy.secagg.opening import Evidence
+from isthmus_privacy.secagg.unmasking import Evidence
 
 
 class ServerStage(enum.IntEnum):

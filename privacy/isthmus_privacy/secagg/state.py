@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from isthmus.errors import UpdateError
-from isthmus.exchange import Layout
+from isthmus.tensors.exchange_set import Layout
 
 
 def layout_of(state: Mapping[str, torch.Tensor], *, only: Collection[str] | None = None) -> Layout:

@@ -3,4 +3,4 @@
 Loaded only for jobs that name one (`[federated.flower]`).
 """
 
-import isthmus.flower  # noqa: F401 - before anything of flwr: it keeps it from phoning home
+import isthmus.integrations.flower.messages  # noqa: F401 - before anything of flwr: it keeps it from phoning home

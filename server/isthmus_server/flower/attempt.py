@@ -14,16 +14,16 @@ import torch
 from flwr.app import Message
 
 from isthmus.errors import RoundFailed, UpdateError
-from isthmus.federated import FederatedSection
-from isthmus.flower import node_of
+from isthmus.integrations.flower.messages import node_of
+from isthmus.job.federated import FederatedSection
 from isthmus_server.flower.grid import Answer, LinkGrid
-from isthmus_server.flower.guest import Guest
 from isthmus_server.flower.replies import check, odd_ones
-from isthmus_server.outcome import AttemptFailed, FederatedResult
-from isthmus_server.receipts import UNREACHABLE, Receipt, Status, reasons
+from isthmus_server.flower.strategy_adapter import Guest
+from isthmus_server.regimes.results import AttemptFailed, FederatedResult
+from isthmus_server.storage.receipts import UNREACHABLE, Receipt, Status, reasons
 
 if TYPE_CHECKING:
-    from isthmus_server.federation import Federation
+    from isthmus_server.regimes.context import Federation
 
 
 class FlowerAttempt:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import Error, Message, RecordDict
 
-from isthmus.contents import describe, into
 from isthmus.errors import ParticipantLost, UpdateError
-from isthmus.flower import SERVER_NODE, ErrorCode, identify, message, node_of
-from isthmus.flower_wire import decode, encode
+from isthmus.integrations.flower.messages import SERVER_NODE, ErrorCode, identify, message, node_of
+from isthmus.integrations.flower.records import decode, encode
+from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
-from isthmus_server.answers import in_a_line, reason_of
 from isthmus_server.flower.one_run import OneRun
-from isthmus_server.link import Link
+from isthmus_server.transport.link import Link
+from isthmus_server.transport.sanitize import in_a_line, reason_of
 
 _LOST = ErrorCode.NODE_UNAVAILABLE
 _LATE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE

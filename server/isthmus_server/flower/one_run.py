@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from isthmus.flower import SERVER_NODE, Run, message, the_run
+from isthmus.integrations.flower.messages import SERVER_NODE, Run, message, the_run
 
 
 class OneRun(Grid):

@@ -15,8 +15,8 @@ import torch
 from flwr.app import RecordDict
 
 from isthmus.errors import UpdateError
-from isthmus.exchange import Layout
-from isthmus.flower import read_record
+from isthmus.integrations.flower.messages import read_record
+from isthmus.tensors.exchange_set import Layout
 
 K = TypeVar("K")
 

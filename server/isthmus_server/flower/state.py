@@ -32,7 +32,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from isthmus.errors import UserError
-from isthmus.flower import record_of
+from isthmus.integrations.flower.messages import record_of
 
 FROM_THE_ROUND = "current_arrays"
 """Set by `configure_train`."""

@@ -1,6 +1,6 @@
 """What is known of each device from the rounds it was asked in, and whether it may be asked again.
 
->>> from isthmus.federated import FederatedSection, Participation
+>>> from isthmus.job.federated import FederatedSection, Participation
 >>> twice = FederatedSection(participation=Participation(rounds=1, hours=2))
 >>> attendance = Attendance(twice)
 >>> attendance.take(1, asked_at=0.0, seconds=9.0, receipts=[{"participant": "a", "started": True,
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from isthmus.federated import FederatedSection
-from isthmus.section import Hours
+from isthmus.job.federated import FederatedSection
+from isthmus.job.section import Hours
 from isthmus_server.strategy.windows import WEEK, forecast_hours
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 
-from isthmus.federated import Utility
+from isthmus.job.federated import Utility
 from isthmus_server.strategy import utility
 from isthmus_server.strategy.attendance import Record
 

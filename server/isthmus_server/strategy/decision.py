@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from isthmus.errors import JobError, RoundFailed
-from isthmus_server.clock import Clock
-from isthmus_server.strategy.constraints import Refused, hold
-from isthmus_server.strategy.contract import checked_answer
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.strategy.answer_checks import checked_answer
+from isthmus_server.strategy.limits import Refused, hold
 from isthmus_server.strategy.policy import (
     Compare,
     Observation,

@@ -18,7 +18,7 @@ A policy that must know which of two models is better asks before it plans: it a
 devices score the models in one visit, and it is called again for the same round with the result in
 `Observation.comparisons`, or with the reason in `Observation.refused` if that cannot be had.
 
-Whatever a policy answers, the job's limits win: see `isthmus_server.strategy.constraints`.
+Whatever a policy answers, the job's limits win: see `isthmus_server.strategy.limits`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from isthmus.job import StrategySection, parse_settings
-from isthmus.section import S, Section
+from isthmus.job.section import S, Section
 
 Kind = Literal["datacenter", "federated", "hybrid"]
 KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")

@@ -2,7 +2,7 @@
 
 The paper's statistical utility, examples x root mean square loss, is examples x mean loss here, for
 that is what devices report. Its pacer is left out: what counts as slow is a fixed share of devices
-(see `isthmus.federated.Utility`).
+(see `isthmus.job.federated.Utility`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
-from isthmus.federated import Utility
+from isthmus.job.federated import Utility
 from isthmus_server.strategy.attendance import Record
 
 _CLIP = 0.95

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isthmus.job import Window
-from isthmus.section import DAYS, Hours
+from isthmus.job.section import DAYS, Hours
 from isthmus_server.strategy.policy import Forecast, Side
 
 DAY = 24 * 3600.0

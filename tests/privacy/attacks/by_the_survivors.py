@@ -12,13 +12,13 @@ from parties import (
 
 from attacks.crowd import Crowd
 from attacks.registry import ALICE, BOB, meets, until, without
+from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.secagg import (
     Consents,
     History,
     ServerStage,
     Survivors,
 )
-from isthmus_privacy.secagg.canonical import Members
 
 # -- the client, of the survivors ----------------------------------------------------------------
 

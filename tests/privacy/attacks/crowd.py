@@ -13,6 +13,7 @@ from parties import (
 )
 
 from attacks.registry import ALICE
+from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.secagg import (
     ClientPolicy,
     Inbox,
@@ -22,7 +23,6 @@ from isthmus_privacy.secagg import (
     ShareKeys,
     encode,
 )
-from isthmus_privacy.secagg.canonical import Members
 
 
 class Crowd:

@@ -17,6 +17,7 @@ from parties import (
 
 from attacks.crowd import Crowd, crowded_server, masked_on_paper, paper_shares, ring_neighbours
 from attacks.registry import ALICE, BOB, meets, until, without
+from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.secagg import (
     Consent,
     Release,
@@ -25,7 +26,6 @@ from isthmus_privacy.secagg import (
     decode,
     encode,
 )
-from isthmus_privacy.secagg.canonical import Members
 
 # -- the server, of the first message ------------------------------------------------------------
 

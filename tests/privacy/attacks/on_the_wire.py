@@ -13,6 +13,7 @@ from parties import (
 )
 
 from attacks.registry import ALICE, BOB, meets
+from isthmus_privacy.crypto.canonical import Members, tagged
 from isthmus_privacy.secagg import (
     Authority,
     Consent,
@@ -22,7 +23,6 @@ from isthmus_privacy.secagg import (
     Slot,
     Survivors,
 )
-from isthmus_privacy.secagg.canonical import Members, tagged
 
 # -- bytes ---------------------------------------------------------------------------------------
 

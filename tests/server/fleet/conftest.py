@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 from tests.server.conftest import Guest, until
 
-from isthmus import joining, tls
-from isthmus.membership import Membership
-from isthmus.uplink import CHANNEL_OPTIONS, METHOD, Uplink
+from isthmus.identity import joining, tls
+from isthmus.identity.membership import Membership
+from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD, Uplink
 from isthmus.wire import link_pb2
-from isthmus_server.fleet.authority import initialise
-from isthmus_server.fleet.control import SERVICE, Control
-from isthmus_server.fleet.registry import Registry
-from isthmus_server.fleet.runner import Runner
-from isthmus_server.fleet.server import FleetServer
+from isthmus_server.control_plane.authority import initialise
+from isthmus_server.control_plane.control import SERVICE, Control
+from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.runner import Runner
+from isthmus_server.control_plane.server import FleetServer
 
 ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 

@@ -7,9 +7,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from isthmus import tls
 from isthmus.errors import Refused, UserError
-from isthmus_server.fleet.authority import Authority, initialise
+from isthmus.identity import tls
+from isthmus_server.control_plane.authority import Authority, initialise
 
 
 @pytest.fixture

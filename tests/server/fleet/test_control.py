@@ -15,11 +15,11 @@ from tests.conftest import TABLE
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
-from isthmus_clients.agent import Agent
-from isthmus_server.fleet import control, runner
-from isthmus_server.fleet.console import Server, jobs
-from isthmus_server.roster import Roster
-from isthmus_server.store import Store
+from isthmus_clients.device.agent import Agent
+from isthmus_server.control_plane import control, runner
+from isthmus_server.control_plane.operator_commands import Server, jobs
+from isthmus_server.rounds.roster import Roster
+from isthmus_server.storage.store import Store
 
 
 class Device(Agent):
@@ -265,14 +265,14 @@ async def test_a_command_whose_answer_is_lost_queues_its_job_once(place, monkeyp
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     monkeypatch.setattr(place.runner, "submit", submit)
-    monkeypatch.setattr("isthmus_server.fleet.control._refuse", lose)
+    monkeypatch.setattr("isthmus_server.control_plane.control._refuse", lose)
     server = await asyncio.to_thread(Server, place.me.directory)
     assert await asyncio.to_thread(server.submit, place.job()) == lost[0] == "table-1"
     assert len(await place.states()) == 1
 
 
 async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place, monkeypatch):
-    monkeypatch.setattr("isthmus_server.fleet.console._PATIENCE", 0.1)
+    monkeypatch.setattr("isthmus_server.control_plane.operator_commands._PATIENCE", 0.1)
     server = await asyncio.to_thread(Server, place.me.directory)
     await place.close()
     sentence = (
@@ -390,7 +390,7 @@ async def test_who_follows_a_log_is_told_that_the_server_was_stopped(place):
 async def test_an_operator_s_certificate_is_renewed_when_a_command_is_typed(place, monkeypatch):
     before = place.me.certificate.serial_number
     await place.states()
-    monkeypatch.setattr("isthmus.membership.RENEW_AT", 0.0)
+    monkeypatch.setattr("isthmus.identity.membership.RENEW_AT", 0.0)
     server = await asyncio.to_thread(Server, place.me.directory)
     assert server.member.certificate.serial_number != before
     assert await place.states() == {}

@@ -13,16 +13,16 @@ import pytest
 from click.testing import CliRunner
 from tests.server.work import answering, train
 
-from isthmus import joining, tls
 from isthmus.errors import Refused, UserError
-from isthmus.joining import JOIN, Token
-from isthmus.membership import Membership
+from isthmus.identity import joining, tls
+from isthmus.identity.joining import JOIN, Token
+from isthmus.identity.membership import Membership
 from isthmus.wire import join_pb2, link_pb2
-from isthmus_server.fleet.authority import Authority, initialise
-from isthmus_server.fleet.commands import server
-from isthmus_server.fleet.joining import MOST_CALLERS, Purse
-from isthmus_server.fleet.registry import Registry
-from isthmus_server.fleet.server import FleetServer
+from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.commands import server
+from isthmus_server.control_plane.joining import MOST_CALLERS, Purse
+from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.server import FleetServer
 
 
 async def ask(fleet, request):

@@ -9,17 +9,17 @@ import pytest
 from cryptography import x509
 from tests.server.work import answering, payload_of, train, waiting
 
-from isthmus import joining, tls
-from isthmus.contents import describe, into
 from isthmus.errors import ParticipantLost, Refused, UserError
-from isthmus.membership import Membership
-from isthmus.uplink import Uplink
+from isthmus.identity import joining, tls
+from isthmus.identity.membership import Membership
+from isthmus.transport.blobs import describe, into
+from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
-from isthmus_server import link
-from isthmus_server.callers import STREAMS_EACH
-from isthmus_server.fleet.authority import Authority, initialise
-from isthmus_server.link import Link
+from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.transport import link
+from isthmus_server.transport.limits import STREAMS_EACH
+from isthmus_server.transport.link import Link
 
 
 def issue(fleet, key, member, authority=None, **changes):

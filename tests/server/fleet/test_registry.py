@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from isthmus import tls
 from isthmus.errors import Refused, UserError
-from isthmus_server.fleet import registry as module
-from isthmus_server.fleet.registry import Registry
+from isthmus.identity import tls
+from isthmus_server.control_plane import registry as module
+from isthmus_server.control_plane.registry import Registry
 
 SOON = 3600.0
 
@@ -213,7 +213,7 @@ def elsewhere(folder, line):
     """What an operator's command prints that does one thing with the registry of a live server."""
     code = f"""
 from pathlib import Path
-from isthmus_server.fleet.registry import Registry
+from isthmus_server.control_plane.registry import Registry
 registry = Registry(Path({str(folder)!r}))
 {line}
 registry.close()

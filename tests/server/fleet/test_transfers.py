@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from tests.server.work import payload_of, train
 
-from isthmus.contents import describe, into
 from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 
 

@@ -8,9 +8,9 @@ import pytest
 from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
-from isthmus_clients.flower import FlowerRun
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.report import document
+from isthmus_clients.flower.client_app import FlowerRun
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.views.report import document
 
 TORCH_APP = """
 import sys
@@ -164,7 +164,11 @@ async def test_a_device_without_flower_declines_and_says_what_to_install(
     store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
     coordinator = Coordinator(store, place.link)
     monkeypatch.setitem(sys.modules, "flwr.app", None)
-    for module in ("isthmus.flower", "isthmus.flower_wire", "isthmus_clients.flower"):
+    for module in (
+        "isthmus.integrations.flower.messages",
+        "isthmus.integrations.flower.records",
+        "isthmus_clients.flower.client_app",
+    ):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(UserError, match=r"a declined: this job uses Flower, .*'isthmus\[flower\]'"):
         await coordinator.run()

@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from isthmus import flower  # before flwr
-from isthmus.contents import describe
+from isthmus.integrations.flower import messages  # before flwr
 from isthmus.task import Participant
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_clients.flower import FlowerRun
+from isthmus_clients.device.agent import Agent
+from isthmus_clients.flower.client_app import FlowerRun
 from isthmus_server.flower.grid import LinkGrid
 
 APP = '''
@@ -94,10 +94,10 @@ def make(name):
 
 def model():
     draw = np.random.default_rng(5)
-    return flower.ArrayRecord(
+    return messages.ArrayRecord(
         {
-            "bias": flower.Array(draw.normal(size=3).astype("f4")),
-            "weight": flower.Array(draw.normal(size=(3, 2)).astype("f4")),
+            "bias": messages.Array(draw.normal(size=3).astype("f4")),
+            "weight": messages.Array(draw.normal(size=(3, 2)).astype("f4")),
         }
     )
 
@@ -135,8 +135,8 @@ def fleet(net, make_job, tmp_path):
         async def ask(self, kind, to, records=None):
             """One message, from the thread of a strategy."""
             if records is None:
-                records = flower.RecordDict({"arrays": model()})
-            asked = self.grid.create_message(records, kind, flower.node_of(to), "group")
+                records = messages.RecordDict({"arrays": model()})
+            asked = self.grid.create_message(records, kind, messages.node_of(to), "group")
             (reply,) = await asyncio.to_thread(self.grid.send_and_receive, [asked])
             return reply
 
@@ -154,7 +154,7 @@ class InPlace:
         self.apps = {}
         for place, name in enumerate(NAMES):
             participant = Participant(name=name, regime="federated", shard=(place, 4))
-            self.apps[flower.node_of(name)] = FlowerRun(opening, participant, None)
+            self.apps[messages.node_of(name)] = FlowerRun(opening, participant, None)
 
     def get_node_ids(self):
         return sorted(self.apps)
@@ -163,10 +163,10 @@ class InPlace:
         replies = []
         for one in list(messages):
             app = self.apps[one.metadata.dst_node_id]
-            records = flower.RecordDict(
+            records = messages.RecordDict(
                 {name: type(record)(dict(record.items())) for name, record in one.content.items()}
             )
-            asked = flower.message(
+            asked = messages.message(
                 records, kind=one.metadata.message_type, source=1, to=app.context.node_id, id_="m"
             )
             replies.append(app.app(asked, app.context))
@@ -180,7 +180,7 @@ async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name
     def start(grid):
         np.random.seed(3)  # Flower's noise
         random.seed(3)  # and the order in which it asks nodes
-        with flower.hushed():
+        with messages.hushed():
             return make(name).start(grid, initial_arrays=model(), num_rounds=2, timeout=30)
 
     result = await asyncio.to_thread(start, fleet.grid)
@@ -200,8 +200,8 @@ async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fle
     await fleet.start()
     reply = await fleet.ask("train.noisy", "b")
     assert reply.has_content()
-    assert reply.metadata.src_node_id == flower.node_of("b")
-    assert reply.metadata.dst_node_id == flower.SERVER_NODE
+    assert reply.metadata.src_node_id == messages.node_of("b")
+    assert reply.metadata.dst_node_id == messages.SERVER_NODE
     assert reply.metadata.reply_to_message_id == "run/1"
     assert reply.metadata.group_id == "group"
 
@@ -211,14 +211,14 @@ async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet, tm
     reply = await fleet.ask("query", "a")
     line = APP.splitlines().index('    raise ValueError("no\\nbattery")') + 1
     says = f"the app failed at {tmp_path}/app.py:{line}: ValueError: no battery"
-    assert reply.error == flower.Error(2, says)
+    assert reply.error == messages.Error(2, says)
     reply = await fleet.ask("evaluate.more", "a")
     assert reply.error.reason == (
         "the app failed: ValueError: No evaluate function registered with name 'more'"
     )
     reply = await fleet.ask("train", "nobody")
-    assert reply.error.code == flower.ErrorCode.NODE_UNAVAILABLE
-    reply = await fleet.ask("train", "c", flower.RecordDict())
+    assert reply.error.code == messages.ErrorCode.NODE_UNAVAILABLE
+    reply = await fleet.ask("train", "c", messages.RecordDict())
     assert reply.error.reason.endswith("app.py:16: KeyError: 'arrays'")
 
 
@@ -230,7 +230,7 @@ async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them
 
     late = await net.join("late", think)
     reply = await fleet.ask("train", "late")
-    assert reply.error == flower.Error(4, "it did not answer within 0.2 s")
+    assert reply.error == messages.Error(4, "it did not answer within 0.2 s")
     await net.until(lambda: late.cancelled)
 
     async def go(guest, request, model):
@@ -239,7 +239,7 @@ async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them
 
     await net.join("gone", go)
     reply = await fleet.ask("train", "gone")
-    assert reply.error == flower.Error(5, "lost")
+    assert reply.error == messages.Error(5, "lost")
     assert not fleet.link._published
 
 
@@ -283,7 +283,7 @@ async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):
     await fleet.start()
     messages = [
         fleet.grid.create_message(
-            flower.RecordDict({"arrays": model()}), "train", flower.node_of(name), ""
+            messages.RecordDict({"arrays": model()}), "train", messages.node_of(name), ""
         )
         for name in NAMES
     ]

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus import flower  # before flwr
 from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
-from isthmus.exchange import Layout
-from isthmus.federated import FederatedSection
+from isthmus.integrations.flower import messages  # before flwr
+from isthmus.job.federated import FederatedSection
+from isthmus.tensors.exchange_set import Layout
 from isthmus.wire import link_pb2
-from isthmus_server.aggregate import Spool
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.flower.guest import Gathering, Guest
 from isthmus_server.flower.state import State, check
-from isthmus_server.report import document
+from isthmus_server.flower.strategy_adapter import Gathering, Guest
+from isthmus_server.model.fixed_point_sum import Spool
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.views.report import document
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
 COHORT = dict.fromkeys("abcdefg", 10)
@@ -88,13 +88,13 @@ class Round:
         """The pseudo-gradient that Flower's own classes make of it."""
         from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-        from isthmus_server.flower.guest import Cohort
+        from isthmus_server.flower.strategy_adapter import Cohort
 
         def record(vector):
             return ArrayRecord({name: Array(part.numpy()) for name, part in LAYOUT.parts(vector)})
 
         replies = [
-            flower.message(
+            messages.message(
                 RecordDict(
                     {
                         "arrays": record(self.start - update),
@@ -112,7 +112,7 @@ class Round:
             )
             for name, update in self.updates.items()
         ]
-        with flower.hushed():
+        with messages.hushed():
             list(
                 strategy.configure_train(
                     1, record(self.start), ConfigRecord(), Cohort([2, 3, 4, 5, 6, 7, 8])
@@ -120,7 +120,7 @@ class Round:
             )
             made, _ = strategy.aggregate_train(1, replies)
         end = torch.empty(LAYOUT.size)
-        flower.read_record(made, LAYOUT.parts(end))
+        messages.read_record(made, LAYOUT.parts(end))
         return self.start - end
 
 
@@ -132,7 +132,7 @@ def theirs(config, **more):
     if "inner" in config:
         more["num_sampled_clients"] = 7
         options["strategy"] = theirs(config["inner"])
-    with flower.hushed():
+    with messages.hushed():
         return getattr(strategy, config["name"])(**options, **more)
 
 
@@ -290,7 +290,7 @@ def test_whatever_somebodys_strategy_does_is_one_sentence(body, says, tmp_path, 
 def test_a_strategy_whose_memory_cannot_be_stored_is_refused_before_the_run():
     from flwr.serverapp.strategy import FedAvg
 
-    with flower.hushed():
+    with messages.hushed():
         strategy = FedAvg()
     strategy.model = object()
     with pytest.raises(UserError, match="FedAvg keeps a object in 'model', which cannot be stored"):
@@ -301,7 +301,7 @@ def test_a_strategy_whose_memory_cannot_be_stored_is_refused_before_the_run():
 
 
 def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for_ever():
-    from isthmus_server.flower.guest import Cohort
+    from isthmus_server.flower.strategy_adapter import Cohort
 
     cohort = Cohort([2, 3])
 
@@ -390,5 +390,5 @@ async def test_a_datacenters_rounds_between_are_kept(with_ranks):
 def test_state_is_only_what_changed():
     from flwr.serverapp.strategy import FedAvg
 
-    with flower.hushed():
+    with messages.hushed():
         assert State.of(FedAvg(), FedAvg()) == State()

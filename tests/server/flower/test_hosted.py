@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from isthmus import flower
 from isthmus.errors import JobError, UserError
-from isthmus.exchange import Layout
-from isthmus_clients.flower_hosted import client_app
-from isthmus_server.flower.hosted import server_app
+from isthmus.integrations.flower import messages
+from isthmus.tensors.exchange_set import Layout
+from isthmus_clients.flower.hosted import client_app
+from isthmus_server.flower.server_run import server_app
 
 JOB = """
 name = "table"
@@ -31,15 +31,15 @@ class InPlace:
     """A Grid whose nodes are apps in this process; `broken` ones answer errors."""
 
     def __init__(self, app, config, nodes=3, broken=()):
-        flower.identify()
+        messages.identify()
         self.app = app
         self.broken = set(broken)
         self.nodes = {
-            2 + place: flower.Context(
+            2 + place: messages.Context(
                 run_id=1,
                 node_id=2 + place,
                 node_config={"name": "abcdef"[place]},
-                state=flower.RecordDict(),
+                state=messages.RecordDict(),
                 run_config=config,
             )
             for place in range(nodes)
@@ -55,7 +55,7 @@ class InPlace:
     def answer(self, asked):
         node = asked.metadata.dst_node_id
         if node in self.broken:
-            return flower.Message(flower.Error(2, "no battery"), reply_to=asked)
+            return messages.Message(messages.Error(2, "no battery"), reply_to=asked)
         return self.app(asked, self.nodes[node])
 
 
@@ -70,8 +70,8 @@ def hosted(write_task, tmp_path):
     def run(config=None, **more):
         config = {"directory": str(tmp_path / "out"), **(config or {})}
         grid = InPlace(client_app(path), config, **more)
-        context = flower.Context(1, 1, {}, flower.RecordDict(), config)
-        with flower.hushed():
+        context = messages.Context(1, 1, {}, messages.RecordDict(), config)
+        with messages.hushed():
             server_app(path)(grid, context)
         return json.loads((tmp_path / "out" / "report.json").read_text()), grid
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus import flower  # before flwr
 from isthmus.errors import UpdateError
-from isthmus.exchange import Layout
+from isthmus.integrations.flower import messages  # before flwr
+from isthmus.tensors.exchange_set import Layout
 from isthmus_server.flower.replies import check, odd_ones
 
 LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 2)})
@@ -15,8 +15,10 @@ FIGURES = {"num-examples": 20, "train_loss": 0.5, "norms": [1.0, 2.0]}
 
 
 def reply(arrays=ARRAYS, figures=FIGURES, **more):
-    record = flower.ArrayRecord({name: flower.Array(values) for name, values in arrays.items()})
-    return flower.RecordDict({"arrays": record, "metrics": flower.MetricRecord(figures), **more})
+    record = messages.ArrayRecord({name: messages.Array(values) for name, values in arrays.items()})
+    return messages.RecordDict(
+        {"arrays": record, "metrics": messages.MetricRecord(figures), **more}
+    )
 
 
 def weight_of(records, most_examples=1000):
@@ -27,14 +29,14 @@ def weight_of(records, most_examples=1000):
 def foreign():
     records = reply()
     array = records["arrays"]["bias"]
-    records["arrays"]["bias"] = flower.Array(array.dtype, array.shape, "zip", array.data)
+    records["arrays"]["bias"] = messages.Array(array.dtype, array.shape, "zip", array.data)
     return records
 
 
 @pytest.mark.parametrize("kind", ["f2", "f4", "f8"])
 def test_floats_of_the_models_shapes_are_taken_with_their_weight(kind):
     arrays = {name: values.astype(kind) for name, values in ARRAYS.items()}
-    assert weight_of(reply(arrays, config=flower.ConfigRecord({"more": "is the app's"}))) == 20
+    assert weight_of(reply(arrays, config=messages.ConfigRecord({"more": "is the app's"}))) == 20
     assert weight_of(reply(figures={"num-examples": 0.0})) == 0
 
 
@@ -53,9 +55,9 @@ def test_arrays_are_put_into_the_layouts_order():
         (reply({**ARRAYS, "bias": np.ones(3, "i4")}), "the array 'bias' is int32, and no float"),
         (reply({**ARRAYS, "bias": np.full(3, np.inf)}), "the array 'bias' is not finite"),
         (foreign(), "the array 'bias' cannot be read"),
-        (reply(more=flower.ArrayRecord()), "2 records of arrays and 1 of figures"),
-        (reply(more=flower.MetricRecord()), "1 records of arrays and 2 of figures"),
-        (flower.RecordDict(), "0 records of arrays and 0 of figures"),
+        (reply(more=messages.ArrayRecord()), "2 records of arrays and 1 of figures"),
+        (reply(more=messages.MetricRecord()), "1 records of arrays and 2 of figures"),
+        (messages.RecordDict(), "0 records of arrays and 0 of figures"),
         (reply(figures={"loss": 1.0}), "its num-examples=None is not a number from 0 to "),
         (reply(figures={"num-examples": [1, 2]}), r"its num-examples=\[1, 2\] is not a number"),
         (reply(figures={"num-examples": -1}), "its num-examples=-1 is not a number"),
@@ -82,8 +84,8 @@ def test_no_device_weighs_more_than_the_job_lets_it(weight):
         reply(figures={**FIGURES, "mine": 1}),
         reply(figures={**FIGURES, "norms": [1.0]}),
         reply(figures={**FIGURES, "norms": 1.0}),
-        flower.RecordDict({"mine": reply()["arrays"], "metrics": reply()["metrics"]}),
-        flower.RecordDict({"arrays": reply()["arrays"], "mine": reply()["metrics"]}),
+        messages.RecordDict({"mine": reply()["arrays"], "metrics": reply()["metrics"]}),
+        messages.RecordDict({"arrays": reply()["arrays"], "mine": reply()["metrics"]}),
     ],
 )
 def test_who_names_things_otherwise_than_most_is_odd(odd):

@@ -14,16 +14,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from isthmus import uplink
-from isthmus.contents import Piece
 from isthmus.job import parse_job
-from isthmus.stream import Stream
 from isthmus.task import Participant
+from isthmus.transport import uplink
+from isthmus.transport.blobs import Piece
+from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
-from isthmus_clients.agent import Agent
-from isthmus_server.coordinator import Coordinator
-from isthmus_server.link import Link
-from isthmus_server.store import Store
+from isthmus_clients.device.agent import Agent
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.link import Link
 
 TASK = """
 import torch

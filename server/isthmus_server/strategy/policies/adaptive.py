@@ -36,7 +36,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from isthmus.job import StrategySection
-from isthmus.section import Section
+from isthmus.job.section import Section
 from isthmus_server.strategy import evidence, outlook
 from isthmus_server.strategy.policy import (
     CURRENT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isthmus.job import RegimeName, StrategySection
-from isthmus.section import Section
+from isthmus.job.section import Section
 from isthmus_server.strategy.policy import Forecast, Observation, Plan, Wait, settings_of
 
 

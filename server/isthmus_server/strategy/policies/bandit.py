@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isthmus.job import RegimeName, StrategySection
-from isthmus.section import Section
+from isthmus.job.section import Section
 from isthmus_server.strategy.policy import Observation, Plan, settings_of
 
 

@@ -1,0 +1,1 @@
+"""The device agent, its owner's limits, and how tasks reach it."""

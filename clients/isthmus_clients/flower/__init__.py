@@ -1,0 +1,1 @@
+"""Flower ClientApps on devices, and Isthmus tasks as Flower ClientApps."""

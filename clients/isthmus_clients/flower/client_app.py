@@ -1,0 +1,119 @@
+"""A Flower ClientApp on a device: messages in, messages out, in one process that stays.
+
+The app is loaded once for a run, and its `context.state` lives as long as the run is open here.
+Only devices that take part in such a job need the extra `flower`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import TaskError, UpdateError
+from isthmus.integrations.flower.messages import (
+    RUN,
+    SERVER_NODE,
+    Context,
+    ErrorCode,
+    Message,
+    RecordDict,
+    hushed,
+    load_app,
+    message,
+    node_of,
+)
+from isthmus.integrations.flower.records import decode, encode
+from isthmus.job import read_job
+from isthmus.task import Participant, user_code
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import place_of
+
+
+class FlowerRun:
+    """One run of a ClientApp on one device."""
+
+    def __init__(
+        self,
+        work: link_pb2.OpenRun,
+        participant: Participant,
+        data: Path | None,
+        tasks: Path | None = None,
+    ) -> None:
+        """Load the app; with a directory of `tasks`, only one that is a file in it.
+
+        Raises:
+            TaskError: it cannot be loaded, or is no ClientApp that can be used.
+            JobError: Flower is not installed.
+        """
+        self.job = read_job(work.job)
+        self.participant = participant
+        flower = self.job.federated.flower
+        assert flower is not None
+        assert flower.app is not None
+        self.most_bytes = flower.most_bytes
+        key = "federated.flower.app"
+        base, data = place_of(flower.app, self.job, Path(work.base), data, tasks, key)
+        self.app = load_app(flower.app, key, base=base)
+        node: dict[str, bool | int | float | str] = {"name": participant.name}
+        if participant.shard is not None:
+            node["partition-id"], node["num-partitions"] = participant.shard
+        if data is not None:
+            node["data"] = str(data)
+        self.context = Context(
+            run_id=RUN,
+            node_id=node_of(participant.name),
+            node_config=node,
+            state=RecordDict(),
+            run_config=dict(flower.config),
+        )
+
+    def buffer(self, size: int) -> bytearray:
+        """Memory for the records of a message.
+
+        Raises:
+            UpdateError: they are larger than the job lets anything be.
+        """
+        if size > self.most_bytes:
+            raise UpdateError(
+                f"a message of {size} bytes was announced where federated.flower.most_bytes="
+                f"{self.most_bytes}"
+            )
+        return bytearray(size)
+
+    def answer(
+        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        """Hand a message to the app; whatever it raises becomes an error of Flower's kind."""
+        started = time.monotonic()
+        asked = message(
+            decode(payload),
+            kind=work.kind,
+            source=SERVER_NODE,
+            to=work.node,
+            id_=work.id,
+            group=work.group,
+        )
+        try:
+            with hushed(), user_code("the app"):
+                reply = self.app(asked, self.context)
+            failure = _failure_of(reply)
+        except TaskError as error:
+            failure = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))
+        seconds = time.monotonic() - started
+        if failure is not None:
+            code, why = failure
+            return link_pb2.FlowerReply(error_code=code, error=why, seconds=seconds), None
+        records = memoryview(encode(reply.content))
+        return link_pb2.FlowerReply(records=describe(records), seconds=seconds), records
+
+
+def _failure_of(reply: Any) -> tuple[int, str] | None:
+    """What an app's reply says went wrong, or None."""
+    if not isinstance(reply, Message):
+        name = type(reply).__name__
+        return ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the app answered a {name}, not a Message"
+    if reply.has_error():
+        return reply.error.code, reply.error.reason or "the app answered an error without a reason"
+    return None

@@ -1,0 +1,85 @@
+"""Our task as a Flower ClientApp, for SuperNodes of Flower's own runtime.
+
+In the app's module::
+
+    app = client_app(Path(__file__).with_name("job.toml"))
+
+A SuperNode is a device: its node config may have a `name`, a shard as `partition-id` and
+`num-partitions`, and `data`, where its data is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isthmus.integrations.flower.job_limits import hosted_job
+from isthmus.integrations.flower.messages import (
+    ArrayRecord,
+    ClientApp,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+    read_record,
+    record_of,
+)
+from isthmus.task import Participant
+from isthmus.tensors.exchange_set import Layout
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import LocalRun
+
+
+def client_app(job_file: Path) -> ClientApp:
+    """An app that trains the task of a job as our own devices do."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        """From the model in `arrays` to the model after a round's local training.
+
+        Raises:
+            UserError: the job or the task cannot be used here, or its code failed.
+        """
+        came = message.content["arrays"]
+        assert isinstance(came, ArrayRecord)
+        run = _open(job_file, came, context)
+        payload = run.layout.encode(run.layout.gather(run.model))
+        read_record(came, run.layout.parts(run.layout.decode(payload)))
+        work = link_pb2.TrainLocal(round=_round_of(message))
+        trained = run.train(work, payload, lambda progress: None, lambda: False)
+        figures: dict[str, Any] = {"num-examples": trained.examples, **trained.training}
+        if "loss" in trained.training:
+            figures["train_loss"] = trained.training["loss"]
+        arrays = record_of(run.layout.parts(run.layout.gather(run.model)))
+        records = RecordDict({"arrays": arrays, "metrics": MetricRecord(figures)})
+        return Message(records, reply_to=message)
+
+    return app
+
+
+def _open(job_file: Path, came: ArrayRecord, context: Context) -> LocalRun:
+    node: dict[str, Any] = dict(context.node_config)
+    shard = None
+    if {"partition-id", "num-partitions"} <= node.keys():
+        shard = int(node["partition-id"]), int(node["num-partitions"])
+    name = str(node.get("name", f"node-{context.node_id}"))
+    return LocalRun(
+        link_pb2.OpenRun(
+            run_id=str(context.run_id),
+            job=hosted_job(job_file, context.run_config).model_dump_json(),
+            base=str(job_file.parent),
+            layout=Layout.from_shapes({key: array.shape for key, array in came.items()}).header,
+        ),
+        Participant(name=name, regime="federated", shard=shard),
+        Path(node["data"]) if "data" in node else None,
+    )
+
+
+def _round_of(message: Message) -> int:
+    """What strategies of Flower say of it."""
+    for config in message.content.config_records.values():
+        number = config.get("server-round")
+        if isinstance(number, int):
+            return number
+    return 1

@@ -1,0 +1,1 @@
+"""Local training and the device side of secure aggregation."""

@@ -1,0 +1,294 @@
+"""Training on a device: from the round's model to a pseudo-gradient.
+
+Shape legend: N = float32 elements of the exchange set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from isthmus.errors import TaskError, UpdateError
+from isthmus.job import Job, read_job
+from isthmus.job.federated import FederatedSection
+from isthmus.task import Participant, Task, check_installed, load_task, user_code
+from isthmus.task.scoring import (
+    Averages,
+    batches,
+    build_same_model,
+    check_optimizer,
+    count_examples,
+    losses,
+    score,
+)
+from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.fingerprint import received
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+
+CPU = torch.device("cpu")
+
+
+def local_seed(seed: int, round_: int, name: str) -> bytes:
+    """What a device's randomness in a round comes from: 32 bytes."""
+    return hashlib.sha256(f"isthmus/local/{seed}/{round_}/{name}".encode()).digest()
+
+
+def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iterator[list[int]]:
+    """Which examples each local step trains on: shuffled passes, as long as the job asks for.
+
+    >>> passes = FederatedSection(local_epochs=2, batch_size=2)
+    >>> [len(batch) for batch in step_indices(bytes(32), 3, passes)]
+    [2, 1, 2, 1]
+    """
+    generator = torch.Generator().manual_seed(_number(seed))
+    left = settings.local_steps
+    epochs = itertools.repeat(None) if left is not None else range(settings.local_epochs or 1)
+    for _ in epochs:
+        order = torch.randperm(examples, generator=generator).tolist()
+        for start in range(0, examples, settings.batch_size):
+            if left == 0:
+                return
+            yield order[start : start + settings.batch_size]
+            left = None if left is None else left - 1
+
+
+def _number(seed: bytes) -> int:
+    return int.from_bytes(seed[:8], "little") >> 1
+
+
+Candidates = Sequence[Sequence[int]]
+"""Models to score: each the mean of some of those that came, by their numbers."""
+
+
+def pieces(layout: Layout, payload: Buffer) -> list[memoryview]:
+    """The encoded vectors that came behind one another in one content."""
+    view = memoryview(payload)
+    return [view[at : at + layout.nbytes] for at in range(0, len(view), layout.nbytes)]
+
+
+def score_each(
+    task: Task,
+    model: nn.Module,
+    layout: Layout,
+    dataset: Dataset[Any],
+    batch_size: int,
+    models: Sequence[Buffer],
+    candidates: Candidates,
+) -> list[float]:
+    """Each candidate's mean bounded score on a dataset, 0 (best) to 1; see `Task.score`.
+
+    Args:
+        task: what is learned.
+        model: the module, which takes each candidate in turn.
+        layout: of the exchange set.
+        dataset: the device's own.
+        batch_size: examples at a time.
+        models: encoded.
+        candidates: what they are made into.
+
+    Raises:
+        UpdateError: a candidate is made of a model that did not come.
+        TaskError: the task's code raised.
+    """
+    vectors = [layout.decode(one) for one in models]
+    found = []
+    for of in candidates:
+        if not of or not all(number < len(vectors) for number in of):
+            raise UpdateError(
+                f"a candidate of the models {list(of)} is to be scored and {len(vectors)} came"
+            )
+        mean = vectors[of[0]].clone()
+        for number in of[1:]:
+            mean.add_(vectors[number])
+        layout.scatter(mean.div_(len(of)), model)
+        found.append(score(task, model, dataset, batch_size))
+    return found
+
+
+def app_of(work: link_pb2.OpenRun) -> str | None:
+    """The Flower app that a run trains with in place of its task."""
+    flower = read_job(work.job).federated.flower
+    return None if flower is None else flower.app
+
+
+def place_of(
+    source: str,
+    job: Job,
+    base: Path,
+    data: Path | None,
+    tasks: Path | None,
+    key: str = "task.source",
+) -> tuple[Path, Path | None]:
+    """Where the code lies that a run names, and where this device's data is.
+
+    Raises:
+        TaskError: there is a directory of `tasks`, and the code is not in it.
+    """
+    if tasks is not None:
+        check_installed(source, tasks, key)
+        return tasks, data
+    return base, job.task.data_in(base) if data is None else data
+
+
+class LocalRun:
+    """One run on one device: the task, its model and this device's data, kept between rounds."""
+
+    def __init__(
+        self,
+        work: link_pb2.OpenRun,
+        participant: Participant,
+        data: Path | None,
+        tasks: Path | None = None,
+    ) -> None:
+        """Load the task, build the model, find the data.
+
+        With a directory of `tasks`, only those in it are loaded, and the server does not say where
+        data is either.
+
+        Raises:
+            TaskError: the task cannot be used here, its model is not the server's, or there is
+                no data.
+        """
+        self.job = read_job(work.job)
+        self.participant = participant
+        source = self.job.task.source
+        base, data = place_of(source, self.job, Path(work.base), data, tasks)
+        self.task = load_task(source, self.job.task.settings, base=base, data=data)
+        self.model, self.layout = build_same_model(
+            self.task, self.job.seed, work.layout, received(work.frozen), "this device"
+        )
+        with user_code("local_data()"):
+            self.dataset = self.task.local_data(participant)
+        self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
+
+    def seed_of(self, round_: int) -> bytes:
+        """Of this device in a round; the same in every attempt, so that they do the same work."""
+        return local_seed(self.job.seed, round_, self.participant.name)
+
+    def train(
+        self,
+        work: link_pb2.TrainLocal,
+        payload: Buffer,
+        progress: ReportProgress,
+        stopped: Callable[[], bool],
+        gradient: Buffer | None = None,
+    ) -> link_pb2.Trained:
+        """Train from the encoded model in `payload`, and leave the update there in its place.
+
+        An encoded `gradient` is added to that of every step (one-way transfer of Mixed FL,
+        Augenstein et al. 2022).
+
+        The update is the pseudo-gradient, start minus end (Reddi et al. 2021). What happens is a
+        function of the job's seed, the round, the device's name and its data alone.
+
+        Raises:
+            TaskError: the task's code raised, or its loss or update is not finite.
+        """
+        started = time.monotonic()
+        start = self.layout.decode(payload)
+        self.layout.scatter(start, self.model)
+        added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
+        steps, averages = self._steps(work.round, start, added, progress, stopped)
+        self._subtract_end(start)
+        if steps and not bool(torch.isfinite(start).all()):
+            raise TaskError(
+                f"the update of {self.participant.name} is not finite after {steps} steps; "
+                "lower the learning rate or check the data"
+            )
+        return link_pb2.Trained(
+            result=describe(payload),
+            examples=self.examples,
+            steps=steps,
+            seconds=time.monotonic() - started,
+            training=averages.result(),
+        )
+
+    def _steps(
+        self,
+        round_: int,
+        start: torch.Tensor,
+        added: dict[str, torch.Tensor],
+        progress: ReportProgress,
+        stopped: Callable[[], bool],
+    ) -> tuple[int, Averages]:
+        settings = self.job.federated
+        averages = Averages()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_number(self.seed_of(round_)))
+            with user_code("optimizer()"):
+                made = self.task.optimizer(self.model.parameters(), self.participant)
+            optimizer = check_optimizer(made, self.model.parameters())
+            self.model.train()
+            anchors = dict(self.layout.parts(start)) if settings.proximal else {}
+            step = 0
+            for inputs, target in self._batches(round_):
+                if stopped():
+                    raise TaskError("the server does not want this round's update any more")
+                optimizer.zero_grad(set_to_none=True)
+                _, values = losses(self.task, self.model, inputs, target)
+                loss = values.mean()
+                step += 1
+                if not math.isfinite(value := float(loss.detach())):
+                    raise TaskError(
+                        f"the loss of {self.participant.name} is {value} at step {step}; "
+                        "lower the learning rate or check the data"
+                    )
+                averages.add({"loss": values})
+                with user_code("the backward pass"):
+                    torch.autograd.backward(loss)
+                self._add_proximal(anchors, settings.proximal)
+                self._add_gradient(added)
+                with user_code("the optimizer's step"):
+                    optimizer.step()
+                progress(link_pb2.Progress(steps=step, loss=value))
+        return step, averages
+
+    def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:
+        settings = self.job.federated
+        for indices in step_indices(self.seed_of(round_), self.examples, settings):
+            yield from batches(self.dataset, indices, settings.batch_size, CPU)
+
+    def _add_proximal(self, anchors: dict[str, torch.Tensor], mu: float) -> None:
+        """The gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)."""
+        if not anchors:
+            return
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and name in anchors:
+                parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
+
+    def _add_gradient(self, added: dict[str, torch.Tensor]) -> None:
+        """What the datacenter's data say, in every step the same."""
+        if not added:
+            return
+        for name, parameter in self.model.named_parameters():
+            if name not in added:
+                continue
+            if parameter.grad is None:
+                parameter.grad = added[name].to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.add_(added[name])
+
+    def score(self, payload: Buffer, candidates: Candidates) -> list[float]:
+        """Score candidates, made of the encoded models in `payload`, on this device's data."""
+        batch = self.job.evaluation.batch_size
+        models = pieces(self.layout, payload)
+        return score_each(
+            self.task, self.model, self.layout, self.dataset, batch, models, candidates
+        )
+
+    def _subtract_end(self, start: torch.Tensor) -> None:
+        """Start (N) becomes start - end, in place."""
+        parameters = dict(self.model.named_parameters())
+        for name, part in self.layout.parts(start):
+            part.sub_(parameters[name].detach())

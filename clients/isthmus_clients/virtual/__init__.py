@@ -1,0 +1,1 @@
+"""Virtual devices that train in one process."""

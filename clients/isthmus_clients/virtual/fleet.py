@@ -1,0 +1,346 @@
+"""Many virtual devices in one process: those that train at once train as one batch.
+
+A virtual device does what `training.LocalRun` does - the same examples in the same steps with the
+task's own optimizer - but the models of a round's devices are stacked, and one pass of
+`torch.vmap` takes a step of all of them. A device's update is the real one's up to rounding.
+
+Shape legend: K = devices of the batch, S = steps, B = examples of a step, N = float32 elements of
+the exchange set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.job import read_job
+from isthmus.task import Participant, Task, load_task, user_code
+from isthmus.task.scoring import build_same_model, check_optimizer, count_examples
+from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.fingerprint import received
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import (
+    Candidates,
+    local_seed,
+    pieces,
+    score_each,
+    step_indices,
+)
+from isthmus_clients.virtual.stacked import Gradients, Stacked, stacked_batches
+
+_WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
+"""Optimizers that look beyond the single element, and would see all devices' models as one."""
+
+
+class VirtualFleet:
+    """Virtual devices of one process, numbered from 0.
+
+    `devices[i]` is a `isthmus.transport.worker.Worker`.
+
+    Guarantees:
+      * an update depends on the job, the round, the device's name and data, not on who else
+        trained at the same time (but for rounding);
+      * memory of O(K x N) for the devices of one round, whatever the size of the fleet.
+    """
+
+    def __init__(self, count: int, data: Path | None = None, step_seconds: float = 0.0) -> None:
+        """`count` devices named `client-<i>`, each with shard `i` of `count` of the data at `data`.
+
+        `step_seconds` is what a device says that a step took it: virtual time.
+        """
+        self.count = count
+        self.data = data
+        self.step_seconds = step_seconds
+        self.devices = [VirtualDevice(self, index) for index in range(count)]
+        self._run: _Run | None = None
+        self._waiting: dict[tuple[object, ...], list[_Part]] = {}
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    def run(self, run_id: str) -> _Run:
+        """The run that is open.
+
+        Raises:
+            UpdateError: it is another, or none.
+        """
+        if self._run is None or self._run.run_id != run_id:
+            raise UpdateError(f"the run {run_id!r} is not open on these devices")
+        return self._run
+
+    def open(self, work: link_pb2.OpenRun) -> _Run:
+        """Open a run for all devices, at the first one that asks."""
+        if self._run is None or self._run.run_id != work.run_id:
+            self._run = _Run(work, self.data, self._run)
+        return self._run
+
+    async def train(self, part: _Part, work: link_pb2.TrainLocal) -> link_pb2.Trained:
+        """One device's part of a round; the update takes the model's place."""
+        key = (work.run_id, work.round, work.attempt, work.model.sha256)
+        parts = self._waiting.setdefault(key, [])
+        parts.append(part)
+        if len(parts) == 1:
+            flush = asyncio.create_task(self._flush(key, work))
+            self._flushes.add(flush)
+            flush.add_done_callback(self._flushes.discard)
+        return await part.done
+
+    async def _flush(self, key: tuple[object, ...], work: link_pb2.TrainLocal) -> None:
+        """Wait until nobody else comes, then train everybody."""
+        parts, seen = self._waiting[key], 0
+        while seen < len(parts):
+            seen = len(parts)
+            await asyncio.sleep(0)
+        del self._waiting[key]
+        try:
+            trained = self.run(work.run_id).train(work, parts, self.step_seconds)
+        except Exception as error:  # noqa: BLE001 - each device says so
+            for part in parts:
+                if not part.done.done():
+                    part.done.set_exception(error)
+            return
+        for part, result in zip(parts, trained, strict=True):
+            if part.done.done():
+                continue
+            if isinstance(result, TaskError):
+                part.done.set_exception(result)
+            else:
+                part.done.set_result(result)
+
+
+class VirtualDevice:
+    """One device of a fleet, as the link sees it."""
+
+    def __init__(self, fleet: VirtualFleet, index: int) -> None:
+        self.fleet = fleet
+        self.participant = Participant(
+            name=f"client-{index}", regime="federated", shard=(index, fleet.count)
+        )
+
+    def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
+        """Memory for an arriving model; the task is loaded from where it is."""
+        return None if request.HasField("open") else bytearray(size)
+
+    async def work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Open or close a run, train for one round, or score models."""
+        kind = request.WhichOneof("work")
+        if kind == "open":
+            run = self.fleet.open(request.open)
+            examples = count_examples(
+                run.dataset(self.participant), f"local_data() of {self.participant.name}"
+            )
+            return link_pb2.Reply(opened=link_pb2.Opened(examples=examples)), None
+        if kind == "train_local":
+            assert model is not None
+            _check_plain(request.train_local.secure)
+            run = self.fleet.run(request.train_local.run_id)
+            start, *rest = pieces(run.layout, model)
+            part = _Part(self.participant, start, rest[0] if rest else None)
+            trained = await self.fleet.train(part, request.train_local)
+            return link_pb2.Reply(trained=trained), start
+        if kind == "score":
+            assert model is not None
+            _check_plain(request.score.secure)
+            run = self.fleet.run(request.score.run_id)
+            candidates = [list(one.of) for one in request.score.candidates]
+            scores = run.score(self.participant, model, candidates)
+            return link_pb2.Reply(scored=link_pb2.Scored(scores=scores)), None
+        if kind == "close":
+            return link_pb2.Reply(closed=link_pb2.Closed()), None
+        raise Refused(f"a virtual device does not do {kind!r}")
+
+    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+        """There is nothing to keep."""
+
+    def cancel(self, request: link_pb2.Request, reason: str) -> None:
+        """A batch that has begun is finished."""
+
+
+@dataclasses.dataclass
+class _Part:
+    """One device in a batch."""
+
+    participant: Participant
+    payload: Buffer
+    """The encoded model, and then the update."""
+    gradient: Buffer | None = None
+    """Encoded; added to that of every step."""
+    done: asyncio.Future[link_pb2.Trained] = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+def _check_plain(agreement: bytes) -> None:
+    """Devices of one process have no secrets from each other."""
+    if agreement:
+        raise Refused(
+            "virtual devices send their updates in plain; set "
+            "federated.secure_aggregation = false to simulate"
+        )
+
+
+class _Run:
+    """One run on all devices: one task and one model, and each device's data."""
+
+    def __init__(
+        self, work: link_pb2.OpenRun, data: Path | None, before: _Run | None = None
+    ) -> None:
+        """A run of the task, seed and place of the one `before` goes on with what that has read."""
+        self.run_id = work.run_id
+        self.job = read_job(work.job)
+        self.same = (self.job.task, self.job.seed, work.base, work.layout)
+        self.task: Task
+        self.model: nn.Module
+        self.layout: Layout
+        self.gradients: Gradients
+        self._datasets: dict[str, Dataset[Any]] = {}
+        if before is not None and before.same == self.same:
+            self.task, self.model, self.layout = before.task, before.model, before.layout
+            self.gradients, self._datasets = before.gradients, before._datasets
+            return
+        base = Path(work.base)
+        if data is None:
+            data = self.job.task.data_in(base)
+        self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
+        self.model, self.layout = build_same_model(
+            self.task, self.job.seed, work.layout, received(work.frozen), "a virtual device"
+        )
+        self.gradients = Gradients(self.task, self.model)
+
+    def dataset(self, participant: Participant) -> Dataset[Any]:
+        """A device's own data, read once."""
+        if participant.name not in self._datasets:
+            with user_code("local_data()"):
+                self._datasets[participant.name] = self.task.local_data(participant)
+        return self._datasets[participant.name]
+
+    def score(
+        self, participant: Participant, payload: Buffer, candidates: Candidates
+    ) -> list[float]:
+        """A device's scores of candidates; see `training.score_each`."""
+        dataset, batch = self.dataset(participant), self.job.evaluation.batch_size
+        models = pieces(self.layout, payload)
+        return score_each(self.task, self.model, self.layout, dataset, batch, models, candidates)
+
+    def train(
+        self, work: link_pb2.TrainLocal, parts: Sequence[_Part], step_seconds: float
+    ) -> list[link_pb2.Trained | TaskError]:
+        """All devices of a batch, from the same model; each finds its update in its payload.
+
+        In place of a result: the error of a device whose loss or update is not finite.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        start = self.layout.decode(bytearray(parts[0].payload))
+        gradient = parts[0].gradient
+        added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
+        datasets = [self.dataset(part.participant) for part in parts]
+        counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]  # torch's Dataset promises no len()
+        seeds = [local_seed(self.job.seed, work.round, part.participant.name) for part in parts]
+        indices = [
+            list(step_indices(seed, count, self.job.federated))
+            for seed, count in zip(seeds, counts, strict=True)
+        ]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(seeds[0][:8], "little") >> 1)
+            ends, mean_losses = self._steps(start, added, datasets, indices, parts[0].participant)
+        updates = torch.cat(
+            [
+                (part - ends[name]).reshape(len(parts), -1)
+                for name, part in self.layout.parts(start)
+            ],
+            dim=1,
+        )  # (K, N)
+        results: list[link_pb2.Trained | TaskError] = []
+        for k, part in enumerate(parts):
+            if not bool(torch.isfinite(updates[k]).all()) or not math.isfinite(mean_losses[k]):
+                results.append(
+                    TaskError(
+                        f"the update of {part.participant.name} is not finite; lower the learning "
+                        "rate or check the data"
+                    )
+                )
+                continue
+            self.layout.decode(part.payload).copy_(updates[k])
+            results.append(
+                link_pb2.Trained(
+                    result=describe(part.payload),
+                    examples=counts[k],
+                    steps=len(indices[k]),
+                    seconds=step_seconds * len(indices[k]),
+                    training={"loss": mean_losses[k]} if indices[k] else {},
+                )
+            )
+        return results
+
+    def _steps(
+        self,
+        start: torch.Tensor,
+        added: Stacked,
+        datasets: Sequence[Dataset[Any]],
+        indices: Sequence[Sequence[list[int]]],
+        participant: Participant,
+    ) -> tuple[Stacked, list[float]]:
+        """Where each device's parameters end, and its mean loss."""
+        k, most = len(datasets), max(len(steps) for steps in indices)
+        stacked = {
+            name: part.expand(k, *part.shape).clone() for name, part in self.layout.parts(start)
+        }
+        anchors = {name: part.clone() for name, part in stacked.items()}
+        if not most:
+            return stacked, [0.0] * k
+        inputs, targets, present = stacked_batches(
+            datasets, indices, most, self.job.federated.batch_size
+        )
+        weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
+        optimizer = self._optimizer(stacked, participant)
+        ends = {name: torch.empty_like(part) for name, part in stacked.items()}
+        total = torch.zeros(k, dtype=torch.float64)
+        mu = self.job.federated.proximal
+        for step in range(most):
+            batch = inputs[step], targets[step]
+            gradients, examples = self.gradients(stacked, *batch, weights[step])
+            total += (examples * present[step]).sum(1)
+            for name, gradient in gradients.items():
+                if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
+                    gradient.add_(stacked[name].detach() - anchors[name], alpha=mu)
+                if name in added:
+                    gradient.add_(added[name])
+                stacked[name].grad = gradient
+            with user_code("the optimizer's step"):
+                optimizer.step()
+            done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
+            if done:
+                for name, part in stacked.items():
+                    ends[name][done] = part.detach()[done]
+        for i, steps in enumerate(indices):
+            if not steps:
+                for name, part in anchors.items():
+                    ends[name][i] = part[i]
+        return ends, (total / present.sum((0, 2)).clamp(min=1.0)).tolist()
+
+    def _optimizer(self, stacked: Stacked, participant: Participant) -> torch.optim.Optimizer:
+        """The task's optimizer, over all devices' parameters at once."""
+        parameters = [part.requires_grad_() for part in stacked.values()]
+        with user_code("optimizer()"):
+            made = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # plain tensors: each stacks all devices'
+        optimizer = check_optimizer(made, parameters)
+        name = type(optimizer).__name__
+        if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
+            raise TaskError(
+                f"virtual devices cannot use {name}: it does not treat every element alone; "
+                "choose another optimizer, or real devices"
+            )
+        return optimizer

@@ -1,0 +1,1 @@
+"""Keys, certificates and joining: how a machine becomes a known participant."""

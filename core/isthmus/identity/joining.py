@@ -1,0 +1,242 @@
+"""Joining a fleet: from a token to a certificate.
+
+The token says whom to believe: it holds the fingerprint of the operator's authority. So the first
+connection, on which nobody is believed, only fetches the authority's certificate; the second
+trusts that authority and nothing else, and on it the token's secret and our signing request go
+out. The private keys are made here and stay here.
+
+>>> token = Token(bytes(16), bytes(32))
+>>> Token.parse(str(token)) == token
+True
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import dataclasses
+import hashlib
+import ipaddress
+import random
+import socket
+import ssl
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from cryptography import x509
+from google.protobuf.message import DecodeError
+
+from isthmus.errors import Refused, UserError
+from isthmus.identity import tls
+from isthmus.identity.membership import Membership, check_issued, prepare
+from isthmus.transport.grpc_errors import cause
+from isthmus.wire import join_pb2
+
+VERSION = 1
+AUTHORITY = "/isthmus.join.v1.Join/Authority"
+JOIN = "/isthmus.join.v1.Join/Join"
+
+MAX_JOIN_BYTES = 16 << 10
+"""Largest message either way."""
+
+SECRET_BYTES = 16
+
+_PREFIX = "isthmus-"
+_TRIES = 6
+_TIMEOUT = 20.0
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_JOIN_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A join token: a secret to be used once, and who may hear it."""
+
+    secret: bytes
+    fingerprint: bytes
+    """SHA-256 of the authority's certificate."""
+
+    def __str__(self) -> str:
+        data = base64.urlsafe_b64encode(self.secret + self.fingerprint)
+        return _PREFIX + data.decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """Read a token.
+
+        Raises:
+            UserError: it is none, or not all of one.
+        """
+        body = text.strip().removeprefix(_PREFIX)
+        try:
+            data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            data = b""
+        if len(data) != SECRET_BYTES + 32 or not text.strip().startswith(_PREFIX):
+            raise UserError(
+                "this is not a whole join token; copy all of what `isthmus server token create` "
+                "printed"
+            )
+        return cls(data[:SECRET_BYTES], data[SECRET_BYTES:])
+
+    @property
+    def digest(self) -> bytes:
+        """What the server keeps of it."""
+        return hashlib.sha256(b"isthmus/token/" + self.secret).digest()
+
+
+def statement(fingerprint: bytes, kind: str, secret: bytes, request: bytes) -> bytes:
+    """What the identity key signs, to show that whoever joins holds it."""
+    parts = (fingerprint, kind.encode(), hashlib.sha256(secret).digest(), request)
+    return b"isthmus/join/1" + b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+async def join(url: str, token: Token, directory: Path, kind: str) -> Membership:
+    """Get a certificate for this machine, and keep it in `directory`.
+
+    Raises:
+        UserError: the address or the directory cannot be used.
+        Refused: the server said no, or is not the one the token is for.
+    """
+    host, port = _parse_url(url)
+    key, identity = await asyncio.to_thread(prepare, directory)
+    authority = await _fetch_authority(host, port, token)
+    request = tls.signing_request(key)
+    public = identity.public_key().public_bytes_raw()
+    message = join_pb2.JoinRequest(
+        version=VERSION,
+        kind=kind,
+        secret=token.secret,
+        signing_request=request,
+        identity=public,
+        proof=identity.sign(statement(token.fingerprint, kind, token.secret, request)),
+    )
+    credentials = grpc.ssl_channel_credentials(tls.pem(authority))
+    answer = await _call(f"{host}:{port}", credentials, JOIN, message.SerializeToString())
+    try:
+        reply = join_pb2.JoinReply.FromString(answer)
+    except DecodeError:
+        raise Refused("the server's answer to the join makes no sense") from None
+    certificate = tls.read_certificate(reply.certificate)
+    check_issued(certificate, authority, kind, public)
+    if certificate.public_key() != key.public_key():
+        raise Refused("the certificate that came is not for the key we asked with")
+    return await asyncio.to_thread(
+        lambda: Membership.save(
+            directory,
+            server=f"{host}:{reply.link_port}",
+            authority=authority,
+            enroller=reply.enroller,
+            key=key,
+            certificate=certificate,
+        )
+    )
+
+
+async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certificate:
+    """Ask whoever answers for its authority, and believe it only if it is the token's."""
+    leaf = await asyncio.to_thread(_presented, host, port)
+    # Trust for this one call is in the very certificate we were just shown, whatever it says.
+    pinned = grpc.ssl_channel_credentials(tls.pem(leaf))
+    answer = await _call(f"{host}:{port}", pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
+    try:
+        authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
+    except DecodeError:
+        raise Refused("what answers there is not an Isthmus server") from None
+    if tls.fingerprint(authority) != token.fingerprint or not tls.issued_by(leaf, authority):
+        raise Refused(
+            f"the server at {host}:{port} is not the one this token is for; nothing was sent to it"
+        )
+    names = _names_of(leaf)
+    if _spelled(host.strip("[]")) not in map(_spelled, names):
+        raise UserError(
+            f"the server at {host}:{port} has no certificate for {host!r}; it is known as "
+            f"{', '.join(names)}: dial one of these"
+        )
+    return authority
+
+
+def _presented(host: str, port: int) -> x509.Certificate:
+    """The certificate a server shows, not believed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), port), timeout=_TIMEOUT) as plain,
+            context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
+        ):
+            data = secured.getpeercert(binary_form=True)
+    except OSError as error:
+        raise UserError(
+            f"no server can be joined at {host}:{port}: {error.strerror or error}"
+        ) from None
+    assert data is not None  # a TLS server always shows one
+    return x509.load_der_x509_certificate(data)
+
+
+def _names_of(certificate: x509.Certificate) -> list[str]:
+    """What a server may be dialled by: one at least."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        addresses = map(str, names.get_values_for_type(x509.IPAddress))
+        found = [*names.get_values_for_type(x509.DNSName), *addresses]
+    except (x509.ExtensionNotFound, ValueError):
+        found = []
+    if not found:
+        raise Refused("what answers there is not an Isthmus server")
+    return found
+
+
+def _spelled(host: str) -> str:
+    """A name or an address in the one way to write it."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
+
+
+async def _call(
+    address: str,
+    credentials: grpc.ChannelCredentials,
+    method: str,
+    message: bytes,
+    *,
+    override: str | None = None,
+) -> bytes:
+    """One call, tried again while the server is busy."""
+    more = () if override is None else (("grpc.ssl_target_name_override", override),)
+    pause = 0.5
+    for attempt in range(_TRIES):
+        async with grpc.aio.secure_channel(address, credentials, (*_OPTIONS, *more)) as channel:
+            try:
+                answer = await channel.unary_unary(method)(message, timeout=_TIMEOUT)
+            except grpc.aio.AioRpcError as error:
+                busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+                if error.code() not in busy or attempt == _TRIES - 1:
+                    raise Refused(_why_not(address, error)) from None
+            else:
+                assert isinstance(answer, bytes)
+                return answer
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        pause *= 2
+    raise AssertionError("the last try returns or raises")
+
+
+def _why_not(address: str, error: grpc.aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return (
+            f"nobody lets participants in at {address}: joining has a port of its own, the one "
+            f"after that of the link; {cause(error.details() or '')}"
+        )
+    return f"the server at {address} said no: {error.details()}"
+
+
+def _parse_url(url: str) -> tuple[str, int]:
+    return tls.split_address(url.removeprefix("https://").rstrip("/"), "the server's address")

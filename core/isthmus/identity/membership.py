@@ -1,0 +1,268 @@
+"""What makes this machine a participant: its keys, its certificate, the authority it believes.
+
+A directory that only its owner can enter, made by `isthmus client join` or `isthmus datacenter
+join`, read by `start`. The private keys in it were made here and never leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from isthmus.errors import Refused, UserError
+from isthmus.identity import tls
+from isthmus.system.file_lock import alone
+
+RENEW_AT = 2 / 3
+"""A certificate is renewed when this share of its life is over."""
+
+_MEMBER = "member.json"
+_AUTHORITY = "authority.pem"
+_CREDENTIALS = "credentials.pem"
+_IDENTITY = "identity.key"
+
+
+class Membership:
+    """One participant's place in a fleet, as it is kept in a directory.
+
+    Guarantees:
+      * every secret in it is readable by its owner alone;
+      * key and certificate change together: a crash leaves the old pair or the new one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read what `join` left in the directory.
+
+        Raises:
+            UserError: this machine has not joined, or the directory cannot be used.
+        """
+        self.directory = directory
+        path = directory / _MEMBER
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            self.name = str(about["name"])
+            self.kind = str(about["kind"])
+            self.server = str(about["server"])
+            self.enroller = bytes.fromhex(about["enroller"])
+            tls.check_private(directory / _IDENTITY)
+            self.identity = _read_identity(directory)
+            self.authority = tls.read_certificate((directory / _AUTHORITY).read_bytes())
+            tls.check_private(directory / _CREDENTIALS)
+            self._read_credentials()
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{directory} holds no membership ({Path(str(error.filename)).name} is missing); "
+                "join a server first: isthmus client (or datacenter, or operator) join HOST:PORT "
+                "TOKEN"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, Refused) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"the membership in {directory} cannot be used: {error}") from None
+        self._next_key: tls.Key | None = None
+
+    @classmethod
+    def save(
+        cls,
+        directory: Path,
+        *,
+        server: str,
+        authority: x509.Certificate,
+        enroller: bytes,
+        key: tls.Key,
+        certificate: x509.Certificate,
+    ) -> Membership:
+        """Keep what a join gave; the identity is there already (see `prepare`).
+
+        Raises:
+            UserError: the directory cannot be written.
+        """
+        subject = tls.subject_of(certificate)
+        about = {
+            "version": 1,
+            "name": subject.name,
+            "kind": subject.kind,
+            "server": server,
+            "enroller": enroller.hex(),
+        }
+        said = json.dumps(about, indent=1).encode() + b"\n"
+        with _writing(directory):
+            tls.private_file(directory / _AUTHORITY, tls.pem(authority))
+            tls.private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
+            tls.private_file(directory / _MEMBER, said)
+            (directory / _JOINING).unlink(missing_ok=True)
+        return cls(directory)
+
+    @property
+    def identity_public(self) -> bytes:
+        """The Ed25519 public key (32 bytes) in this participant's certificate."""
+        return self.identity.public_key().public_bytes_raw()
+
+    @property
+    def rounds(self) -> Path:
+        """Where an edge device keeps which rounds it was in, for as long as its identity."""
+        return self.directory / "rounds.json"
+
+    @property
+    def tasks(self) -> Path:
+        """Where this machine keeps the tasks it loads, unless its owner names another place."""
+        return self.directory / "tasks"
+
+    @property
+    def renew_at(self) -> float:
+        """When to ask for the next certificate, in unix seconds."""
+        begin = self.certificate.not_valid_before_utc.timestamp()
+        end = self.certificate.not_valid_after_utc.timestamp()
+        return begin + RENEW_AT * (end - begin)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """What to dial with: our certificate, and trust in the authority's alone.
+
+        Raises:
+            Refused: the certificate is over, so that no server would let us in.
+        """
+        end = self.certificate.not_valid_after_utc
+        if time.time() > end.timestamp():
+            raise Refused(
+                f"the certificate of {self.name!r} ended on {end:%Y-%m-%d %H:%M} UTC; "
+                "join again with a new token"
+            )
+        return grpc.ssl_channel_credentials(
+            root_certificates=tls.pem(self.authority),
+            private_key=tls.key_pem(self.key),
+            certificate_chain=tls.pem(self.certificate),
+        )
+
+    def next_request(self) -> bytes:
+        """A signing request (DER) for the next certificate, with a new key."""
+        self._next_key = tls.new_key()
+        return tls.signing_request(self._next_key)
+
+    def renewed(self, data: bytes) -> None:
+        """Keep the certificate (PEM) that came for the last `next_request`.
+
+        Raises:
+            Refused: it is not for that key, or for somebody else, or by another authority.
+        """
+        certificate, key = tls.read_certificate(data), self._next_key
+        if key is None or certificate.public_key() != key.public_key():
+            raise Refused("the renewed certificate is not for the key we asked with")
+        check_issued(certificate, self.authority, self.kind, self.identity_public)
+        if tls.subject_of(certificate).name != self.name:
+            raise Refused("the renewed certificate is somebody else's")
+        path = self.directory / _CREDENTIALS
+        tls.private_file(path, tls.key_pem(key) + tls.pem(certificate))
+        self.key, self.certificate, self._next_key = key, certificate, None
+
+    def _read_credentials(self) -> None:
+        data = (self.directory / _CREDENTIALS).read_bytes()
+        self.key = _private_key(data)
+        self.certificate = tls.read_certificate(data)
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Be the only process that uses this membership, while the block lasts.
+
+        Raises:
+            UserError: another one does.
+        """
+        said = f"another process runs as {self.name!r} from {self.directory}"
+        return alone(self.directory / "lock", said)
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written: {error.strerror}") from None
+
+
+_JOINING = "joining.key"
+
+
+def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
+    """The keys to join with: made once, so that a join that was cut off is the same when repeated.
+
+    Raises:
+        UserError: this directory has a membership already, or cannot be written.
+    """
+    if (directory / _MEMBER).exists():
+        raise UserError(
+            f"{directory} holds a membership already; give another --state, or remove that one"
+        )
+    tls.private_directory(directory)
+    with _writing(directory):
+        if not (directory / _IDENTITY).exists():
+            seed = Ed25519PrivateKey.generate().private_bytes_raw()
+            tls.private_file(directory / _IDENTITY, seed.hex().encode() + b"\n")
+        if not (directory / _JOINING).exists():
+            tls.private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
+    try:
+        return _private_key((directory / _JOINING).read_bytes()), _read_identity(directory)
+    except ValueError as error:
+        raise UserError(f"the keys in {directory} cannot be used: {error}") from None
+
+
+def check_issued(
+    certificate: x509.Certificate, authority: x509.Certificate, kind: str, identity: bytes
+) -> None:
+    """Check a certificate that a server made for us.
+
+    Raises:
+        Refused: it is not by the authority, or does not say what we asked for.
+    """
+    if not tls.issued_by(certificate, authority):
+        raise Refused("the server's authority did not sign the certificate it sent")
+    subject = tls.subject_of(certificate)
+    if (subject.kind, subject.identity) != (kind, identity):
+        raise Refused(f"the certificate that came is not one of this {kind}")
+
+
+def check_dialling(address: str, kind: str, name: str, membership: Membership | None) -> None:
+    """Refuse to dial another machine without a certificate, or with somebody else's.
+
+    Raises:
+        UserError: what is wrong, and what to do.
+    """
+    here = tls.is_socket(address)
+    host = "" if here else tls.split_address(address, "the server's address")[0]
+    if membership is None:
+        if not here and not tls.is_loopback(host):
+            raise UserError(
+                f"{host} is another machine, and this one has not joined its fleet; join first: "
+                f"isthmus {kind} join HOST:PORT TOKEN"
+            )
+    elif here:
+        raise UserError(f"{address} asks for no certificate; give --name as well to dial it")
+    elif (membership.kind, membership.name) != (kind, name):
+        raise UserError(
+            f"{membership.directory} is the membership of the {membership.kind} "
+            f"{membership.name!r}, not of a {kind} named {name!r}"
+        )
+
+
+def _private_key(data: bytes) -> tls.Key:
+    key = serialization.load_pem_private_key(data, password=None)
+    if not isinstance(key, tls.Key):
+        raise ValueError("the key is not an ECDSA key")
+    return key
+
+
+def _read_identity(directory: Path) -> Ed25519PrivateKey:
+    seed = bytes.fromhex((directory / _IDENTITY).read_text().strip())
+    return Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def default_state(role: str) -> Path:
+    """Where a role keeps its membership unless told otherwise: below XDG_STATE_HOME."""
+    home = os.environ.get("XDG_STATE_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "state") / "isthmus" / role

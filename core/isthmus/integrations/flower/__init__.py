@@ -1,0 +1,1 @@
+"""Flower messages and records, as both ends of the link use them."""

@@ -1,0 +1,49 @@
+"""``isthmus job``: look at a job before running it."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import click
+
+from isthmus.job.schema import job_schema, load_job
+from isthmus.task.definition import load_task
+
+CHECKS = "isthmus.checks"
+"""Packages register here what they refuse in a job: a function of the job and its task."""
+
+
+@click.group()
+def job() -> None:
+    """Check a job file, or print what one may contain."""
+
+
+@job.command()
+@click.argument("path", metavar="JOB", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+def check(path: Path, overrides: tuple[str, ...]) -> None:
+    """Validate JOB, load its task and build its model, without running anything."""
+    checked = load_job(path, overrides)
+    base = path.resolve().parent
+    data = checked.task.data_in(base)
+    task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
+    flower = checked.federated.flower
+    if flower is not None and flower.app is not None and checked.federated.clients:
+        from isthmus.integrations.flower.messages import load_app
+
+        load_app(flower.app, "federated.flower.app", base=base)
+    for point in entry_points(group=CHECKS):
+        point.load()(checked, task)
+    click.echo(
+        f"{path} is fine: {checked.rounds} rounds of {type(task).__name__}, "
+        f"policy {checked.strategy.policy}, {checked.federated.clients} clients, "
+        f"{checked.datacenter.ranks} datacenter ranks"
+    )
+
+
+@job.command()
+def schema() -> None:
+    """Print the JSON schema of a job file."""
+    click.echo(json.dumps(job_schema(), indent=2))

@@ -1,0 +1,85 @@
+"""The job's table `[datacenter]`: rounds on a group of ranks, and how the model lies on them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from isthmus.job.section import Section
+
+
+class DatacenterSection(Section):
+    """Rounds on a group of ranks."""
+
+    ranks: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Ranks that `isthmus run` starts on this machine; 0 for none."""
+    layout: Literal["given", "auto"] = "given"
+    """`auto` chooses zero_stage and the three degrees below from the model's size and devices."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What is sharded over data_parallel: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    data_parallel: Annotated[int, Field(ge=1)] | None = None
+    """Replicas, each training on examples of its own. Default: the ranks the other two leave."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that each hold a stretch of the layers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of a pipeline's passes; the last two give each rank two stretches of layers."""
+    microbatches: Annotated[int, Field(ge=1)] | None = None
+    """Pieces of a batch in a pipeline. Default: two for each of its ranks, or one."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Pieces of a batch trained one after the other before the optimizer steps, to save memory."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What layers compute in; parameters, their gradients' sums and the optimizer stay float32."""
+    compile: bool = False
+    """Compile each block with `torch.compile`."""
+    checkpoint_activations: bool = False
+    """Compute each block again in the backward pass instead of keeping what it made."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Scale the whole gradient down to this 2-norm where it is longer. Default: never."""
+    steps: Annotated[int, Field(ge=1)] = 50
+    """Optimizer steps in one round."""
+    checkpoint_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints within a round, written while it goes on; 0: only at its end."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Examples in one step on one data-parallel replica."""
+    readers: Annotated[int, Field(ge=0, le=64)] = 0
+    """Processes on each rank that read its data ahead; with 0 it reads between its own steps."""
+    optimizer_on_load: Literal["reset", "keep"] = "reset"
+    """Inner optimizer state when a model trained elsewhere arrives: its moments are stale then."""
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> DatacenterSection:
+        pieces = self.accumulate * (self.microbatches or 1)
+        if self.batch_size % pieces:
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot be cut into {pieces} equal pieces "
+                f"(accumulate={self.accumulate} x microbatches={self.microbatches or 1})"
+            )
+        if self.schedule == "zero_bubble" and self.zero_stage == 3 and self.layout == "given":
+            raise ValueError(
+                "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch; "
+                "use zero_stage=2 or another schedule"
+            )
+        if self.ranks and self.layout == "given":
+            self.replicas(self.ranks)
+        return self
+
+    def replicas(self, ranks: int) -> int:
+        """The data-parallel degree on so many ranks.
+
+        Raises:
+            ValueError: the degrees do not multiply to the number of ranks.
+        """
+        others = self.tensor_parallel * self.pipeline_parallel
+        left, rest = divmod(ranks, others)
+        if rest or left == 0 or self.data_parallel not in (None, left):
+            given = "" if self.data_parallel is None else f" x data_parallel={self.data_parallel}"
+            takes = others * (self.data_parallel or 1)
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} x pipeline_parallel="
+                f"{self.pipeline_parallel}{given} takes {takes} ranks"
+                f"{'' if given else ' or a multiple'}, and there are {ranks}"
+            )
+        return left

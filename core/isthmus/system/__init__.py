@@ -1,0 +1,1 @@
+"""Process and file-system services of Linux: file locks, process lifetime, memory."""

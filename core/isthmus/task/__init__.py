@@ -1,0 +1,21 @@
+"""A task: model, loss, data and optimizer in plain PyTorch, used by both regimes."""
+
+from isthmus.task.definition import (
+    Participant,
+    Task,
+    check_installed,
+    check_named,
+    load_named,
+    load_task,
+    user_code,
+)
+
+__all__ = [
+    "Participant",
+    "Task",
+    "check_installed",
+    "check_named",
+    "load_named",
+    "load_task",
+    "user_code",
+]

@@ -1,0 +1,88 @@
+"""``isthmus task``: what authors and owners of tasks type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from isthmus.errors import UserError
+from isthmus.task import packages
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.group()
+def task() -> None:
+    """Pack tasks, and install those of authors you trust."""
+
+
+@task.command()
+@click.argument("file", type=_FILE)
+def key(file: Path) -> None:
+    """Make an author's signing key in FILE, and print the public key."""
+    click.echo(packages.new_author(file).hex())
+
+
+@task.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--key", "key_file", required=True, type=_FILE, help="The author's signing key.")
+@click.option("--name", help="The folder it is installed as. Default: the folder's own name.")
+@click.option("--output", type=_FILE, help="Default: NAME.task.")
+def pack(folder: Path, key_file: Path, name: str | None, output: Path | None) -> None:
+    """Pack the files in FOLDER, signed, and print the digest."""
+    if key_file.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{key_file} is a secret and lies in {folder}; keep it elsewhere")
+    name = name or folder.resolve().name
+    data = packages.pack(folder, name, packages.read_author(key_file))
+    output = output or Path(f"{name}.task")
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    click.echo(f"{output} {packages.read(data).digest.hex()}")
+
+
+@task.command()
+@click.argument("package", type=_FILE)
+def show(package: Path) -> None:
+    """Say what is in PACKAGE and who signed it, and run nothing."""
+    found = _read(package)
+    click.echo(f"{found.name}\nauthor {found.author.hex()}\ndigest {found.digest.hex()}")
+    for path, content in found.files.items():
+        click.echo(f"{len(content):>10} {path}")
+
+
+@task.command()
+@click.argument("package", type=_FILE)
+@click.option(
+    "--author",
+    "authors",
+    required=True,
+    multiple=True,
+    metavar="KEY",
+    help="The public key of an author you trust; repeat.",
+)
+@click.option(
+    "--tasks",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The directory that this machine loads tasks from.",
+)
+def install(package: Path, authors: tuple[str, ...], tasks: Path) -> None:
+    """Unpack PACKAGE into a directory of tasks, if an author you trust signed it."""
+    try:
+        approved = [bytes.fromhex(author) for author in authors]
+    except ValueError:
+        raise UserError(
+            "an --author is the 64 characters that `isthmus task key` printed"
+        ) from None
+    click.echo(packages.install(_read(package), tasks, approved))
+
+
+def _read(path: Path) -> packages.Package:
+    try:
+        with path.open("rb") as file:
+            return packages.read(file.read(packages.MOST_BYTES + 1))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None

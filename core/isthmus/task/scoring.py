@@ -1,0 +1,273 @@
+"""Batches in, exact averages out: what training and evaluation share in every regime.
+
+A task returns one value per scored unit and never averages; sums and counts are kept apart here,
+on the device, until somebody asks. So ragged last batches, ranks with unequal shares and clients
+of unequal size are weighted by what they really scored.
+
+>>> import torch
+>>> averages = Averages()
+>>> averages.add({"loss": torch.tensor([1.0, 2.0, 3.0])})
+>>> averages.add({"loss": torch.tensor([6.0])})
+>>> averages.result()
+{'loss': 3.0}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from isthmus.errors import TaskError
+from isthmus.task.definition import Task, user_code
+from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.fingerprint import explain_difference
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+class Averages:
+    """Running sums and counts of named figures, as tensors where they were made."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        """float64 scalars."""
+        self.counts: dict[str, int] = {}
+
+    def add(self, figures: Mapping[str, torch.Tensor]) -> None:
+        """Add figures of one batch: each any shape, one value per scored unit."""
+        for name, values in figures.items():
+            total = values.detach().sum(dtype=torch.float64)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self.counts[name] = self.counts.get(name, 0) + values.numel()
+
+    def result(self) -> dict[str, float]:
+        """The averages; this waits for the device."""
+        return {
+            name: float(self.sums[name]) / self.counts[name] if self.counts[name] else math.nan
+            for name in sorted(self.sums)
+        }
+
+
+def build_model(task: Task, seed: int) -> nn.Module:
+    """The task's model, initialised alike wherever the same seed is used.
+
+    Raises:
+        TaskError: `model()` raised or did not return a module.
+    """
+    with _drawing_from(seed), user_code("model()"):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+@contextlib.contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed whatever a task may draw with; afterwards it is as if nothing had been drawn."""
+    arrays = sys.modules.get("numpy")  # not there unless somebody has imported it
+    drawn = random.getstate(), None if arrays is None else arrays.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if arrays is not None:
+            arrays.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(drawn[0])
+            if arrays is not None:
+                arrays.random.set_state(drawn[1])
+
+
+def build_same_model(
+    task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], whose: str
+) -> tuple[nn.Module, Layout]:
+    """The task's model, if it is the one that a server has.
+
+    Args:
+        task: as it is here.
+        seed: of the job.
+        header: `Layout.header` of the server's model.
+        frozen: a `frozen.glance` at it.
+        whose: the model's owner, for a person: "this device".
+
+    Raises:
+        TaskError: `model()` does not do, the exchange sets differ, or what is frozen does.
+    """
+    model = build_model(task, seed)
+    layout = Layout.of(model)
+    difference = layout.explain_difference(Layout.from_header(header)) or explain_difference(
+        model, frozen
+    )
+    if difference is not None:
+        raise TaskError(f"{whose}'s model is not the server's: {difference}")
+    return model, layout
+
+
+def count_examples(dataset: Dataset[Any], what: str) -> int:
+    """Length of a map-style dataset.
+
+    Raises:
+        TaskError: it has none, or is empty, or is what makes batches of one.
+    """
+    if isinstance(dataset, DataLoader):
+        raise TaskError(f"{what} is a DataLoader; give its dataset, of which batches are made here")
+    with user_code(f"len() of {what}"):
+        count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
+    if count == 0:
+        raise TaskError(f"{what} is empty: there is no data to work with")
+    return count
+
+
+def check_optimizer(made: object, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """What a task's `optimizer()` returned, if it can train the parameters that it was given.
+
+    Raises:
+        TaskError: it is no optimizer, or has none of them.
+    """
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TaskError(f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
+    given = {id(each) for each in parameters}
+    if not any(id(each) in given for group in made.param_groups for each in group["params"]):
+        raise TaskError("optimizer() has none of the parameters that it was given; use those")
+    return made
+
+
+def batches(
+    dataset: Dataset[Any], indices: Sequence[int], batch_size: int, device: torch.device
+) -> Iterator[tuple[Any, Any]]:
+    """`(inputs, target)` pairs of the examples at `indices`, in that order, moved to `device`."""
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        # What a loader would make, without taking every example apart first.
+        for start in range(0, len(indices), batch_size):
+            chosen = torch.as_tensor(indices[start : start + batch_size])
+            with user_code("reading the dataset"):
+                inputs, target = (tensor[chosen] for tensor in dataset.tensors)
+            yield _to(inputs, device), _to(target, device)
+        return
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size, sampler=indices)
+    yield from read(loader, device)
+
+
+def read(loader: DataLoader[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """The batches of a loader as `(inputs, target)` pairs, moved to `device`."""
+    iterator = iter(loader)
+    while True:
+        with user_code("reading the dataset"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            raise TaskError(
+                f"a dataset must give (input, target) pairs, not {type(batch).__name__}"
+                + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+            )
+        yield _to(batch[0], device), _to(batch[1], device)
+
+
+def losses(task: Task, model: nn.Module, inputs: Any, target: Any) -> tuple[Any, torch.Tensor]:
+    """The model's output and the loss of each scored unit.
+
+    Raises:
+        TaskError: the task's code raised, or its loss is already averaged.
+    """
+    with user_code("forward()"):
+        output = task.forward(model, inputs)
+    return output, losses_of(task, output, target)
+
+
+def losses_of(task: Task, output: Any, target: Any) -> torch.Tensor:
+    """The loss of each scored unit of an output.
+
+    Raises:
+        TaskError: the task's code raised, or its loss is already averaged.
+    """
+    with user_code("loss()"):
+        values = task.loss(output, target)
+    if not isinstance(values, torch.Tensor) or values.ndim == 0:
+        raise TaskError(
+            "loss() must return one value per example, not a single number; "
+            "with PyTorch's losses use reduction='none'"
+        )
+    return values
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    dataset: Dataset[Any],
+    indices: Sequence[int],
+    batch_size: int,
+    device: torch.device,
+) -> Averages:
+    """Loss and metrics of the examples at `indices`, with the model in evaluation mode."""
+    averages = Averages()
+    was_training = model.training
+    model.eval()
+    try:
+        for inputs, target in batches(dataset, indices, batch_size, device):
+            output, values = losses(task, model, inputs, target)
+            with user_code("metrics()"):
+                figures = task.metrics(output, target)
+            _check_figures(figures)
+            averages.add({"loss": values, **figures})
+    finally:
+        model.train(was_training)
+    return averages
+
+
+@torch.no_grad()
+def score(task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int) -> float:
+    """The mean of the task's bounded score over a whole dataset, 0 (best) to 1, on the CPU."""
+    averages = Averages()
+    was_training = model.training
+    model.eval()
+    order = range(count_examples(dataset, "local_data()"))
+    try:
+        for inputs, target in batches(dataset, order, batch_size, torch.device("cpu")):
+            with user_code("forward()"):
+                output = task.forward(model, inputs)
+            with user_code("score()"):
+                values = task.score(output, target)
+            if not isinstance(values, torch.Tensor) or values.ndim == 0:
+                raise TaskError("score() must return one value per example, not a single number")
+            averages.add({"score": values.double().nan_to_num(nan=1.0).clamp(0, 1)})
+    finally:
+        model.train(was_training)
+    return averages.result()["score"]
+
+
+def _check_figures(figures: Any) -> None:
+    """Metrics that are averaged already would weigh ragged batches wrongly."""
+    if not isinstance(figures, Mapping):
+        raise TaskError(
+            f"metrics() must return a dictionary of tensors, not {type(figures).__name__}"
+        )
+    if "loss" in figures:
+        raise TaskError("metrics() has a figure 'loss', which is that of loss(); name it otherwise")
+    for name, values in figures.items():
+        if not isinstance(values, torch.Tensor) or values.ndim == 0:
+            raise TaskError(
+                f"metrics() must return one value per example for {name!r}, not a single number"
+            )
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to(inner, device) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        moved = [_to(inner, device) for inner in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    return value

@@ -1,0 +1,1 @@
+"""The exchange set as flat vectors and safetensors bytes, and parameter fingerprints."""

@@ -1,0 +1,1 @@
+"""The participant side of the link: streams, heartbeats, blobs, requests."""

@@ -1,0 +1,399 @@
+"""A participant's end of the link: dial in, take requests, hand back results, survive breaks.
+
+The stream is opened by the participant and held for as long as it lives; when it breaks it is
+opened again with growing, jittered pauses, and work goes on where it was: a request keeps its id,
+so one that is running is not started twice and one that is done is answered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from isthmus.errors import IsthmusError, Refused, UpdateError
+from isthmus.identity.membership import Membership, check_dialling
+from isthmus.transport.backoff import Redial
+from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
+from isthmus.transport.grpc_errors import cause
+from isthmus.transport.heartbeats import Heartbeats
+from isthmus.transport.requests import content_of, failure, model_of
+from isthmus.transport.stream import GONE, Stream
+from isthmus.transport.worker import Worker
+from isthmus.wire import link_pb2
+
+VERSION = 2
+"""Newest version of the link spoken here. Since 2 devices also keep updates for later."""
+OLDEST_VERSION = 1
+"""Oldest version of the link still spoken here."""
+SCORES_AND_GRADIENTS = 2
+"""Version since which devices score models and take a gradient along, and datacenters give one."""
+
+METHOD = "/isthmus.link.v1.Link/Connect"
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    # Several participants in one process have a connection each, as they would elsewhere.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Windows that grow with what arrives would add up to a model for each of many participants.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 512 << 10),
+)
+_FINAL = {
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+}
+"""The server understood and said no: trying again would not help."""
+
+_LONGEST_SLEEP = 600.0
+"""Seconds between two looks at the certificate: a machine that was asleep is late, not wrong."""
+
+_WELCOME_SECONDS = 30.0
+"""For a server that was reached to say something."""
+
+_MOST_REQUESTS = 64
+"""Requests of one server that are not settled: it asks for one thing at a time, or a few."""
+
+_PROGRESS_SECONDS = 0.5
+"""Shortest time between two progress messages about the same work."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Job:
+    """One request and how far it got."""
+
+    request: link_pb2.Request
+    buffer: Buffer | None = None
+    assembly: Assembly | None = None
+    wanted_on: Stream | None = None
+    """Where the model was asked for: chunks on another stream are for another request."""
+    task: asyncio.Task[None] | None = None
+    reply: link_pb2.Reply | None = None
+    payload: Buffer | None = None
+    reported_at: float = 0.0
+
+
+class Uplink:
+    """Holds one participant's stream to the server open.
+
+    Guarantees:
+      * each request is worked on once, across any number of reconnections;
+      * a result is kept until the server says what became of it;
+      * silence from the server for a lease counts as a break;
+      * with a membership, both ends show a certificate, and ours is renewed before it ends;
+        without one, only a server on this machine is dialled.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        role: link_pb2.Role,
+        worker: Worker,
+        *,
+        identity: bytes = b"",
+        on_welcome: Callable[[link_pb2.Welcome], None] = lambda welcome: None,
+        longest_pause: float = 60.0,
+        membership: Membership | None = None,
+    ) -> None:
+        """Dial `address` (host:port) when `run`.
+
+        Args:
+            address: host:port of the server.
+            name: this participant's name.
+            role: what it does.
+            worker: does it.
+            identity: Ed25519 public key that the server is to enrol; empty for none, or for the
+                membership's.
+            on_welcome: told of every welcome, with the enrolment in it.
+            longest_pause: most seconds between two tries to dial.
+            membership: who this participant is to a server that asks for a certificate.
+
+        Raises:
+            UserError: the server is on another machine and there is no membership, or the
+                membership is somebody else's.
+        """
+        check_dialling(address, link_pb2.Role.Name(role).lower(), name, membership)
+        self.address = address
+        self.membership = membership
+        self.name = name
+        self.role = role
+        self.worker = worker
+        self.identity = identity if membership is None else membership.identity_public
+        self.on_welcome = on_welcome
+        self.longest_pause = longest_pause
+        self._instance = uuid.uuid4().hex
+        self._jobs: dict[str, _Job] = {}
+        self._stream: Stream | None = None
+        self._linked_at = math.inf
+        """When the stream was welcomed, by the monotonic clock."""
+        self._welcome: link_pb2.Welcome | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            Refused: the server does not want this participant, with its reason.
+        """
+        self._loop = asyncio.get_running_loop()
+        redial = Redial(self.longest_pause)
+        try:
+            while True:
+                self._linked_at = math.inf
+                try:
+                    await self._serve_one_stream()
+                    why = "the server ended the stream"
+                except grpc.aio.AioRpcError as error:
+                    if error.code() in _FINAL:
+                        raise Refused(
+                            f"the server refused {self.name!r}: {error.details()}"
+                        ) from None
+                    why = error.details() or error.code().name
+                    if error.code() is grpc.StatusCode.UNAVAILABLE:
+                        why = cause(why)
+                except (TimeoutError, UpdateError, *GONE) as error:
+                    why = str(error) or "silence"
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise asyncio.CancelledError  # gRPC's error had taken its place
+                if redial.broke(held=time.monotonic() - self._linked_at):
+                    more = f" ({redial.tries} tries so far)" if redial.tries > 1 else ""
+                    log.info("no link to %s: %s%s", self.address, why, more)
+                await asyncio.sleep(redial.pause())
+        finally:
+            for job in self._jobs.values():
+                if job.task is not None:
+                    job.task.cancel()
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self.membership is None:
+            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        credentials = self.membership.channel_credentials()
+        return grpc.aio.secure_channel(self.address, credentials, CHANNEL_OPTIONS)
+
+    async def _serve_one_stream(self) -> None:
+        async with self._channel() as channel:
+            call = channel.stream_stream(METHOD)()
+            stream = Stream(call, answers=True)
+            try:
+                # Not waited for: where nothing is read, what ends it is that no welcome comes.
+                stream.spawn(stream.send(self._hello()))
+                first = await stream.receive(timeout=_WELCOME_SECONDS)
+                if not isinstance(first, link_pb2.Envelope) or not first.HasField("welcome"):
+                    raise UpdateError("the server's first message was not a welcome")
+                lease = first.welcome.lease_seconds
+                self._welcomed(first.welcome)
+                log.info("linked to %s as %s", self.address, self.name)
+                self._stream, self._linked_at = stream, time.monotonic()
+                if self.membership is not None:
+                    stream.spawn(self._renew(stream, self.membership))
+                async with Heartbeats(lease).of(stream):
+                    while (message := await stream.receive()) is not None:
+                        await self._take(stream, message)
+            finally:
+                self._stream = None
+                call.cancel()
+                stream.close()
+
+    def _hello(self) -> link_pb2.Envelope:
+        hello = link_pb2.Hello(name=self.name, role=self.role, identity=self.identity)
+        hello.version_min, hello.version_max = OLDEST_VERSION, VERSION
+        hello.instance = self._instance
+        return link_pb2.Envelope(hello=hello)
+
+    def _welcomed(self, welcome: link_pb2.Welcome) -> None:
+        if not welcome.lease_seconds > 0:
+            raise UpdateError(f"the server's welcome has lease_seconds={welcome.lease_seconds}")
+        if self.membership is not None and welcome.authority != self.membership.enroller:
+            raise Refused("the server names another authority than the one that was joined")
+        if self._welcome is not None and welcome.instance != self._welcome.instance:
+            self._forget("the server was started anew")
+        elif welcome.anew:
+            self._forget("the server did not hear of this participant for too long")
+        self.on_welcome(welcome)
+        self._welcome = welcome
+
+    def _forget(self, reason: str) -> None:
+        """Whoever asked is gone, and will ask again for what is still to be done."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            if job.task is not None and job.reply is None:
+                self.worker.cancel(job.request, reason)  # settled when it has stopped
+            else:
+                self.worker.settled(job.request, False, reason)
+
+    async def _renew(self, stream: Stream, membership: Membership) -> None:
+        """Ask for the next certificate when most of this one's life is over, until it is here."""
+        while True:
+            left = membership.renew_at - time.time()
+            if left > 0:
+                await asyncio.sleep(min(left, _LONGEST_SLEEP))
+                continue
+            request = link_pb2.Renew(signing_request=membership.next_request())
+            await stream.send(link_pb2.Envelope(renew=request))
+            end = membership.certificate.not_valid_after_utc.timestamp()
+            await asyncio.sleep(min(max((end - time.time()) / 10, 0.1), _LONGEST_SLEEP))
+
+    async def _renewed(self, renewed: link_pb2.Renewed) -> None:
+        membership, welcome = self.membership, self._welcome
+        if membership is None or welcome is None:
+            return
+        try:
+            if not renewed.certificate:
+                raise Refused(renewed.reason)
+            await asyncio.to_thread(membership.renewed, renewed.certificate)
+        except (Refused, OSError) as error:
+            log.warning("the certificate of %s was not renewed: %s", self.name, error)
+            return
+        end = membership.certificate.not_valid_after_utc
+        log.info("the certificate of %s is renewed until %s", self.name, end)
+        welcome.enrolment = renewed.enrolment
+        self.on_welcome(welcome)
+
+    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        if isinstance(message, Piece):
+            self._chunk(stream, message)
+            return
+        kind = message.WhichOneof("body")
+        if kind == "request":
+            await self._request(stream, message.request)
+        elif kind == "chunk":
+            self._chunk(stream, message.chunk)
+        elif kind == "want":
+            stream.spawn(self._pump(stream, message.want))
+        elif kind == "receipt":
+            job, receipt = self._jobs.pop(message.receipt.id, None), message.receipt
+            if job is not None:
+                if not receipt.accepted and (
+                    job.reply is None or not job.reply.HasField("failure")
+                ):
+                    log.info("%s: its result was not used: %s", self.name, receipt.reason)
+                self.worker.settled(job.request, receipt.accepted, receipt.reason)
+        elif kind == "renewed":
+            await self._renewed(message.renewed)
+        elif kind == "cancel":
+            job = self._jobs.get(message.cancel.id)
+            reason = message.cancel.reason or "nobody waits for it"
+            # It still waits for its model; or its reply did not arrive, and never will.
+            if job is not None and (job.task is None or job.reply is not None):
+                del self._jobs[message.cancel.id]
+                self.worker.settled(job.request, False, reason)
+            elif job is not None:
+                self.worker.cancel(job.request, reason)
+        # Anything else is a ping, or news from a newer server that is no business of ours.
+
+    async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
+        job = self._jobs.get(request.id)
+        if job is None:
+            if len(self._jobs) >= _MOST_REQUESTS:
+                raise UpdateError(f"more than {_MOST_REQUESTS} requests are open")
+            job = self._jobs[request.id] = _Job(request)
+            content = model_of(request)
+            if content is not None and content.size:
+                try:
+                    job.buffer = self.worker.buffer(request, content.size)
+                except (IsthmusError, OSError, MemoryError) as error:
+                    known = isinstance(error, IsthmusError)
+                    reason = str(error) if known else f"no room for its model: {error!r}"
+                    await self._answer(job, failure(reason), None)
+                    return
+                if job.buffer is not None:
+                    job.assembly = Assembly(content, into(job.buffer))
+        if job.reply is not None:
+            await stream.send(link_pb2.Envelope(reply=job.reply))
+        elif job.task is None:
+            if job.assembly is None:
+                self._start(job)
+            else:
+                job.wanted_on = stream
+                want = link_pb2.Want(sha256=job.assembly.content.sha256, offset=job.assembly.offset)
+                await stream.send(link_pb2.Envelope(want=want))
+
+    def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
+        for job in self._jobs.values():
+            assembly = job.assembly
+            if assembly is None or job.task is not None or job.wanted_on is not stream:
+                continue
+            if assembly.content.sha256 != chunk.sha256:
+                continue
+            if chunk.absent:
+                job.task = asyncio.create_task(
+                    self._answer(job, failure("the server does not hold the model any more"), None)
+                )
+                continue
+            try:
+                assembly.add(chunk)
+            except UpdateError as error:
+                if assembly.offset < assembly.content.size:
+                    raise  # this stream is out of step; the next one goes on from here
+                job.task = asyncio.create_task(self._answer(job, failure(str(error)), None))
+                continue
+            if assembly.complete:
+                self._start(job)
+
+    def _start(self, job: _Job) -> None:
+        job.task = asyncio.create_task(self._execute(job))
+
+    async def _execute(self, job: _Job) -> None:
+        buffer, job.buffer, job.assembly = job.buffer, None, None
+        try:
+            reply, payload = await self.worker.work(
+                job.request, buffer, lambda progress: self._progress(job, progress)
+            )
+        except IsthmusError as error:
+            reply, payload = failure(str(error)), None
+        except Exception as error:
+            log.exception("request %s failed", job.request.id)
+            reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
+        await self._answer(job, reply, payload)
+
+    async def _answer(self, job: _Job, reply: link_pb2.Reply, payload: Buffer | None) -> None:
+        if self._jobs.get(job.request.id) is not job:
+            self.worker.settled(job.request, False, "whoever asked is gone")
+            return
+        reply.id = job.request.id
+        job.payload = payload
+        job.reply = reply
+        if reply.HasField("failure"):  # for its owner, who does not see the server's report
+            log.warning("%s does not do what it is asked: %s", self.name, reply.failure.reason)
+        if self._stream is not None:
+            await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
+
+    def _progress(self, job: _Job, progress: link_pb2.Progress) -> None:
+        now = time.monotonic()
+        if not progress.note:
+            if now - job.reported_at < _PROGRESS_SECONDS:
+                return
+            job.reported_at = now
+        progress.id = job.request.id
+        message = link_pb2.Envelope(progress=progress)
+        stream, loop = self._stream, self._loop
+        if stream is not None and loop is not None:
+            asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
+
+    async def _pump(self, stream: Stream, want: link_pb2.Want) -> None:
+        """Send the content of a finished job from where the server wants it."""
+        for job in self._jobs.values():
+            if job.payload is None or job.reply is None:
+                continue
+            if content_of(job.reply).sha256 == want.sha256:
+                for message in chunks(want.sha256, job.payload, offset=want.offset):
+                    if self._jobs.get(job.request.id) is not job:
+                        return  # settled: its memory may hold something else by now
+                    await stream.send(message)
+                return
+        absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
+        await stream.send(link_pb2.Envelope(chunk=absent))

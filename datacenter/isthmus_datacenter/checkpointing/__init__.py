@@ -1,0 +1,1 @@
+"""Sharded checkpoints, and the whole model as one flat file."""

@@ -1,0 +1,1 @@
+"""Data, tensor and pipeline parallelism with ZeRO: how a model lies on the ranks."""

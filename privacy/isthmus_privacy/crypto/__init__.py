@@ -1,0 +1,1 @@
+"""Cryptographic primitives of secure aggregation: keys, secret sharing, masks, canonical bytes."""

@@ -1,0 +1,229 @@
+"""Bytes with exactly one reading: what is signed, hashed and sent.
+
+Every field has its length in front, or a fixed one; numbers are little-endian; a set of clients
+is a bitmap. Two different values never have the same bytes, and no value has two encodings, so a
+signature over bytes is a signature over what they mean. Reading is strict and bounded: nothing is
+allocated on a peer's word.
+
+>>> @dataclasses.dataclass(frozen=True)
+... class Greeting(Message):
+...     TAG = "greeting"
+...     FIELDS = {"name": text(8), "age": NUMBER}
+...     name: str
+...     age: int
+>>> Greeting.from_bytes(Greeting("Ada", 36).to_bytes())
+Greeting(name='Ada', age=36)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from isthmus_privacy.crypto import refusal
+
+DOMAIN = "isthmus/secagg/1/"
+"""In front of the tag of every message, hash, signature and key derivation."""
+
+MAX_CLIENTS = 1 << 16
+"""No set of clients, and no list with one item per client, is longer."""
+
+T = TypeVar("T")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_F64 = struct.Struct("<d")
+
+
+def tagged(tag: str, *fields: bytes) -> bytes:
+    """`DOMAIN + tag` and the fields, each with its length in front."""
+    parts = [(DOMAIN + tag).encode(), *fields]
+    return b"".join(_U32.pack(len(part)) + part for part in parts)
+
+
+def tagged_hash(tag: str, *fields: bytes) -> bytes:
+    """SHA-256 of `tagged`."""
+    return hashlib.sha256(tagged(tag, *fields)).digest()
+
+
+class Reader:
+    """A position in received bytes."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self.data = memoryview(data)
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        if count > len(self.data) - self.at:
+            refusal.refuse("message-truncated", f"a message ends {count} bytes too early")
+        self.at += count
+        return bytes(self.data[self.at - count : self.at])
+
+    def count(self, most: int) -> int:
+        """A length or number of items, of at most `most`."""
+        found: int = _U32.unpack(self.take(4))[0]
+        if found > most:
+            refusal.refuse("message-oversized", f"a field of {found} is longer than {most}")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Field(Generic[T]):
+    """How one value is written and read."""
+
+    write: Callable[[T], bytes]
+    read: Callable[[Reader], T]
+
+
+def blob(most: int) -> Field[bytes]:
+    """Up to `most` bytes."""
+    return Field(
+        lambda value: _U32.pack(len(value)) + value, lambda reader: reader.take(reader.count(most))
+    )
+
+
+def exactly(size: int) -> Field[bytes]:
+    """Bytes of a fixed length, such as a key."""
+
+    def write(value: bytes) -> bytes:
+        if len(value) != size:
+            raise ValueError(f"{len(value)} bytes where {size} belong")
+        return value
+
+    return Field(write, lambda reader: reader.take(size))
+
+
+def text(most: int) -> Field[str]:
+    """UTF-8 of 1 to `most` bytes."""
+    inner = blob(most)
+
+    def read(reader: Reader) -> str:
+        raw = inner.read(reader)
+        value = raw.decode("utf-8", errors="replace")
+        if not value or value.encode() != raw:
+            _not_canonical("a text that is empty or not UTF-8")
+        return value
+
+    return Field(lambda value: inner.write(value.encode()), read)
+
+
+NUMBER: Field[int] = Field(_U64.pack, lambda reader: int(_U64.unpack(reader.take(8))[0]))
+"""A whole number of 0 .. 2^64 - 1."""
+
+REAL: Field[float] = Field(_F64.pack, lambda reader: float(_F64.unpack(reader.take(8))[0]))
+"""A float64."""
+
+FLAG: Field[bool] = Field(lambda value: bytes([value]), lambda reader: _flag(reader.take(1)[0]))
+"""Yes or no."""
+
+
+def items(inner: Field[T], most: int = MAX_CLIENTS) -> Field[tuple[T, ...]]:
+    """A list of at most `most`."""
+    return Field(
+        lambda values: _U32.pack(len(values)) + b"".join(inner.write(value) for value in values),
+        lambda reader: tuple(inner.read(reader) for _ in range(reader.count(most))),
+    )
+
+
+def row(*fields: Field[Any]) -> Field[tuple[Any, ...]]:
+    """A few fields next to each other."""
+    return Field(
+        lambda values: b"".join(f.write(v) for f, v in zip(fields, values, strict=True)),
+        lambda reader: tuple(f.read(reader) for f in fields),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """A set of clients, as positions in the roster."""
+
+    size: int
+    """Of the whole roster."""
+    indices: frozenset[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self.indices
+
+    def bits(self) -> bytes:
+        """The bitmap: client i is bit i mod 8 of byte i div 8."""
+        if self.indices and not 0 <= min(self.indices) <= max(self.indices) < self.size:
+            raise ValueError(f"a member beyond the roster of {self.size}")
+        bits = bytearray(-(-self.size // 8))
+        for index in self.indices:
+            bits[index >> 3] |= 1 << (index & 7)
+        return bytes(bits)
+
+
+def _write_members(members: Members) -> bytes:
+    return _U32.pack(members.size) + members.bits()
+
+
+def _read_members(reader: Reader) -> Members:
+    size = reader.count(MAX_CLIENTS)
+    bits = int.from_bytes(reader.take(-(-size // 8)), "little")
+    if bits >> size:
+        _not_canonical("a set of clients with bits beyond its size")
+    digits = bin(bits)[:1:-1]
+    return Members(size, frozenset(i for i, digit in enumerate(digits) if digit == "1"))
+
+
+MEMBERS: Field[Members] = Field(_write_members, _read_members)
+"""A set of clients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Something that is sent: a tag and its fields in order."""
+
+    TAG: ClassVar[str]
+    FIELDS: ClassVar[Mapping[str, Field[Any]]]
+
+    def to_bytes(self) -> bytes:
+        """The only encoding of this message."""
+        return tagged(self.TAG) + b"".join(
+            field.write(getattr(self, name)) for name, field in self.FIELDS.items()
+        )
+
+    @classmethod
+    def read(cls, reader: Reader) -> Self:
+        """Read one from a longer stream of fields."""
+        tag = tagged(cls.TAG)
+        if reader.take(len(tag)) != tag:
+            refusal.refuse("message-wrong-kind", f"this is not a {cls.TAG!r} of this protocol")
+        return cls(**{name: field.read(reader) for name, field in cls.FIELDS.items()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Self:
+        """Read one, strictly.
+
+        Raises:
+            PeerMisbehaved: these bytes are not what `to_bytes` writes.
+        """
+        reader = Reader(data)
+        message = cls.read(reader)
+        if reader.at != len(reader.data):
+            refusal.refuse(
+                "message-trailing", f"{len(reader.data) - reader.at} bytes follow a {cls.TAG!r}"
+            )
+        return message
+
+
+def nested(kind: type[Message]) -> Field[Any]:
+    """A message inside a message."""
+    return Field(lambda value: value.to_bytes(), kind.read)
+
+
+def _flag(value: int) -> bool:
+    if value > 1:
+        _not_canonical("a flag that is neither 0 nor 1")
+    return value == 1
+
+
+def _not_canonical(what: str) -> None:
+    refusal.refuse("message-not-canonical", f"a message holds {what}")

@@ -1,0 +1,248 @@
+"""The operator's authority: it makes certificates, and signs who has which identity.
+
+Everything lies in the server's state directory. Whoever can read it can invent participants, so it
+is the server's own (0700), and its keys are 0600.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import ipaddress
+import shutil
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from isthmus.errors import Refused, UserError
+from isthmus.identity import tls
+
+if TYPE_CHECKING:
+    from isthmus_privacy.secagg import Authority as Enroller
+
+AUTHORITY_LIFE = datetime.timedelta(days=3650)
+SERVER_LIFE = datetime.timedelta(days=30)
+"""The server renews its own certificate when a third of this is left."""
+PARTICIPANT_LIFE = datetime.timedelta(days=7)
+
+_BACKDATE = datetime.timedelta(minutes=5)
+"""For clocks that are a little behind."""
+
+_AUTHORITY = "authority.pem"
+_SERVER = "server.pem"
+_ENROLLER = "enroller.key"
+
+
+def initialise(directory: Path, hosts: Iterable[str]) -> None:
+    """Make a new authority and a first server certificate in `directory`.
+
+    Args:
+        directory: the state directory; it must not exist, or be empty.
+        hosts: names and addresses that participants will dial.
+
+    Raises:
+        UserError: something is there already, it cannot be written, or a host is neither a name
+            nor an address.
+    """
+    if directory.resolve() == Path.cwd():  # it is renamed into place
+        raise UserError(f"{directory} is the directory you are in; name a new one below it")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(
+            f"{directory} is not empty; nothing was changed. Give a new directory: an authority is "
+            "made once, and all who joined it would have to join again"
+        )
+    names = [_host(text) for text in hosts]
+    try:
+        _make(directory, names)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be made: {error}") from None
+
+
+def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = directory.with_name(f".{directory.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    tls.private_directory(draft)
+    key = tls.new_key()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus authority")])
+    certificate = (
+        _builder(AUTHORITY_LIFE)
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(authority=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    tls.private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
+    seed = Ed25519PrivateKey.generate().private_bytes_raw()
+    tls.private_file(draft / _ENROLLER, seed.hex().encode() + b"\n")
+    Authority(draft).renew_server(names)
+    if directory.exists():
+        directory.rmdir()
+    draft.rename(directory)
+
+
+def default_hosts() -> list[str]:
+    """What this machine is called by itself."""
+    name = socket.gethostname()
+    hosts = ["localhost", "127.0.0.1", "::1"]
+    with contextlib.suppress(UserError):
+        _host(name)
+        hosts.insert(0, name)
+    return list(dict.fromkeys(hosts))
+
+
+class Authority:
+    """Signs certificates and enrolments with the keys in a state directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        participant_life: datetime.timedelta = PARTICIPANT_LIFE,
+        server_life: datetime.timedelta = SERVER_LIFE,
+    ) -> None:
+        """Read the keys.
+
+        Raises:
+            UserError: there is no authority, or others can read its keys.
+        """
+        self.directory = directory
+        self.participant_life = participant_life
+        self.server_life = server_life
+        try:
+            for name in (_AUTHORITY, _ENROLLER):
+                tls.check_private(directory / name)
+            data = (directory / _AUTHORITY).read_bytes()
+            key = serialization.load_pem_private_key(data, password=None)
+            self.certificate = tls.read_certificate(data)
+            self._seed = bytes.fromhex((directory / _ENROLLER).read_text().strip())
+            if len(self._seed) != 32:
+                raise ValueError(f"{_ENROLLER} is not a key of 32 bytes")
+        except FileNotFoundError:
+            raise UserError(
+                f"{directory} holds no server; make one: isthmus server init {directory}"
+            ) from None
+        except (OSError, ValueError, Refused) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"the keys in {directory} cannot be read: {error}") from None
+        assert isinstance(key, tls.Key)  # we wrote it
+        self._key = key
+
+    @functools.cached_property
+    def enroller(self) -> Enroller:
+        """Signs who has which identity."""
+        from isthmus_privacy.secagg import Authority as Enroller  # PyTorch comes with it
+
+        return Enroller(self._seed)
+
+    def issue(
+        self, request: bytes, *, kind: str, name: str, identity: bytes
+    ) -> tuple[bytes, tls.Subject]:
+        """A participant's certificate (PEM) for the key in a signing request (DER).
+
+        What the request says about its subject is not looked at.
+
+        Raises:
+            Refused: the request makes no sense, or its maker does not hold the key.
+        """
+        try:
+            asked = x509.load_der_x509_csr(request)
+            if not asked.is_signature_valid:
+                raise ValueError("it is not signed with its key")
+            key = asked.public_key()
+        except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
+            raise Refused(f"the signing request cannot be used: {error}") from None
+        if not isinstance(key, tls.PublicKey) or key.curve.name != "secp256r1":
+            raise Refused("the signing request cannot be used: its key is not ECDSA on P-256")
+        # Names beside the key and the identity are the token's, whatever was asked for.
+        wanted = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
+        certificate = (
+            _builder(self.participant_life)
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+            .issuer_name(self.certificate.subject)
+            .public_key(key)
+            .add_extension(wanted.names, critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return tls.pem(certificate), tls.subject_of(certificate)
+
+    def server_pair(self) -> tuple[bytes, bytes]:
+        """The server's key and certificate (PEM), renewed first if a third of its life is left."""
+        path = self.directory / _SERVER
+        tls.check_private(path)
+        data = path.read_bytes()
+        certificate = tls.read_certificate(data)
+        left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+        if left < self.server_life / 3:
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            self.renew_server(names.value)
+            data = path.read_bytes()
+        cut = data.index(b"-----BEGIN CERTIFICATE")
+        return data[:cut], data[cut:]
+
+    def renew_server(self, names: Iterable[x509.GeneralName]) -> None:
+        """Make the server's next key and certificate, for the names it is dialled by."""
+        key = tls.new_key()
+        certificate = (
+            _builder(self.server_life)
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus server")]))
+            .issuer_name(self.certificate.subject)
+            .public_key(key.public_key())
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        tls.private_file(self.directory / _SERVER, tls.key_pem(key) + tls.pem(certificate))
+
+
+def _builder(life: datetime.timedelta) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATE)
+        .not_valid_after(now + life)
+    )
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        pass
+    labels = text.split(".")
+    if len(text) > 253 or not all(
+        label and len(label) < 64 and label.replace("-", "").isalnum() and label.isascii()
+        for label in labels
+    ):
+        raise UserError(f"--host {text!r} is neither a host name nor an IP address")
+    return x509.DNSName(text)

@@ -1,0 +1,164 @@
+"""``isthmus server``: what an operator types."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from isthmus.errors import UserError
+from isthmus.identity import tls
+
+if TYPE_CHECKING:
+    from isthmus_server.control_plane.registry import Registry
+
+_STATE = click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+_LAST_PORT = 65535
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@click.group()
+def server() -> None:
+    """Run a server that participants on other machines join."""
+
+
+@server.command()
+@_STATE
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Name or address that participants will dial; repeat. Default: this machine's own.",
+)
+def init(state: Path, hosts: tuple[str, ...]) -> None:
+    """Make a new server in DIR: its authority, its certificate, its list of participants."""
+    from isthmus_server.control_plane.authority import default_hosts, initialise
+    from isthmus_server.control_plane.registry import Registry
+
+    known = list(hosts) or default_hosts()
+    initialise(state, known)
+    Registry(state).close()
+    click.echo(f"a server for {', '.join(known)} is ready in {state}; keep that directory private")
+
+
+@server.group()
+def token() -> None:
+    """Let participants in."""
+
+
+@token.command()
+@_STATE
+@click.option("--name", required=True, help="What the participant will be called.")
+@click.option(
+    "--kind",
+    type=click.Choice(tls.KINDS),
+    default="client",
+    show_default=True,
+    help="What it will be.",
+)
+@click.option(
+    "--expires",
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="How long the token can be used: minutes, hours or days, as in 30m, 24h, 7d.",
+)
+def create(state: Path, name: str, kind: str, expires: str) -> None:
+    """Print a token that lets one participant join, once."""
+    from isthmus.identity.joining import SECRET_BYTES, Token
+    from isthmus_server.control_plane.authority import Authority
+
+    seconds = _seconds(expires)
+    fingerprint = tls.fingerprint(Authority(state).certificate)
+    made = Token(os.urandom(SECRET_BYTES), fingerprint)
+    with _registry(state) as registry:
+        registry.add_token(made.digest, name=name, kind=kind, expires=time.time() + seconds)
+    click.echo(str(made))
+
+
+@server.command()
+@_STATE
+@click.argument("name")
+def revoke(state: Path, name: str) -> None:
+    """Shut participant NAME out, now and for good; unused tokens for it are worthless too."""
+    with _registry(state) as registry:
+        registry.revoke(name)
+    click.echo(f"{name} is revoked; a running server cuts its stream at once")
+
+
+@server.command()
+@_STATE
+def participants(state: Path) -> None:
+    """List everybody who has joined."""
+    with _registry(state) as registry:
+        entries = registry.participants()
+    table = Table("name", "kind", "joined", "certificate until", box=None)
+    for entry in entries:
+        until = "revoked" if entry.revoked is not None else _day(entry.not_after)
+        table.add_row(entry.name, entry.kind, _day(entry.joined), until)
+    Console().print(table if entries else "nobody has joined yet")
+
+
+@server.command()
+@_STATE
+@click.option(
+    "--address",
+    default="0.0.0.0:9400",
+    show_default=True,
+    help="Where participants dial; the port after it is for joining.",
+)
+def start(state: Path, address: str) -> None:
+    """Serve the participants that joined, and run with them what operators submit.
+
+    Jobs that wait, and a run that was cut off, go on when this is typed again.
+    """
+    from isthmus_server.commands import prepare, run_until_stopped
+    from isthmus_server.control_plane.control import serve_queue
+    from isthmus_server.control_plane.server import FleetServer
+
+    host, port = tls.split_address(address, "--address")
+    if port == _LAST_PORT:
+        raise UserError(f"--address {address!r} leaves no port after it for joining")
+    prepare()
+    logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
+    run_until_stopped(serve_queue(FleetServer(state), state, host, port, Console()))
+
+
+@contextlib.contextmanager
+def _registry(state: Path) -> Iterator[Registry]:
+    """The registry of the server in a state directory.
+
+    Raises:
+        UserError: there is no server, or its registry cannot be used.
+    """
+    from isthmus_server.control_plane.authority import Authority
+    from isthmus_server.control_plane.registry import Registry
+
+    Authority(state)  # or a registry would be made where there is none
+    with contextlib.closing(Registry(state)) as registry:
+        try:
+            yield registry
+        except sqlite3.Error as error:
+            raise UserError(f"the registry in {state} cannot be used: {error}") from error
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,4})([mhd])", text)
+    if match is None or int(match[1]) == 0:
+        raise UserError(f"--expires {text!r} is not a time such as 30m, 24h or 7d")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _day(at: float | None) -> str:
+    return "over" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

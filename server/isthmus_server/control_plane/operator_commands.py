@@ -1,0 +1,202 @@
+"""``isthmus operator``, ``submit``, ``jobs``, ``logs``, ``cancel``: a server, from afar."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import click
+import grpc
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from isthmus.errors import Refused, UserError
+from isthmus.identity.membership import Membership, default_state
+from isthmus.job import Job, load_job, write_job
+from isthmus.transport.grpc_errors import cause
+from isthmus.transport.uplink import CHANNEL_OPTIONS
+from isthmus.wire import operator_pb2 as pb
+
+_SERVICE = "/isthmus.operator.v1.Operator/"
+_TIMEOUT = 30.0
+_PATIENCE = 10.0
+"""For a server that did not answer a submission to be back, and answer it."""
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+"""Whether it did what it was asked for is not known."""
+_Reply = TypeVar("_Reply", bound=Message)
+
+_STATE = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=lambda: default_state("operator"),
+    show_default="~/.local/state/isthmus/operator",
+    help="Where this operator's keys are.",
+)
+
+
+class Server:
+    """One operator's connection to the server that was joined."""
+
+    def __init__(self, state: Path) -> None:
+        """Dial; a certificate that ends soon is renewed first.
+
+        Raises:
+            UserError: nobody has joined from here.
+            Refused: the server says no, or is not there.
+        """
+        self.member = Membership(state)
+        if self.member.kind != "operator":
+            raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
+        self._channel = self._dial()
+        if time.time() > self.member.renew_at:
+            asked = pb.RenewRequest(signing_request=self.member.next_request())
+            self.member.renewed(self.call("Renew", asked, pb.RenewReply).certificate)
+            self._channel.close()
+            self._channel = self._dial()
+
+    def _dial(self) -> grpc.Channel:
+        credentials = self.member.channel_credentials()
+        return grpc.secure_channel(self.member.server, credentials, CHANNEL_OPTIONS)
+
+    def call(self, method: str, asked: Message, reply: type[_Reply]) -> _Reply:
+        """One question and its answer."""
+        call = self._channel.unary_unary(_SERVICE + method)
+        try:
+            return reply.FromString(call(asked.SerializeToString(), timeout=_TIMEOUT))
+        except grpc.RpcError as error:
+            raise self._said_no(error) from None
+
+    def submit(self, job: Job) -> str:
+        """Queue a job, once even where the server's first answer is lost; returns its id.
+
+        Raises:
+            Refused: the server says no, or did not answer twice.
+        """
+        asked = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex)
+        data = asked.SerializeToString()
+        call = self._channel.unary_unary(_SERVICE + "Submit")
+        try:
+            try:
+                return pb.SubmitReply.FromString(call(data, timeout=_TIMEOUT)).id
+            except grpc.RpcError as error:
+                if error.code() not in _NO_ANSWER:
+                    raise
+                again = call(data, timeout=_PATIENCE, wait_for_ready=True)
+                return pb.SubmitReply.FromString(again).id
+        except grpc.RpcError as error:
+            raise self._said_no(
+                error, "; it may have the job: see `isthmus jobs` before you submit it again"
+            ) from None
+
+    def events(self, asked: pb.LogsRequest) -> Iterator[pb.Event]:
+        """A log, as it comes."""
+        try:
+            for data in self._channel.unary_stream(_SERVICE + "Logs")(asked.SerializeToString()):
+                yield pb.Event.FromString(data)
+        except grpc.RpcError as error:
+            raise self._said_no(error) from None
+
+    def _said_no(self, error: grpc.RpcError, unsure: str = "") -> Refused:
+        assert isinstance(error, grpc.Call)
+        doubt = unsure if error.code() in _NO_ANSWER else ""
+        details = error.details() or ""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            said = f" is not there now: {cause(details)}"
+        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            said = " did not answer in time"
+        else:
+            said = f": {details}"
+        return Refused(f"the server at {self.member.server}{said}{doubt}")
+
+
+@click.group()
+def operator() -> None:
+    """Be an operator of a server elsewhere."""
+
+
+@operator.command()
+@click.argument("url", metavar="HOST:PORT")
+@click.argument("token")
+@_STATE
+def join(url: str, token: str, state: Path) -> None:
+    """Join the server at HOST:PORT with an operator's TOKEN."""
+    import asyncio
+
+    from isthmus.identity import joining
+
+    member = asyncio.run(joining.join(url, joining.Token.parse(token), state, "operator"))
+    click.echo(f"you are {member.name!r} at {member.server}")
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+@_STATE
+def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
+    """Put JOB at the end of the server's queue, and print what it is called there.
+
+    Its task is the server's own copy: a file below DIR/tasks.
+    """
+    loaded = load_job(job, overrides)
+    click.echo(Server(state).submit(loaded))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print them as one document.")
+@click.option(
+    "--ended",
+    type=click.IntRange(0, 1000),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Of those that have ended, list the latest N.",
+)
+@_STATE
+def jobs(as_json: bool, ended: int, state: Path) -> None:
+    """List the server's jobs: those that run or wait, and the latest that have ended."""
+    found = Server(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply).jobs
+    keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
+    if as_json:
+        click.echo(
+            json.dumps([{key: getattr(job, key) for key in keys} for job in found], indent=1)
+        )
+        return
+    table = Table("job", "state", "round", "by", "since", "reason", box=None)
+    for job in found:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
+        rounds = f"{job.round} of {job.rounds}"
+        table.add_row(job.id, job.state, rounds, job.submitted_by, since, escape(job.reason))
+    none = "nothing has been submitted yet" if ended else "no job runs or waits"
+    Console().print(table if found else none)
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@_STATE
+def logs(job: str, follow: bool, state: Path) -> None:
+    """Print what each round of JOB came to."""
+    from isthmus_server.views.progress import Progress
+
+    progress = Progress(Console())
+    for event in Server(state).events(pb.LogsRequest(id=job, follow=follow)):
+        data = json.loads(event.data)
+        if event.kind in ("committed", "attempt_failed"):
+            progress(event.kind, data)
+        else:
+            click.echo(f"{job} {event.kind}" + (f": {data['reason']}" if data["reason"] else ""))
+
+
+@click.command()
+@click.argument("job")
+@_STATE
+def cancel(job: str, state: Path) -> None:
+    """Take JOB out of the queue, or stop it; rounds that are committed stay."""
+    reply = Server(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
+    click.echo(f"{job} is {reply.state}")

@@ -1,0 +1,285 @@
+"""Who is who: participants, tokens and certificates, in one SQLite file of the state directory.
+
+The running server and the commands an operator types use the file at the same time; every change
+is one transaction. A certificate that is not in it is not valid, whoever signed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from isthmus.errors import Refused, UserError
+from isthmus.identity import tls
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS participants (
+    name TEXT PRIMARY KEY, kind TEXT NOT NULL, identity BLOB NOT NULL UNIQUE,
+    joined REAL NOT NULL, revoked REAL
+) STRICT;
+CREATE TABLE IF NOT EXISTS certificates (
+    serial TEXT PRIMARY KEY, name TEXT NOT NULL, not_after REAL NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS tokens (
+    digest BLOB PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, expires REAL NOT NULL,
+    used REAL, certificate BLOB
+) STRICT;
+CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT;
+"""
+
+REPEAT_SECONDS = 600.0
+"""For so long after a token was used, whoever used it is given the same certificate again."""
+
+MOST_CERTIFICATES = 1000
+"""Of one participant that are good at a time: far more than even one needs that keeps failing to
+write the next one down."""
+
+_KEEP_SECONDS = 24 * 3600.0
+"""How long after its end a certificate or a token is forgotten."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One participant, as the operator sees it."""
+
+    name: str
+    kind: str
+    identity: bytes
+    joined: float
+    """Unix seconds, as all times here."""
+    revoked: float | None
+    not_after: float | None
+    """End of its latest certificate."""
+
+
+Issue = Callable[[str], tuple[bytes, tls.Subject]]
+"""Makes the certificate for a name: PEM, and what is in it."""
+
+
+class Registry:
+    """One connection to the file; use it from one thread.
+
+    Guarantees:
+      * a token is used once: of any number of joins at the same time, one gets the name;
+      * a name, and an identity, belong to one participant at a time;
+      * a revoked identity never comes back.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open the file, and make it if it is not there.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        path = directory / "fleet.sqlite"
+        try:
+            # Only if it is new: closing a file that SQLite has open drops SQLite's locks on it.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"{path} cannot be used: {error}") from None
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._db.close()
+
+    @property
+    def version(self) -> int:
+        """Another number whenever another connection changed the file."""
+        return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+
+    # -- tokens ------------------------------------------------------------------------------------
+
+    def add_token(self, digest: bytes, *, name: str, kind: str, expires: float) -> None:
+        """Allow one join under a name.
+
+        Raises:
+            UserError: the name is taken.
+        """
+        tls.checked_name(name)
+        with self._transaction():
+            now = time.time()
+            self._db.execute("DELETE FROM tokens WHERE expires < ?", (now - _KEEP_SECONDS,))
+            self._refuse_taken(name)
+            self._db.execute(
+                "INSERT INTO tokens (digest, name, kind, expires) VALUES (?, ?, ?, ?)",
+                (digest, name, kind, expires),
+            )
+
+    def redeem(self, digest: bytes, kind: str, identity: bytes, issue: Issue) -> tuple[str, bytes]:
+        """Use a token: returns the name and the certificate (PEM) that `issue(name)` made.
+
+        Whoever joined with it is given the same certificate again for a while, because the first
+        answer may have been lost; the caller has shown that it holds `identity`.
+
+        Raises:
+            Refused: the token is unknown, over or used, is for something else, or the name or the
+                identity is taken. Nothing has changed then.
+        """
+        with self._transaction():
+            now = time.time()
+            row = self._db.execute(
+                "SELECT name, kind, expires, used, certificate FROM tokens WHERE digest=?",
+                (digest,),
+            ).fetchone()
+            if row is None:
+                raise Refused("this token is not known here, or was made too long ago")
+            name, for_kind, expires, used, certificate = row
+            if used is not None:
+                if now < used + REPEAT_SECONDS and self._is_in(name, identity):
+                    return name, certificate
+                raise Refused("this token has been used; ask the operator for another")
+            if now >= expires:
+                raise Refused("this token is over; ask the operator for another")
+            if kind != for_kind:
+                raise Refused(f"this token is of the kind {for_kind!r}, not {kind!r}")
+            try:
+                self._refuse_taken(name)
+            except UserError as error:
+                raise Refused(str(error)) from None
+            if self._knows(identity):
+                raise Refused("this identity belongs to a participant already, or was revoked")
+            certificate, subject = issue(name)
+            self._db.execute(
+                "INSERT OR REPLACE INTO participants VALUES (?, ?, ?, ?, NULL)",
+                (name, kind, identity, now),
+            )
+            self._add_certificate(subject, now)
+            self._db.execute(
+                "UPDATE tokens SET used=?, certificate=? WHERE digest=?",
+                (now, certificate, digest),
+            )
+            return str(name), bytes(certificate)
+
+    # -- certificates ------------------------------------------------------------------------------
+
+    def check(self, subject: tls.Subject) -> None:
+        """Whether a certificate's holder is a participant now.
+
+        Raises:
+            Refused: it is revoked, over, or not known, with the reason.
+        """
+        if time.time() > subject.not_after:
+            raise Refused(f"the certificate of {subject.name!r} is over; join again")
+        row = self._db.execute(
+            "SELECT p.kind, p.identity, p.revoked, c.serial FROM participants p "
+            "LEFT JOIN certificates c ON c.serial=? AND c.name=p.name WHERE p.name=?",
+            (subject.serial, subject.name),
+        ).fetchone()
+        if row is None:
+            raise Refused(f"{subject.name!r} is not a participant here")
+        kind, identity, revoked, serial = row
+        if revoked is not None:
+            raise Refused(f"{subject.name!r} has been revoked")
+        if serial is None or (kind, identity) != (subject.kind, subject.identity):
+            raise Refused(f"this certificate of {subject.name!r} is not valid any more")
+
+    def renew(self, old: tls.Subject, issue: Issue) -> bytes:
+        """Make the next certificate (PEM) of a participant.
+
+        Raises:
+            Refused: it is not one any more, or has more of them than anybody needs.
+        """
+        with self._transaction():
+            self.check(old)
+            query = "SELECT count(*) FROM certificates WHERE name=? AND not_after>?"
+            (good,) = self._db.execute(query, (old.name, time.time())).fetchone()
+            if good >= MOST_CERTIFICATES:
+                raise Refused(f"{old.name!r} has {good} certificates that are good; use one")
+            certificate, subject = issue(old.name)
+            self._add_certificate(subject, time.time())
+            return certificate
+
+    def revoke(self, name: str) -> None:
+        """Make a participant's certificates and identity worthless, for good.
+
+        Raises:
+            UserError: there is no such participant, or it was revoked before.
+        """
+        with self._transaction():
+            row = self._db.execute(
+                "SELECT identity, revoked FROM participants WHERE name=?", (name,)
+            ).fetchone()
+            # A token that is still about would bring it back.
+            tokens = self._db.execute(
+                "DELETE FROM tokens WHERE name=? AND used IS NULL", (name,)
+            ).rowcount
+            if row is None and tokens == 0:
+                raise UserError(f"there is no participant or token named {name!r}")
+            if row is None:
+                return
+            if row[1] is not None and tokens == 0:
+                raise UserError(f"{name!r} has been revoked before")
+            self._db.execute(
+                "UPDATE participants SET revoked=? WHERE name=? AND revoked IS NULL",
+                (time.time(), name),
+            )
+            self._db.execute("DELETE FROM certificates WHERE name=?", (name,))
+            self._db.execute("INSERT OR IGNORE INTO revoked_identities VALUES (?)", (row[0],))
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def participants(self) -> list[Entry]:
+        """Everybody who ever joined, by name."""
+        rows = self._db.execute(
+            "SELECT p.name, p.kind, p.identity, p.joined, p.revoked, max(c.not_after) "
+            "FROM participants p LEFT JOIN certificates c ON c.name=p.name "
+            "GROUP BY p.name ORDER BY p.name"
+        )
+        return [Entry(*row) for row in rows]
+
+    def revoked_identities(self) -> set[bytes]:
+        """Ed25519 public keys that are not accepted any more."""
+        return {row[0] for row in self._db.execute("SELECT identity FROM revoked_identities")}
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            if self._db.in_transaction:  # SQLite ends it by itself where the disk is full, say
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _refuse_taken(self, name: str) -> None:
+        row = self._db.execute(
+            "SELECT 1 FROM participants WHERE name=? AND revoked IS NULL", (name,)
+        ).fetchone()
+        if row is not None:
+            raise UserError(
+                f"{name!r} is a participant already; revoke it first, or choose another name"
+            )
+
+    def _knows(self, identity: bytes) -> bool:
+        query = (
+            "SELECT 1 FROM participants WHERE identity=?1 "
+            "UNION ALL SELECT 1 FROM revoked_identities WHERE identity=?1"
+        )
+        return self._db.execute(query, (identity,)).fetchone() is not None
+
+    def _is_in(self, name: str, identity: bytes) -> bool:
+        row = self._db.execute(
+            "SELECT 1 FROM participants WHERE name=? AND identity=? AND revoked IS NULL",
+            (name, identity),
+        ).fetchone()
+        return row is not None
+
+    def _add_certificate(self, subject: tls.Subject, now: float) -> None:
+        self._db.execute("DELETE FROM certificates WHERE not_after < ?", (now - _KEEP_SECONDS,))
+        self._db.execute(
+            "INSERT INTO certificates VALUES (?, ?, ?)",
+            (subject.serial, subject.name, subject.not_after),
+        )

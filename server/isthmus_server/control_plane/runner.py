@@ -1,0 +1,285 @@
+"""The jobs that operators submit to a server that listens, run one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from isthmus.errors import IsthmusError, Refused, UserError
+from isthmus.job import Job
+from isthmus.task import check_installed
+from isthmus_server.control_plane.queue import ENDED, Entry, Queue, State
+from isthmus_server.control_plane.server import FleetServer
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy import load_policy
+from isthmus_server.views.progress import Progress
+
+_LOOK_SECONDS = 0.5
+"""Between two looks at a run that somebody follows."""
+
+_ROWS = 20
+"""Of rounds that are read at a time: a long run has thousands, and the link waits meanwhile."""
+
+_FULL_SECONDS = 30.0
+"""Between two tries to go on with a run where the disk is full."""
+
+_CANCELLED = "an operator cancelled it"
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs the jobs of a queue, one after another, for as long as the server lives.
+
+    Guarantees:
+      * a job that fails is marked so, with its reason, and the next one runs; one that has no room
+        on the disk waits for it, and goes on;
+      * a job that was cancelled is never taken up again, whatever becomes of the server;
+      * a task is loaded only from the server's own directory of tasks: who may submit jobs cannot
+        bring code.
+    """
+
+    def __init__(self, server: FleetServer, state: Path, console: Console) -> None:
+        """`state` is the server's state directory."""
+        self.server = server
+        self.queue = Queue(state)
+        self.tasks = state / "tasks"
+        self.runs = state / "runs"
+        self.console = console
+        self._running: tuple[int, asyncio.Task[None]] | None = None
+        self._cancelled = False
+        self._coordinator: Coordinator | None = None
+        self._woken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until cancelled; what runs then goes on when the server is started again.
+
+        Raises:
+            UserError: the queue's file cannot be used any more.
+        """
+        try:
+            while True:
+                self._woken.clear()
+                entry = self.queue.next()
+                if entry is None:
+                    await self._woken.wait()
+                else:
+                    await self._one(entry)
+        except sqlite3.Error as error:
+            raise UserError(
+                f"the queue of jobs cannot be used: {error}; see to it, then start the server again"
+            ) from error
+
+    async def _one(self, entry: Entry) -> None:
+        self._say(f"{entry.id}, submitted by {entry.submitted_by}")
+        if entry.state != "running":
+            self.queue.mark(entry, "running")
+        task = asyncio.create_task(self._train(entry))
+        self._running, self._cancelled = (entry.number, task), False
+        try:
+            await asyncio.shield(task)
+        except IsthmusError as error:
+            if _disk_is_full(error.__cause__) and not self._cancelled:
+                self._say(f"{entry.id} waits for room on the disk: {error.__cause__}")
+                self._running = None  # meanwhile it can be cancelled like one that waits
+                await asyncio.sleep(_FULL_SECONDS)
+                return  # it is the next again, and goes on from its last round
+            self._mark(entry, "failed", str(error))
+            self._say(f"{entry.id} failed: {error}")
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():  # it is the server that stops
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
+            self._say(f"{entry.id} is cancelled")
+        except Exception as error:
+            log.exception("%s failed", entry.id)
+            self._mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
+        else:
+            self._mark(entry, "finished")
+        finally:
+            self._running = None
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _mark(self, entry: Entry, state: State, reason: str = "") -> None:
+        """Say how a run has ended, unless an operator was told that it is cancelled."""
+        if not self._cancelled:
+            self.queue.mark(entry, state, reason)
+
+    async def _train(self, entry: Entry) -> None:
+        job = entry.job
+        self._check(job)
+        directory = self.runs / entry.id
+        begun = (directory / "job.json").exists()
+        store = Store.open(directory) if begun else Store.create(directory, job, self.tasks)
+        torch.set_num_threads(1)  # what the server computes is small beside the link's work
+        try:
+            with store.locked(), Progress(self.console) as progress:
+                self._coordinator = Coordinator(store, self.server.link, progress)
+                await self._coordinator.run()
+        except asyncio.CancelledError:
+            if self._cancelled:
+                store.finish("cancelled", _CANCELLED, None)
+            raise
+        finally:
+            self._coordinator = None
+            store.close()
+
+    def _check(self, job: Job) -> None:
+        _check_participants(job)
+        lease = self.server.link.lease_seconds
+        if job.time.lease_seconds != lease:
+            raise UserError(
+                f"time.lease_seconds={job.time.lease_seconds:g}, but participants here have one "
+                f"lease for all jobs: add --set time.lease_seconds={lease:g}"
+            )
+        check_installed(job.task.source, self.tasks, movable=False)
+        for key, name in _named_code(job):
+            self._check_beside(job, key, name)
+        if ":" not in job.strategy.policy:  # another's module lies beside the task
+            load_policy(job.strategy)
+        if job.task.data is not None:
+            path = (self.tasks / job.task.data).resolve()
+            if not path.is_relative_to(self.tasks.resolve()):
+                raise UserError(f"task.data={job.task.data!r} is not below {self.tasks}")
+
+    def _check_beside(self, job: Job, key: str, name: str) -> None:
+        """Refuse `module:Name` unless the module is a file beside the task: others run when loaded.
+
+        Raises:
+            UserError: with the key to change.
+        """
+        beside = (self.tasks / job.task.source.rpartition(":")[0]).parent
+        module = name.partition(":")[0]
+        file = beside / f"{module}.py"
+        if not module.isidentifier() or module in sys.stdlib_module_names or not file.is_file():
+            raise UserError(
+                f"{key}={name!r} is not a file beside the task; this server takes its own "
+                f"policies and strategies, and those in {beside}"
+            )
+
+    # -- what operators ask for --------------------------------------------------------------------
+
+    def submit(self, job: Job, by: str, key: str) -> Entry:
+        """Put a job at the end of the queue.
+
+        Raises:
+            UserError: it could not run here.
+            Refused: too many wait.
+        """
+        self._check(job)
+        entry = self.queue.submit(job, by, key)
+        self._woken.set()
+        return entry
+
+    def cancel(self, id_: str) -> State:
+        """Take a job out of the queue, or stop it; what its run has committed stays.
+
+        Raises:
+            Refused: there is no such job, or it has ended.
+        """
+        entry = self.queue.get(id_)
+        if entry.state in ENDED:
+            raise Refused(f"{id_} has ended already: {entry.state}")
+        if self._running is not None and self._running[0] == entry.number:
+            self._cancelled = self._running[1].cancel()
+            if not self._cancelled:
+                raise Refused(f"{id_} has ended just now")
+            if self._coordinator is not None:
+                self._coordinator.over = True
+        self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
+        return "cancelled"
+
+    async def progress(self, entry: Entry) -> int:
+        """Rounds of a job that are committed; 0 where its run cannot be read any more."""
+
+        def look() -> int:
+            try:
+                with self._store(entry) as store:
+                    return 0 if store is None else store.last_round()
+            except UserError as error:
+                log.warning("%s: %s", entry.id, error)
+                return 0
+
+        return await asyncio.to_thread(look)
+
+    async def events(self, id_: str, follow: bool) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+        """What each round came to so far; with `follow`, and then to the job's end.
+
+        Raises:
+            Refused: there is no such job.
+        """
+        last = 0
+        while True:
+            entry = self.queue.get(id_)
+            with self._store(entry) as store:
+                while store is not None and (rows := store.ended(last, most=_ROWS)):
+                    for number, state, row in rows:
+                        last = number
+                        yield "committed" if state == "committed" else "attempt_failed", row
+            if entry.state in ENDED:
+                yield entry.state, {"reason": entry.reason}
+            if entry.state in ENDED or not follow:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    @contextlib.contextmanager
+    def _store(self, entry: Entry) -> Iterator[Store | None]:
+        directory = self.runs / entry.id
+        store = Store.open(directory) if (directory / "job.json").exists() else None
+        try:
+            yield store
+        except sqlite3.Error as error:
+            raise UserError(f"the run in {directory} cannot be read: {error}") from error
+        finally:
+            if store is not None:
+                store.close()
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _named_code(job: Job) -> Iterator[tuple[str, str]]:
+    """What a job names as `module:Name` for the server to load, and the keys that do."""
+    if ":" in job.strategy.policy:
+        yield "strategy.policy", job.strategy.policy
+    flower = job.federated.flower
+    strategy, key = (None if flower is None else flower.strategy), "federated.flower.strategy"
+    while strategy is not None:
+        if ":" in strategy.name:
+            yield f"{key}.name", strategy.name
+        strategy, key = strategy.inner, f"{key}.inner"
+
+
+def _check_participants(job: Job) -> None:
+    """Refuse a job that wants its participants started here.
+
+    Raises:
+        UserError: with the keys to change.
+    """
+    for key, count in (
+        ("federated.clients", job.federated.clients),
+        ("datacenter.ranks", job.datacenter.ranks),
+    ):
+        if count:
+            raise UserError(
+                f"{key}={count} are started by `isthmus run`; here participants join by "
+                f"themselves: add --set {key}=0"
+            )

@@ -1,0 +1,1 @@
+"""Run a whole job on one machine: the server and the processes of all participants."""

@@ -1,0 +1,1 @@
+"""The global model: exact update sums, merging, server optimizers."""

@@ -1,0 +1,1 @@
+"""How a round is trained: datacenter, plaintext, secure or buffered."""

@@ -1,0 +1,1 @@
+"""The round loop and the steps it is made of; read `coordinator` first."""

@@ -1,0 +1,101 @@
+"""Cohorts: who of those who are here may be asked, and who is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from isthmus.job import Job
+from isthmus.job.federated import FederatedSection
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.roster import Roster
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.attendance import Attendance
+from isthmus_server.strategy.cohort import select
+
+KEEPING = 2
+"""Version of the link since which devices keep updates; older ones would send them in plain."""
+
+
+class Cohorts:
+    """Invites devices within their hours and their most rounds, as the job selects them.
+
+    What became of attempts at a round counts from the next round on, so that every attempt at a
+    round invites the same of those who are here.
+    """
+
+    def __init__(self, job: Job, roster: Roster, clock: Clock, store: Store) -> None:
+        """Remember what the log has of the run so far."""
+        self.job = job
+        self.roster = roster
+        self.clock = clock
+        self.attendance = Attendance(job.federated)
+        self._pending: list[Mapping[str, Any]] = []
+        self._again: tuple[int, Collection[str]] = 0, ()
+        roster.rests = lambda name: self._rests_for(name) > 0
+        for row in store.rows():
+            self.failed(row) if "error" in row else self.committed(row)
+
+    def failed(self, row: Mapping[str, Any]) -> None:
+        """An attempt came to nothing."""
+        self._pending.append(row)
+
+    def committed(self, row: Mapping[str, Any]) -> None:
+        """A round is done."""
+        for attempt in (*self._pending, row):
+            self.attendance.take(
+                attempt["round"],
+                asked_at=attempt["started_at"],
+                seconds=attempt["seconds"],
+                receipts=[r for r in attempt["receipts"] if r["regime"] == "federated"],
+            )
+        self._pending.clear()
+
+    async def go_on(self, round_: int, invited: Collection[str]) -> None:
+        """Wait for the devices of an attempt at a round that a crash cut short.
+
+        If all come they are invited again, for as long as all of them may be asked. They may have
+        opened the attempt's secure sum: then they refuse one of nearly the same devices.
+        """
+        settings = self.job.federated
+        summed = settings.secure_aggregation and settings.mode != "buffered"
+        if summed and invited and await self.roster.wait_for(devices=invited):
+            self._again = round_, invited
+
+    def invite(
+        self, round_: int, settings: FederatedSection, at_work: Collection[str] = ()
+    ) -> dict[str, int]:
+        """The devices of a round, with the examples they declared.
+
+        With mode = "buffered" as many as may be asked while its buffer is filled, of those who are
+        not `at_work` for it already.
+        """
+        buffered = settings.mode == "buffered"
+        able = self.roster.able()
+        if buffered and settings.secure_aggregation:
+            able = self.roster.speaking(KEEPING)
+        again, invited = self._again
+        if again == round_ and set(invited) <= set(able):
+            return {name: self.roster.clients[name].examples for name in sorted(invited)}
+        names = select(
+            set(able) - set(at_work),
+            wanted=settings.concurrency + settings.cohort if buffered else settings.invited,
+            seed=self.job.seed,
+            round_=round_,
+            records=self.attendance.records,
+            guided=settings.utility if settings.selection == "utility" else None,
+        )
+        return {name: self.roster.clients[name].examples for name in names}
+
+    def enough_in(self) -> float | None:
+        """Seconds until the quorum of those who are here may be asked; None if that is never."""
+        waits = sorted(self._rests_for(name) for name in self.roster.clients)
+        needed = self.job.federated.needed
+        if len(waits) < needed or waits[needed - 1] == math.inf:
+            return None
+        return waits[needed - 1]
+
+    def _rests_for(self, name: str) -> float:
+        hours = self.roster.clients[name].hours
+        return self.attendance.rests_for(name, self.clock.utc(), hours)

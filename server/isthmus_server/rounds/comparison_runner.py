@@ -1,0 +1,116 @@
+"""Comparisons that a policy asks for: whom to visit, tries, their price, and the log of them.
+
+How one visit goes is in `visit`. Each try is written down before devices are asked, and what it
+came to after; a comparison that is in the log is not asked for again after a crash, and one that a
+crash cut short asks the same devices again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from isthmus.errors import RoundFailed
+from isthmus.transport.uplink import SCORES_AND_GRADIENTS
+from isthmus_server.regimes.context import Federation
+from isthmus_server.regimes.results import AttemptFailed
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.model_comparison import comparison, visit
+from isthmus_server.rounds.model_versions import Snapshots
+from isthmus_server.rounds.roster import Roster
+from isthmus_server.storage.receipts import Receipt
+from isthmus_server.storage.run_state import Resume
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.cohort import select
+from isthmus_server.strategy.policy import Compare, Comparison
+
+
+class Visitor:
+    """Has devices compare models."""
+
+    def __init__(
+        self,
+        store: Store,
+        roster: Roster,
+        federation: Federation,
+        snapshots: Snapshots,
+        clock: Clock,
+    ) -> None:
+        self.store = store
+        self.job = store.job
+        self.roster = roster
+        self.federation = federation
+        self.snapshots = snapshots
+        self.clock = clock
+
+    async def visit(
+        self, at: Resume, asked: Compare, bring_home: Callable[[], Awaitable[None]], *, last: bool
+    ) -> dict[str, Any]:
+        """One try at a comparison.
+
+        Args:
+            at: where the run stands.
+            asked: what to compare.
+            bring_home: fetches the current model from wherever it is.
+            last: no further try is made if this one fails.
+
+        Returns the try's row in the log: with a `comparison`, or with the `error` why there is
+        none.
+        """
+        number, attempt = at.visited + 1, at.visit_attempts + 1
+        started = self.clock.now()
+        self.store.visit(number, attempt, at.round + 1, dataclasses.asdict(asked))
+        found: Comparison | None = None
+        receipts: Sequence[Receipt] = ()
+        error: str | None = None
+        try:
+            await bring_home()
+            names = self._whom(asked, number)
+            scores = await visit(
+                self.federation, self.snapshots, at.models, asked, number, attempt, names
+            )
+            receipts = scores.receipts
+            found = comparison(asked, scores, self._price(asked, receipts))
+        except RoundFailed as failed:
+            error = str(failed)
+            receipts = failed.receipts if isinstance(failed, AttemptFailed) else ()
+        row = {
+            "visit": number,
+            "attempt": attempt,
+            "round": at.round + 1,
+            "over": found is not None or last,
+            "reason": asked.reason,
+            "models": list(asked.models),
+            "comparison": None if found is None else dataclasses.asdict(found),
+            "error": error,
+            "price": self._price(asked, receipts),
+            "device_bytes": sum(r.bytes_in + r.bytes_out for r in receipts),
+            "seconds": self.clock.now() - started,
+            "receipts": [receipt.to_json() for receipt in receipts],
+            "policy_state": dict(at.policy_state if found is None else asked.state),
+        }
+        self.store.visited(number, attempt, row)
+        return row
+
+    def _whom(self, asked: Compare, number: int) -> list[str]:
+        """The same devices in every try.
+
+        Raises:
+            AttemptFailed: too few of those that are here can score models.
+        """
+        able = self.roster.speaking(SCORES_AND_GRADIENTS)
+        ready = len(self.roster.able())
+        old = ready - len(able)
+        if old and len(able) < asked.devices:
+            raise AttemptFailed(
+                f"{old} of the {ready} devices that are ready speak a version "
+                f"of the link before {SCORES_AND_GRADIENTS} and cannot score models; update them",
+                [],
+            )
+        # Numbers below 0 draw apart from the rounds' cohorts.
+        return select(able, wanted=asked.devices, seed=self.job.seed, round_=-number)
+
+    def _price(self, asked: Compare, receipts: Sequence[Receipt]) -> float:
+        reached = sum(receipt.started for receipt in receipts)
+        return reached * len(asked.models) * self.job.prices.client_evaluation

@@ -1,0 +1,1 @@
+"""A run on disk: the write-ahead round log, checkpoints, run state and receipts."""

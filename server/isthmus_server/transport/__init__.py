@@ -1,0 +1,1 @@
+"""The server side of the link: peers, limits, blobs, admission."""
