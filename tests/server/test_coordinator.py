@@ -11,7 +11,8 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.wire import link_pb2
-from isthmus_server.model.global_model import GlobalModel, mmap_buffer
+from isthmus_server.model import mmap_buffer
+from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.rounds import trainer
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.views.progress import Progress

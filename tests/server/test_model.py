@@ -6,7 +6,8 @@ from isthmus.job import ServerOptimizer
 from isthmus.task import load_task
 from isthmus.tensors.exchange_set import digest
 from isthmus.transport.blobs import InFile
-from isthmus_server.model.global_model import GlobalModel, mmap_buffer
+from isthmus_server.model import mmap_buffer
+from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.optimizers import Yogi
 from isthmus_server.storage.checkpoints import Checkpoints
 from isthmus_server.storage.store import Store

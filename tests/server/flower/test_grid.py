@@ -281,7 +281,7 @@ async def test_a_device_takes_no_message_beyond_what_the_job_allows(net, make_jo
 
 async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):
     await fleet.start()
-    messages = [
+    pushed = [
         fleet.grid.create_message(
             messages.RecordDict({"arrays": model()}), "train", messages.node_of(name), ""
         )
@@ -289,7 +289,7 @@ async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):
     ]
 
     def push_and_pull():
-        ids = list(fleet.grid.push_messages(messages))
+        ids = list(fleet.grid.push_messages(pushed))
         replies = []
         while len(replies) < len(ids):
             replies += fleet.grid.pull_messages(ids)
