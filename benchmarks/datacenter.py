@@ -40,7 +40,7 @@ from spawned import on_ranks
 from isthmus.job import Job
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.service import Service
 from isthmus_datacenter.training.profile import DENSE_BF16
@@ -171,10 +171,10 @@ def _gpu() -> str:
 
 def _switch(scratch: Path, repeats: int, found: dict[str, float]) -> str:
     """A table of a model's way through the service, into the ranks alone, and through memory."""
-    size, content, through = asyncio.run(_through_the_service(scratch, repeats))
+    size, blob, through = asyncio.run(_through_the_service(scratch, repeats))
     file = scratch / "model"
-    file.write_bytes(content)
-    Path(f"{file}.back").write_bytes(content)
+    file.write_bytes(blob)
+    Path(f"{file}.back").write_bytes(blob)
     taken = on_ranks(2, exchange, 2, _switched_job(), str(file), repeats)[0]
     floor = statistics.median(taken["copied"])
     inside = statistics.median(_by_pairs(taken["exchanged"], taken["copied"]))
@@ -202,8 +202,8 @@ async def _through_the_service(scratch: Path, repeats: int) -> tuple[int, bytes,
     job = Job.model_validate(_switched_job())
     task = load_task(job.task.source, job.task.settings, base=HERE)
     model = build_model(task, job.seed)
-    layout = Layout.of(model)
-    content = bytes(layout.encode(layout.gather(model)))
+    layout = TensorLayout.of(model)
+    blob = bytes(layout.encode(layout.gather(model)))
     service = Service("benchmark", 2, scratch / "state")
     ask = partial(_ask, service)
     try:
@@ -216,10 +216,10 @@ async def _through_the_service(scratch: Path, repeats: int) -> tuple[int, bytes,
         for number in range(repeats + 1):
             work = link_pb2.TrainSteps(run_id="run", hand_back=True)
             request = link_pb2.Request(id=str(number), train_steps=work)
-            taken.append(await ask(request, content))
+            taken.append(await ask(request, blob))
     finally:
         service.close()
-    return layout.size, content, statistics.median(taken[1:])
+    return layout.size, blob, statistics.median(taken[1:])
 
 
 async def _ask(service: Service, request: link_pb2.Request, model: bytes | None) -> float:

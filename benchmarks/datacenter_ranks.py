@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.service.control_store import Command
-from isthmus_datacenter.training.agreement import Wish
+from isthmus_datacenter.training.agreement import ControlSignal
 from isthmus_datacenter.training.engine import Engine, Place
 
 HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ class Ours:
         self, case: Case, job: Job, model: nn.Module, device: torch.device, rank: int, state: Path
     ) -> None:
         """`model` is only looked at: the engine makes its own."""
-        header = Layout.of(model).header.decode("latin-1")
+        header = TensorLayout.of(model).header.decode("latin-1")
         command = Command(
             op="open", run_id="run", job=job.model_dump_json(), base=str(HERE), layout=header
         )
@@ -127,7 +127,7 @@ class Ours:
             op="train", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
-        said = self.engine.train(command, lambda report: None, lambda: Wish.GO_ON)
+        said = self.engine.train(command, lambda report: None, lambda: ControlSignal.GO_ON)
         return float(said["seconds"])  # type: ignore[arg-type]  # an object to mypy
 
 

@@ -92,8 +92,8 @@ class Severed(Uplink):
         super()._chunk(stream, chunk)
         self._at("down", chunk.offset + len(chunk.data))
 
-    async def _pump(self, stream: Stream, want: link_pb2.Want) -> None:
-        await super()._pump(_Counted(stream, want.offset, self._at), want)  # type: ignore[arg-type]  # it has what `_pump` uses of a stream
+    async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
+        await super()._pump(_Counted(stream, pull.offset, self._at), pull)  # type: ignore[arg-type]  # it has what `_pump` uses of a stream
 
     def _at(self, way: str, offset: int) -> None:
         if offset in self.left[way]:

@@ -95,7 +95,7 @@ class Crowd:
         self.news = News({}, 0, 0.0, {}, 0, 0, "")
         self._header = b""
         self._received_into = bytearray()
-        self._updates: dict[tuple[float, int], tuple[bytearray, link_pb2.Content]] = {}
+        self._updates: dict[tuple[float, int], tuple[bytearray, link_pb2.Blob]] = {}
 
     def welcome(self, name: str, instance: str) -> None:
         """A device was welcomed."""
@@ -120,7 +120,7 @@ class Crowd:
             self._received_into = bytearray(size)
         return self._received_into
 
-    def update(self, value: float, size: int) -> tuple[bytearray, link_pb2.Content]:
+    def update(self, value: float, size: int) -> tuple[bytearray, link_pb2.Blob]:
         """The update of one value, encoded: one memory for all who have that value."""
         found = self._updates.get((value, size))
         if found is None:
@@ -196,12 +196,12 @@ class Watched(Uplink):
             notes.replied += 1
             notes.replied_at = time.monotonic()
 
-    async def _pump(self, stream: Stream, want: link_pb2.Want) -> None:
+    async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
         crowd, round_ = self.worker.crowd, self.worker.round
         if self.held:
             async with crowd.news_of_release:
                 await crowd.news_of_release.wait_for(lambda: crowd.released >= round_)
-        await super()._pump(stream, want)
+        await super()._pump(stream, pull)
 
 
 class Drivers:

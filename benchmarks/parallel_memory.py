@@ -31,13 +31,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from isthmus.task import Participant, Task
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel.model_shard import local
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.training.agreement import Wish
-from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.agreement import ControlSignal
+from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.optimizer import Updater
 
 KINDS = ("param", "grad", "optimizer")
@@ -95,13 +95,13 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
     dp, tp, pp, stage = degrees
     task = Stack({"width": width})
     torch.manual_seed(0)
-    ranks = RankLayout(
+    ranks = ParallelDims(
         ranks=dp * tp * pp, zero_stage=stage, tensor=tp, pipeline=pp, microbatches=pp
     )
     device = torch.device("cpu")
     (batch, _) = task.eval_data().tensors
     model = task.model()
-    layout = Layout.of(model)
+    layout = TensorLayout.of(model)
     share = parallelize(task, model, ranks, rank, device, sample=lambda: batch)
     updater = Updater(
         share,
@@ -109,8 +109,8 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
         None,
         False,
     )
-    passes = Passes(task, share, rank, device, len(batch))
-    passes.run(batch, batch, 1.0, lambda: Wish.GO_ON)
+    passes = ForwardBackward(task, share, rank, device, len(batch))
+    passes.run(batch, batch, 1.0, lambda: ControlSignal.GO_ON)
     gradients = sum(local(each).nbytes for each in share.gradients().values())
     updater.step(1.0)
     parameters = sum(local(each).nbytes for each in share.parameters().values())

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from isthmus.errors import JobError
 from isthmus.job import Job
 
-Share = Annotated[float, Field(ge=0, le=1)]
+ModelShard = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -56,9 +56,9 @@ class Split(Section):
     """The datacenter's classes do not exist on the devices."""
     shift: Annotated[float, Field(ge=0, le=4)] = 0.0
     """Strength of a fixed affine map on the public features, x + shift (M x + b)."""
-    label_noise: Share = 0.0
+    label_noise: ModelShard = 0.0
     """Share of public labels that are drawn anew from the public classes."""
-    swapped_classes: Share = 0.0
+    swapped_classes: ModelShard = 0.0
     """Share of the public classes that are called by each other's names."""
 
     @model_validator(mode="after")
@@ -137,7 +137,7 @@ class Run(Section):
     """Hours."""
     budget: Positive = 50.0
     """Cost units."""
-    target_edge_share: Share = 1.0
+    target_edge_share: ModelShard = 1.0
     """Share of the test distribution that lives on the devices."""
 
 

@@ -25,7 +25,7 @@ import figures
 import torch
 from processes import Program, free_port, memory, reset_peak, started, wait_for_port
 
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
@@ -51,17 +51,17 @@ class Fleet:
         self.received = 0
         """Models that arrived whole."""
         self._received_into: bytearray | None = None
-        self._update: tuple[bytearray, link_pb2.Content] | None = None
+        self._update: tuple[bytearray, link_pb2.Blob] | None = None
 
     def prepare(self, header: bytes) -> None:
         """Make the update that everybody sends."""
         if self._update is None:
-            layout = Layout.from_header(header)
+            layout = TensorLayout.from_header(header)
             payload = layout.encode(torch.randn(layout.size) / 1000)
             self._update = payload, describe(payload)
 
     @property
-    def update(self) -> tuple[bytearray, link_pb2.Content]:
+    def update(self) -> tuple[bytearray, link_pb2.Blob]:
         """The update and its name."""
         assert self._update is not None, "the server asked for training before it opened the run"
         return self._update

@@ -19,7 +19,7 @@ from isthmus.identity import tls
 from isthmus.identity.joining import Token, statement
 from isthmus.job import parse_job, read_job
 from isthmus.task import Participant
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.stream import Stream
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import join_pb2, link_pb2
@@ -31,7 +31,7 @@ from tests.privacy.parties import Parties, enrolment, make_config
 from tests.server.conftest import Net, until
 from tests.server.work import answering, train
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
 
 @st.composite
@@ -92,7 +92,7 @@ def decoders(folder):
             lambda data: runner.run(Stream(Call(data)).receive(1.0)),
             hello.SerializeToString(),
         ),
-        "layout": (Layout.from_header, LAYOUT.header),
+        "layout": (TensorLayout.from_header, LAYOUT.header),
         "vector": (lambda data: LAYOUT.decode(bytearray(data)), bytes(vector)),
         "certificate": (lambda data: tls.subject_of(tls.read_certificate(data)), certificate),
         "signing request": (
@@ -113,8 +113,8 @@ def decoders(folder):
         parties.inboxes["c00000"],
         parties.masked["c00000"][0],
         parties.survivors,
-        parties.consents,
-        client.release(parties.consents),
+        parties.consistency_signatures,
+        client.release(parties.consistency_signatures),
     ):
         found[type(message).__name__] = (type(message).from_bytes, message.to_bytes())
     yield found
@@ -124,8 +124,16 @@ def decoders(folder):
 
 NAMES = (
     *("envelope", "layout", "vector", "certificate", "signing request", "join", "token", "job"),
-    *("RoundConfig", "Enrolment", "Roster", "Inbox", "MaskedInput", "Survivors", "Consents"),
-    "Release",
+    *(
+        "RoundConfig",
+        "Enrolment",
+        "Roster",
+        "Inbox",
+        "MaskedInput",
+        "Survivors",
+        "ConsistencySignatures",
+    ),
+    "UnmaskingShares",
 )
 
 

@@ -226,11 +226,11 @@ def _serve(
         raise UserError(f"--tasks {tasks} is not a directory of this machine")
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from isthmus_datacenter.service.fork_server import Template
+    from isthmus_datacenter.service.fork_server import AgentForkServer
     from isthmus_datacenter.service.service import Service
 
     alone = contextlib.nullcontext() if member is None else member.locked()
-    with alone, Template("fork") if nodes is None else contextlib.nullcontext() as template:
+    with alone, AgentForkServer("fork") if nodes is None else contextlib.nullcontext() as template:
         if member is not None:
             tasks = tasks or member.tasks
         service = Service(name, ranks, state, data, tasks=tasks, nodes=nodes, template=template)

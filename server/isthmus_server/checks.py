@@ -5,7 +5,7 @@ from __future__ import annotations
 from isthmus.job import Job
 from isthmus.task import Task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.optimizers import make_optimizer
 from isthmus_server.strategy import load_policy
 
@@ -18,9 +18,9 @@ def check(job: Job, task: Task) -> None:
     """
     load_policy(job.strategy)
     model = build_model(task, job.seed)
-    layout = Layout.of(model)
+    layout = TensorLayout.of(model)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     if job.federated.flower is not None:
-        from isthmus_server.flower.strategy_adapter import Guest
+        from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
 
-        Guest(job.federated, layout)
+        FlowerStrategyAdapter(job.federated, layout)

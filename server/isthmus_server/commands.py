@@ -60,7 +60,7 @@ def run(
     With federated.clients=0 or datacenter.ranks=0 that role is not started here, and whoever
     dials in at --address takes it.
     """
-    from isthmus_server.local.fork_server import Template
+    from isthmus_server.local.fork_server import ParticipantForkServer
 
     if resume:
         if run_dir is None:
@@ -76,7 +76,9 @@ def run(
     at = None if address is None else split_address(address, "--address")
     console = Console()
     # Before anything is opened.
-    with Template.fork(ranks=loaded is None or loaded.datacenter.ranks > 0) as template:
+    with ParticipantForkServer.fork(
+        ranks=loaded is None or loaded.datacenter.ranks > 0
+    ) as template:
         prepare()
         from isthmus_server.local.session import Session
 
@@ -122,7 +124,7 @@ def compare(
     json_file: Path | None,
 ) -> None:
     """Train JOB under several policies and print what each reaches for the same cost."""
-    from isthmus_server.local.fork_server import Template
+    from isthmus_server.local.fork_server import ParticipantForkServer
 
     loaded = _loaded(job, overrides)
     directory = run_dir or _fresh_directory(loaded, "compare-")
@@ -133,7 +135,7 @@ def compare(
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
     # Before anything is opened.
-    with Template.fork(ranks=loaded.datacenter.ranks > 0) as template:
+    with ParticipantForkServer.fork(ranks=loaded.datacenter.ranks > 0) as template:
         prepare()
         from isthmus_server.local.compare import compare_policies
 

@@ -6,12 +6,12 @@ import torch
 
 from isthmus.errors import Refused, TaskError, UpdateError
 from isthmus.task import Participant
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def ignore(progress):
 
 
 async def test_open_train_close(agent, opening):
-    reply, content = await agent.work(opening(), None, ignore)
+    reply, blob = await agent.work(opening(), None, ignore)
     assert reply.opened.examples == 20
-    assert content is None
+    assert blob is None
     model = agent.buffer(train(), LAYOUT.nbytes)
     model[:] = LAYOUT.encode(LAYOUT.decode(bytearray(LAYOUT.header + bytes(4 * LAYOUT.size))))
-    reply, content = await agent.work(train(), model, ignore)
-    assert content.obj is model  # the update took the model's place
+    reply, blob = await agent.work(train(), model, ignore)
+    assert blob.obj is model  # the update took the model's place
     assert reply.trained.result == describe(model)
     assert LAYOUT.decode(model).any()
     agent.settled(train(), True, "")
@@ -73,10 +73,10 @@ async def test_the_next_model_takes_the_memory_of_an_update_that_is_settled(agen
     await agent.work(opening(), None, ignore)
     model = agent.buffer(train(), LAYOUT.nbytes)
     model[:] = LAYOUT.encode(torch.zeros(LAYOUT.size))
-    reply, content = await agent.work(train(), model, ignore)
+    reply, blob = await agent.work(train(), model, ignore)
     meanwhile = agent.buffer(train(id_="other"), LAYOUT.nbytes)
     meanwhile[:] = bytes(LAYOUT.nbytes)
-    assert describe(content) == reply.trained.result  # the server may still want it
+    assert describe(blob) == reply.trained.result  # the server may still want it
     agent.settled(train(), True, "")
     assert agent.buffer(train(id_="next"), LAYOUT.nbytes) is model
     assert agent.buffer(train(id_="next but one"), LAYOUT.nbytes) is not model
@@ -99,10 +99,10 @@ async def test_models_are_scored_on_the_devices_own_data(agent, opening):
     request = score([[0], [1], [0, 1]])
     payload = agent.buffer(request, 2 * LAYOUT.nbytes)
     payload[:] = LAYOUT.encode(never) + LAYOUT.encode(always)
-    reply, content = await agent.work(request, payload, ignore)
+    reply, blob = await agent.work(request, payload, ignore)
     target = agent._run("run").dataset.tensors[1]
     shares = [float((target != of).double().mean()) for of in (0, 2)]
-    assert content is None
+    assert blob is None
     assert list(reply.scored.scores[:2]) == shares
     assert reply.scored.scores[2] == shares[0]  # the first of the largest two
 
@@ -140,9 +140,9 @@ async def test_a_gradient_comes_behind_the_model(agent, opening):
         parts = [torch.zeros(LAYOUT.size), *([gradient] if with_it else [])]
         payload = agent.buffer(request, len(parts) * LAYOUT.nbytes)
         payload[:] = b"".join(LAYOUT.encode(part) for part in parts)
-        reply, content = await agent.work(request, payload, ignore)
-        assert reply.trained.result == describe(content)
-        ends.append(LAYOUT.decode(content))
+        reply, blob = await agent.work(request, payload, ignore)
+        assert reply.trained.result == describe(blob)
+        ends.append(LAYOUT.decode(blob))
     # The update is start minus end; the loss's own gradients are almost the same on both ways.
     torch.testing.assert_close(ends[1] - ends[0], 3 * 0.1 * gradient, atol=2e-4, rtol=0)
 

@@ -11,7 +11,7 @@ from tests.conftest import TABLE
 from tests.server.conftest import Net, until
 
 from isthmus.task import Participant, packages
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.owner_limits import Guard, parse
@@ -19,7 +19,7 @@ from isthmus_server.rounds import roster
 from isthmus_server.rounds.roster import Roster
 
 AUTHOR, OTHER = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 EXECUTED = "print('executed')\nimport beside\n"
 
 
@@ -73,9 +73,9 @@ class Place:
         )
         here = Roster(link, self.job, run, lambda kind, data: None)
         here.start()
-        if run.package.content.size:
+        if run.package.blob.size:
             data = change(packages.installed(self.server, "table").data)
-            link.publish(run.package.content, data)
+            link.publish(run.package.blob, data)
         agent = Agent(
             Participant(name="phone", regime="federated"),
             None,

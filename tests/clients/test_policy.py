@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from isthmus.errors import Refused, UserError
 from isthmus.task import Participant
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.commands import client
 from isthmus_clients.device.agent import Agent
@@ -18,7 +18,7 @@ from isthmus_clients.device.owner_limits import Guard, Policy, load, parse
 from isthmus_clients.device.resource_limits import Pace
 from isthmus_clients.device.systemd import unit
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC).timestamp()  # a Friday
 HOUR = 3600.0
 

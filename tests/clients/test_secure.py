@@ -4,7 +4,7 @@ import stat
 import pytest
 
 from isthmus.errors import PeerMisbehaved, UpdateError, UserError
-from isthmus_clients.training.secure import Credentials, SecureAttempt
+from isthmus_clients.training.secure import Credentials, SecureParticipation
 from isthmus_privacy.secagg import Authority, History, RoundConfig, SigningKey
 
 SEED = bytes(range(32))
@@ -24,7 +24,7 @@ def agree(credentials, round_=1, attempt=1, run="run"):
     config = RoundConfig(
         run_id=run, round=round_, attempt=attempt, model_hash=bytes(32), size=8, clients_max=5
     )
-    return SecureAttempt((run, round_, attempt), config.to_bytes(), bytes(32), credentials)
+    return SecureParticipation((run, round_, attempt), config.to_bytes(), bytes(32), credentials)
 
 
 def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):
@@ -69,7 +69,7 @@ def test_what_is_written_with_each_round_does_not_grow_with_the_runs_that_are_ov
     for run in range(20):
         config = agree(credentials, run=f"run-{run:02}").config
         for _ in range(40):
-            credentials.history.note_released(config, cohort)
+            credentials.history.note_unmasked(config, cohort)
         sizes.append(len(json.dumps(credentials.history.state())))
     assert sizes[0] > 32 * 100 * len("device-0000")
     assert sizes[19] - sizes[9] < 10 * 100

@@ -4,11 +4,11 @@ import torch
 from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import LocalRun
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
 
 class Progress:
@@ -27,7 +27,9 @@ def open_run(write_task, make_job, tmp_path):
         write_task(methods)
         job = make_job(*overrides)
         if layout is None:
-            layout = Layout.of(build_model(load_task(job.task.source, {}, base=tmp_path), job.seed))
+            layout = TensorLayout.of(
+                build_model(load_task(job.task.source, {}, base=tmp_path), job.seed)
+            )
         work = link_pb2.OpenRun(
             run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
         )
@@ -197,7 +199,7 @@ def test_a_device_without_data_declines(open_run):
 
 
 def test_a_device_with_another_model_declines(open_run):
-    other = Layout.from_shapes({"bias": (3,), "weight": (3, 5)})
+    other = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 5)})
     with pytest.raises(TaskError) as caught:
         open_run(layout=other)
     assert str(caught.value) == (
@@ -223,7 +225,7 @@ def test_data_of_the_device_wins_over_the_jobs(write_task, make_job, tmp_path):
     (tmp_path / "job.txt").write_text("3")
     (tmp_path / "own.txt").write_text("5")
     job = make_job("task.data=job.txt")
-    layout = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+    layout = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
     work = link_pb2.OpenRun(job=job.model_dump_json(), base=str(tmp_path), layout=layout.header)
     who = Participant(name="a", regime="federated")
     assert LocalRun(work, who, None).examples == 3

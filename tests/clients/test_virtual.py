@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from isthmus.errors import IsthmusError, TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import LocalRun
 from isthmus_clients.virtual.fleet import VirtualFleet
@@ -24,7 +24,9 @@ def opening(write_task, make_job, tmp_path):
     def opening(*overrides, methods="pass"):
         write_task(methods)
         job = make_job("federated.batch_size=4", *overrides)
-        layout = Layout.of(build_model(load_task(job.task.source, {}, base=tmp_path), job.seed))
+        layout = TensorLayout.of(
+            build_model(load_task(job.task.source, {}, base=tmp_path), job.seed)
+        )
         return link_pb2.OpenRun(
             run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
         )
@@ -91,7 +93,7 @@ async def test_a_virtual_device_does_what_a_real_one_does(
 async def test_a_virtual_device_scores_as_a_real_one_does(opening):
     work = opening(methods=RAGGED)
     fleet = VirtualFleet(2)
-    layout = Layout.from_header(work.layout)
+    layout = TensorLayout.from_header(work.layout)
     draw = torch.Generator().manual_seed(0)
     models = [torch.randn(layout.size, generator=draw) for _ in range(2)]
     payload = b"".join(layout.encode(model) for model in models)
@@ -109,7 +111,7 @@ async def test_a_virtual_device_scores_as_a_real_one_does(opening):
 
 async def test_an_update_does_not_depend_on_who_else_trains(opening):
     work = opening("federated.local_steps=3")
-    layout = Layout.from_header(work.layout)
+    layout = TensorLayout.from_header(work.layout)
     start = torch.zeros(layout.size)
     alone, together = VirtualFleet(4), VirtualFleet(4)
     alone.devices = alone.devices[2:3]
@@ -130,7 +132,7 @@ async def test_one_device_that_diverges_fails_alone(opening):
             return data
         """,
     )
-    layout = Layout.from_header(work.layout)
+    layout = TensorLayout.from_header(work.layout)
     start = torch.zeros(layout.size)
     alone, together = VirtualFleet(3), VirtualFleet(3)
     del alone.devices[1]
@@ -144,7 +146,7 @@ async def test_one_device_that_diverges_fails_alone(opening):
 
 async def test_an_optimizer_that_would_mix_devices_is_refused(opening):
     work = opening(methods="def optimizer(self, p, who):\n    return torch.optim.LBFGS(p)")
-    layout = Layout.from_header(work.layout)
+    layout = TensorLayout.from_header(work.layout)
     with pytest.raises(TaskError, match="virtual devices cannot use LBFGS"):
         await updates(VirtualFleet(2), work, torch.zeros(layout.size), layout)
 

@@ -30,13 +30,11 @@ def read(messages):
 
 @given(payloads, chunk_sizes, st.data())
 def test_a_transfer_broken_anywhere_goes_on_from_there(payload, chunk_bytes, data):
-    content = describe(payload)
-    copy = bytearray(content.size)
-    assembly = Assembly(content, into(copy))
+    blob = describe(payload)
+    copy = bytearray(blob.size)
+    assembly = Assembly(blob, into(copy))
     while not assembly.complete:
-        sent = read(
-            chunks(content.sha256, payload, offset=assembly.offset, chunk_bytes=chunk_bytes)
-        )
+        sent = read(chunks(blob.sha256, payload, offset=assembly.offset, chunk_bytes=chunk_bytes))
         arriving = data.draw(st.integers(1, len(sent)))
         for chunk in sent[:arriving]:
             assembly.add(chunk)
@@ -45,12 +43,12 @@ def test_a_transfer_broken_anywhere_goes_on_from_there(payload, chunk_bytes, dat
 
 @given(payloads, chunk_sizes, st.integers(0, 3500))
 def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset):
-    content = describe(payload)
-    ours = list(chunks(content.sha256, payload, offset=offset, chunk_bytes=chunk_bytes))
+    blob = describe(payload)
+    ours = list(chunks(blob.sha256, payload, offset=offset, chunk_bytes=chunk_bytes))
     theirs = [
         link_pb2.Envelope(
             chunk=link_pb2.Chunk(
-                sha256=content.sha256, offset=start, data=payload[start : start + chunk_bytes]
+                sha256=blob.sha256, offset=start, data=payload[start : start + chunk_bytes]
             )
         ).SerializeToString()
         for start in range(offset, len(payload), chunk_bytes)
@@ -62,12 +60,12 @@ def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset
 def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
     """From memory and from a file alike, whoever asked before."""
     payload = random.Random(size).randbytes(size)
-    content = describe(payload)
+    blob = describe(payload)
     with tempfile.TemporaryFile() as file:
         file.write(payload)
         file.flush()
         for source in (payload, InFile(file, size)):
-            broadcast = Broadcast(content.sha256, source)
+            broadcast = Broadcast(blob.sha256, source)
             for offset in (0, *offsets):
                 pieces = [piece_of(message) for message in broadcast.messages(offset)]
                 assert b"".join(piece.data for piece in pieces) == payload[offset:]
@@ -87,7 +85,7 @@ def test_who_is_at_the_same_place_gets_the_same_message():
 
 
 def test_a_content_whose_file_was_cut_short_is_an_error(tmp_path):
-    with (tmp_path / "content").open("wb+") as file:
+    with (tmp_path / "blob").open("wb+") as file:
         file.write(bytes(BROADCAST_BYTES))
         file.flush()
         messages = Broadcast(bytes(32), InFile(file, 2 * BROADCAST_BYTES)).messages(0)
@@ -148,8 +146,8 @@ def test_a_full_chunk_is_protobufs_own_too():
 
 
 def test_a_content_is_named_by_its_sha256_and_size():
-    content = describe(bytearray(b"abc"))
-    assert (content.sha256, content.size) == (hashlib.sha256(b"abc").digest(), 3)
+    blob = describe(bytearray(b"abc"))
+    assert (blob.sha256, blob.size) == (hashlib.sha256(b"abc").digest(), 3)
 
 
 def assembly_of(payload):

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isthmus.errors import TaskError, UpdateError
-from isthmus.tensors.exchange_set import MAX_HEADER_BYTES, Layout, digest
+from isthmus.tensors.exchange_set import MAX_HEADER_BYTES, TensorLayout, digest
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
     lambda name: name != "__metadata__"
 )
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-layouts = st.dictionaries(names, shapes, max_size=6).map(Layout.from_shapes)
+layouts = st.dictionaries(names, shapes, max_size=6).map(TensorLayout.from_shapes)
 
 
 @st.composite
@@ -40,7 +40,7 @@ def framed(text):
 
 @given(layouts)
 def test_a_header_gives_its_layout_back(layout):
-    assert Layout.from_header(layout.header) == layout
+    assert TensorLayout.from_header(layout.header) == layout
     assert len(layout.header) % 8 == 0
 
 
@@ -63,7 +63,7 @@ def test_the_encoding_is_a_safetensors_file_with_the_same_tensors(pair):
 
 def test_a_models_encoding_agrees_with_what_safetensors_would_have_written():
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
-    layout = Layout.of(model)
+    layout = TensorLayout.of(model)
     theirs = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
     ours = dict(layout.parts(layout.decode(layout.encode(layout.gather(model)))))
     assert ours.keys() == theirs.keys()
@@ -72,14 +72,14 @@ def test_a_models_encoding_agrees_with_what_safetensors_would_have_written():
 
 def test_gather_and_scatter_carry_a_model_into_another():
     one, other = (nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)) for _ in range(2))
-    layout = Layout.of(one)
-    assert layout == Layout.of(other)
+    layout = TensorLayout.of(one)
+    assert layout == TensorLayout.of(other)
     layout.scatter(layout.gather(one), other)
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def test_a_decoded_vector_is_the_payloads_own_memory():
-    layout = Layout.from_shapes({"a": (2,)})
+    layout = TensorLayout.from_shapes({"a": (2,)})
     payload = layout.encode(torch.zeros(2))
     layout.decode(payload).fill_(1.0)
     assert layout.decode(payload).tolist() == [1.0, 1.0]
@@ -91,7 +91,7 @@ def test_a_decoded_vector_is_the_payloads_own_memory():
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(framed))
 def test_bytes_that_are_no_header_are_refused_without_a_crash(raw):
     with pytest.raises(UpdateError):
-        Layout.from_header(raw)
+        TensorLayout.from_header(raw)
 
 
 json_values = st.recursive(
@@ -111,7 +111,7 @@ json_values = st.recursive(
 def test_json_that_is_no_header_is_refused_without_a_crash(table):
     raw = framed(json.dumps(table).encode())
     try:
-        layout = Layout.from_header(raw)
+        layout = TensorLayout.from_header(raw)
     except UpdateError:
         return
     assert layout.header == raw
@@ -136,11 +136,11 @@ def test_json_that_is_no_header_is_refused_without_a_crash(table):
 )
 def test_a_header_made_to_hurt_is_refused(raw):
     with pytest.raises(UpdateError):
-        Layout.from_header(raw)
+        TensorLayout.from_header(raw)
 
 
 def test_only_one_form_of_a_header_is_taken():
-    header = Layout.from_shapes({"a": (1,), "b": (1,)}).header
+    header = TensorLayout.from_shapes({"a": (1,), "b": (1,)}).header
     table = json.loads(header[8:])
     for other in (
         json.dumps(table).encode(),
@@ -149,12 +149,12 @@ def test_only_one_form_of_a_header_is_taken():
         json.dumps(table, separators=(",", ":")).replace("F32", "F64").encode(),
     ):
         with pytest.raises(UpdateError, match="not in the one form Isthmus writes"):
-            Layout.from_header(framed(other))
+            TensorLayout.from_header(framed(other))
 
 
 def test_a_payload_cut_short_or_of_another_model_is_refused():
-    layout = Layout.from_shapes({"a": (2,)})
-    other = Layout.from_shapes({"b": (2,)})
+    layout = TensorLayout.from_shapes({"a": (2,)})
+    other = TensorLayout.from_shapes({"b": (2,)})
     assert layout.nbytes == other.nbytes == 72
     payload = layout.encode(torch.zeros(2))
     with pytest.raises(UpdateError, match=r"71 bytes came where .* takes 72 \(2 float32 p"):
@@ -176,8 +176,8 @@ def test_a_payload_cut_short_or_of_another_model_is_refused():
     ],
 )
 def test_the_difference_of_two_layouts_is_explained(theirs, half_a_sentence):
-    mine = Layout.from_shapes({"a": (2,), "b": (3,)})
-    assert mine.explain_difference(Layout.from_shapes(theirs)) == half_a_sentence
+    mine = TensorLayout.from_shapes({"a": (2,), "b": (3,)})
+    assert mine.explain_difference(TensorLayout.from_shapes(theirs)) == half_a_sentence
 
 
 # -- what travels --------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_travel_once():
     model = Tied()
-    layout = Layout.of(model)
+    layout = TensorLayout.of(model)
     assert [entry.name for entry in layout.entries] == ["embedding.weight"]
     layout.scatter(torch.ones(8), model)
     assert model.head.weight.tolist() == [[1.0, 1.0]] * 4
@@ -202,7 +202,7 @@ def test_tied_weights_travel_once():
 def test_frozen_parameters_stay_where_they_are():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
-    assert [entry.name for entry in Layout.of(model).entries] == ["1.bias", "1.weight"]
+    assert [entry.name for entry in TensorLayout.of(model).entries] == ["1.bias", "1.weight"]
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_frozen_parameters_stay_where_they_are():
 )
 def test_parameters_without_values_are_refused(layer, sentence):
     with pytest.raises(TaskError, match=sentence):
-        Layout.of(nn.Sequential(layer()))
+        TensorLayout.of(nn.Sequential(layer()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_parameters_of_every_precision_travel_as_float32(dtype):
     model = nn.Linear(3, 2).to(dtype)
-    layout = Layout.of(model)
+    layout = TensorLayout.of(model)
     vector = layout.gather(model)
     assert vector.dtype == torch.float32
     assert torch.equal(vector, torch.cat([model.bias, model.weight.flatten()]).float())
@@ -232,22 +232,22 @@ def test_parameters_of_every_precision_travel_as_float32(dtype):
 def test_parameters_that_are_not_real_numbers_are_refused():
     model = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
     with pytest.raises(TaskError, match=r"'phase' is of dtype torch\.complex64"):
-        Layout.of(model)
+        TensorLayout.of(model)
 
 
 def test_batch_norm_is_refused_and_says_what_to_use():
     with pytest.raises(TaskError, match=r"'1' \(BatchNorm1d\) keeps running batch statistics"):
-        Layout.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    Layout.of(nn.BatchNorm1d(2, track_running_stats=False))
-    Layout.of(nn.GroupNorm(1, 2))
-    Layout.of(nn.InstanceNorm1d(2, affine=True))
+        TensorLayout.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    TensorLayout.of(nn.BatchNorm1d(2, track_running_stats=False))
+    TensorLayout.of(nn.GroupNorm(1, 2))
+    TensorLayout.of(nn.InstanceNorm1d(2, affine=True))
 
 
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(TaskError, match="nothing to train"):
-        Layout.of(nn.Linear(2, 2).requires_grad_(False))
+        TensorLayout.of(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(TaskError, match="nothing to train"):
-        Layout.of(nn.ReLU())
+        TensorLayout.of(nn.ReLU())
 
 
 def test_the_digest_is_sha256():

@@ -3,13 +3,13 @@ import inspect
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.transport.backoff import HELD_SECONDS, Redial
+from isthmus.transport.backoff import HELD_SECONDS, Backoff
 from isthmus.transport.uplink import Uplink
 
 
 @given(st.integers(1, 100_000), st.floats(0.1, 60.0))
 def test_pauses_grow_to_the_longest_and_no_further(tries, longest):
-    redial = Redial(longest)
+    redial = Backoff(longest)
     redial.tries = tries
     pause = redial.pause()
     assert 0.02 < pause <= longest
@@ -18,7 +18,7 @@ def test_pauses_grow_to_the_longest_and_no_further(tries, longest):
 
 
 def test_a_link_that_held_begins_everything_anew():
-    redial = Redial(60.0)
+    redial = Backoff(60.0)
     assert sum(redial.broke(held=0.0) for _ in range(1000)) == 10
     assert redial.pause() >= 30.0
     assert redial.broke(held=HELD_SECONDS + 1)  # and is told of at once
@@ -26,7 +26,7 @@ def test_a_link_that_held_begins_everything_anew():
 
 
 def test_a_server_that_drops_a_participant_at_once_is_left_alone_more_and_more():
-    redial = Redial(inspect.signature(Uplink).parameters["longest_pause"].default)
+    redial = Backoff(inspect.signature(Uplink).parameters["longest_pause"].default)
     at, tries = 0.0, [0.0]
     while at < 3600.0:
         redial.broke(held=0.0)

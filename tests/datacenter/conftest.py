@@ -15,7 +15,7 @@ from tests.warm_ranks import Ranks
 from isthmus.job import Job, with_changes
 from isthmus.task import Task, load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.service import Service
@@ -34,10 +34,10 @@ class Setup:
         return load_task(self.job.task.source, self.job.task.settings, base=HERE)
 
     @property
-    def layout(self) -> Layout:
-        return Layout.of(build_model(self.task, self.job.seed))
+    def layout(self) -> TensorLayout:
+        return TensorLayout.of(build_model(self.task, self.job.seed))
 
-    def opening(self, run_id: str, layout: Layout | None = None) -> link_pb2.OpenRun:
+    def opening(self, run_id: str, layout: TensorLayout | None = None) -> link_pb2.OpenRun:
         return link_pb2.OpenRun(
             run_id=run_id,
             job=self.job.model_dump_json(),
@@ -108,9 +108,9 @@ class Driver:
             buffer = self.service.buffer(request, len(model))
             buffer[:] = model
         reply, payload = await self.service.work(request, buffer, lambda progress: None)
-        content = None if payload is None else bytes(payload)
+        blob = None if payload is None else bytes(payload)
         self.service.settled(request, True, "")
-        return reply, content
+        return reply, blob
 
     def open(self, run_id: str, setup: Setup) -> int:
         return self.ask(open=setup.opening(run_id))[0].opened.examples
@@ -121,13 +121,13 @@ class Driver:
         train = link_pb2.TrainSteps(run_id=run_id, from_step=first, until_step=until, **more)
         if model is not None:
             train.model.CopyFrom(describe(model))
-        reply, content = self.ask(model, train_steps=train)
-        return reply.trained, content
+        reply, blob = self.ask(model, train_steps=train)
+        return reply.trained, blob
 
     def export(self, run_id: str, step: int) -> bytes:
-        _, content = self.ask(export=link_pb2.Export(run_id=run_id, step=step))
-        assert content is not None
-        return content
+        _, blob = self.ask(export=link_pb2.Export(run_id=run_id, step=step))
+        assert blob is not None
+        return blob
 
     def close(self) -> None:
         self._runner.close()
@@ -180,7 +180,7 @@ def on_ranks() -> Iterator[Any]:
 def vector() -> Any:
     """`vector(content, layout)`: the flat parameters in a content."""
 
-    def read(content: bytes, layout: Layout) -> torch.Tensor:
-        return layout.decode(bytearray(content)).clone()
+    def read(blob: bytes, layout: TensorLayout) -> torch.Tensor:
+        return layout.decode(bytearray(blob)).clone()
 
     return read

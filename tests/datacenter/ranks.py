@@ -16,16 +16,16 @@ import isthmus_datacenter.training.optimizer
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel.fused_attention import _Deal, part_of
-from isthmus_datacenter.parallel.model_shard import Share
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.replicas import Replicas
 from isthmus_datacenter.service.control_store import Command
-from isthmus_datacenter.training.agreement import AgreedError, Wish
+from isthmus_datacenter.training.agreement import AgreedError, ControlSignal
 from isthmus_datacenter.training.data import Order
 from isthmus_datacenter.training.engine import Engine, Place
 from isthmus_datacenter.training.mean_gradient import mean_gradient
@@ -58,7 +58,7 @@ def train(
     shard_everything()
     return [
         engine(rank, opened, state).train(
-            Command(**command), lambda report: None, lambda: Wish.GO_ON
+            Command(**command), lambda report: None, lambda: ControlSignal.GO_ON
         )
         for opened, command, state in works
     ]
@@ -70,7 +70,7 @@ def gradients(
     """Mean gradients: `(how to open the run, what to do, state)`."""
     shard_everything()
     return [
-        mean_gradient(engine(rank, opened, state), Command(**command), lambda: Wish.GO_ON)
+        mean_gradient(engine(rank, opened, state), Command(**command), lambda: ControlSignal.GO_ON)
         for opened, command, state in works
     ]
 
@@ -112,7 +112,7 @@ def added_up(rank: int) -> tuple[list[list[float]], dict[str, list[float] | None
     Replicas(dist.group.WORLD, pack_bytes=64).add_up(tensors)
     stage = nn.ParameterDict({name: torch.zeros(1) for name in ("both", "one", "none")})
     names = {name: name for name in stage}
-    share = Share(RankLayout(ranks=2, zero_stage=0), {0: stage}, {0: names})
+    share = ModelShard(ParallelDims(ranks=2, zero_stage=0), {0: stage}, {0: names})
     share.replicas = Replicas(dist.group.WORLD)
     (stage["both"] * mine + (stage["one"] * mine if rank else 0.0)).sum().backward()
     gradients = share.gradients()
@@ -199,13 +199,13 @@ def beside_one_process(
         base, data = Path(opened["base"]), Path(opened["data"])
         task = load_task(job.task.source, job.task.settings, base=base, data=data)
         model = build_model(task, job.seed)
-        layout = Layout.of(model)
+        layout = TensorLayout.of(model)
         result = Path(directory) / f"{number}"
         if rank == 0:
             result.write_bytes(layout.header + bytes(4 * layout.size))
         made = engine(rank, {**opened, "layout": layout.header.decode("latin-1")}, f"{result}.d")
         command = Command(op="train", run_id="run", until_step=steps, result=str(result))
-        made.train(command, lambda report: None, lambda: Wish.GO_ON)
+        made.train(command, lambda report: None, lambda: ControlSignal.GO_ON)
         _train_alone(task, model, dataclasses.replace(made.order, ranks=1, batch_size=batch), steps)
         together = layout.decode(bytearray(result.read_bytes()))
         found.append((float((together - layout.gather(model)).abs().max()), made.note))

@@ -68,17 +68,17 @@ def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     readers: int, warm: Any, setup: Any, tmp_path: Path
 ) -> None:
     """What is drawn at random goes on as if nothing had been: in the model, and in the data."""
-    contents, losses = [], []
+    blobs, losses = [], []
     common = {"dropout": 0.2, "noise": True, "fault": "kill", "rank": "1"}
     for name, at, every in (("plain", "never", 0), ("disturbed", "7", 1)):
         settings = {**common, "at": at, "once": str(tmp_path / "once")}
         made = setup("Faulty", settings, zero_stage=3, readers=readers, checkpoint_steps=every)
         run_id = f"within-{name}-{readers}"
         warm.open(run_id, made)
-        trained, content = warm.train(run_id, 0, 9, hand_back=True)
-        contents.append(content)
+        trained, blob = warm.train(run_id, 0, 9, hand_back=True)
+        blobs.append(blob)
         losses.append(trained.training["loss"])
-    assert contents[0] == contents[1]
+    assert blobs[0] == blobs[1]
     assert losses[0] == losses[1]
     (told,) = trained.events
     # Its seventh loss is of the seventh step; the checkpoint after the sixth may not be whole.

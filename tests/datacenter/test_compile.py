@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from isthmus import TaskError
 from isthmus.task.scoring import build_model
 from isthmus_datacenter.parallel.equivalence_check import run_still
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 
 
@@ -21,7 +21,7 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
     task: str, recompute: bool, setup: Any
 ) -> None:
     made = setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
-    layout = RankLayout.of(made.job.datacenter, 1)
+    layout = ParallelDims.of(made.job.datacenter, 1)
     sample = torch.stack([made.task.local_data(None)[at][0] for at in range(2)])
     expected = run_still(build_model(made.task, 5), sample)
     counter = CompileCounter()
@@ -44,6 +44,6 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
 def test_gradients_that_several_ranks_cannot_add_up_are_refused(setup: Any) -> None:
     task = setup("Gpt", ranks=2).task
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True))
-    layout = RankLayout(ranks=2, zero_stage=0)
+    layout = ParallelDims(ranks=2, zero_stage=0)
     with pytest.raises(TaskError, match=r"^module '0' has sparse=True, which several ranks cannot"):
         parallelize(task, model, layout, 0, torch.device("cpu"), sample=list)

@@ -11,13 +11,13 @@ import torch
 
 from isthmus.errors import TaskError
 from isthmus.task.scoring import losses
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_datacenter.parallel.model_shard import Share
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
-from isthmus_datacenter.training.agreement import Wish
+from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.training.agreement import ControlSignal
 from isthmus_datacenter.training.data import Order
-from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.optimizer import Updater
 from isthmus_datacenter.virtual import VirtualDatacenter
 
@@ -26,7 +26,7 @@ BATCH = 8
 """Examples in a step of all replicas."""
 
 
-def seeded(layout: Layout) -> bytes:
+def seeded(layout: TensorLayout) -> bytes:
     generator = torch.Generator().manual_seed(3)
     return bytes(layout.encode(0.3 * torch.randn(layout.size, generator=generator)))
 
@@ -108,9 +108,9 @@ def test_a_gradient_leaves_training_where_it_is(warm: Any, setup: Any, vector: A
         warm.open(run_id, made)
         warm.train(run_id, 0, 4)
         if run_id == "with-gradient":
-            reply, content = warm.ask(sent, mean_gradient=gradient_of(run_id))
+            reply, blob = warm.ask(sent, mean_gradient=gradient_of(run_id))
             expected, loss = by_hand(made, sent)
-            torch.testing.assert_close(vector(content, made.layout), expected, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(vector(blob, made.layout), expected, atol=1e-6, rtol=1e-5)
             assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
             assert (reply.trained.steps, reply.trained.examples) == (UNTIL - FIRST, 24)
         ends.append(warm.train(run_id, 4, 8, hand_back=True)[1])
@@ -134,9 +134,9 @@ def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
             await ask(datacenter, train_steps=train)
             if asked:
                 work = gradient_of("run")
-                reply, content = await ask(datacenter, bytearray(sent), mean_gradient=work)
+                reply, blob = await ask(datacenter, bytearray(sent), mean_gradient=work)
                 expected, loss = by_hand(made, sent)
-                found = vector(content, made.layout)
+                found = vector(blob, made.layout)
                 torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
                 assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
             train = link_pb2.TrainSteps(run_id="run", from_step=4, until_step=8, hand_back=True)
@@ -149,16 +149,18 @@ def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
 def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(setup: Any) -> None:
     task = setup("Table").task
     task.forward = lambda model, inputs: model(inputs).detach()
-    share = Share(RankLayout(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
-    passes = Passes(task, share, 0, torch.device("cpu"), 4)
+    share = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
+    passes = ForwardBackward(task, share, 0, torch.device("cpu"), 4)
     with pytest.raises(TaskError, match=r"^loss\(\) does not depend on what is trained; is some"):
-        passes.run(torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: Wish.GO_ON)
+        passes.run(
+            torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: ControlSignal.GO_ON
+        )
 
 
 def test_an_optimizer_that_computes_losses_itself_is_one_sentence(setup: Any) -> None:
     model = setup("Table").task.model()
-    share = Share(
-        RankLayout(ranks=1, zero_stage=0),
+    share = ModelShard(
+        ParallelDims(ranks=1, zero_stage=0),
         {0: model},
         {0: {name: name for name, _ in model.named_parameters()}},
     )

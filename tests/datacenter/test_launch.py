@@ -297,8 +297,8 @@ def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any, tmp_path: P
         attempt = driver.run(group._ready_attempt())
         pids = group._control.pids(attempt, 2)
         os.kill(pids[1], signal.SIGKILL)
-        _, content = driver.train("nodes", 4, 8, hand_back=True)
-        assert content == warm.train("nodes", 4, 8, hand_back=True)[1]
+        _, blob = driver.train("nodes", 4, 8, hand_back=True)
+        assert blob == warm.train("nodes", 4, 8, hand_back=True)[1]
         # A node that is told to go tells the service, which ends in good order.
         os.kill(agents[0][0].pid, signal.SIGTERM)
         until(lambda: driver.run(group.must_leave()))

@@ -141,7 +141,7 @@ class Trained:
     setup: Any
     values: list[dict[str, Any]]
     """What each rank returned."""
-    content: bytes
+    blob: bytes
     """The model it handed back."""
     state: str
     """Its checkpoints."""
@@ -192,7 +192,7 @@ def test_training_is_that_of_one_process(name: str, trained: Any, setup: Any, ve
     task, extra, section = CASES[name]
     blocks = extra.get("blocks", 2)
     expected, loss = _reference(setup, task, extra["optimizer"], section.get("clip_norm"), blocks)
-    parameters = vector(case.content, made.layout)
+    parameters = vector(case.blob, made.layout)
     assert (parameters - expected).abs().max() <= (1e-6 if extra["optimizer"] == "SGD" else 2e-5)
     assert all(value == {**values[0], "seconds": value["seconds"]} for value in values)
     assert values[0]["training"]["loss"] == pytest.approx(loss, abs=1e-6)
@@ -277,7 +277,7 @@ def test_what_one_layout_saves_others_load(
     on_ranks(1, "store_state", alone, list(states.values()), STEPS, str(tmp_path))
     for case in saved.values():
         whole = torch.load(tmp_path / Path(case.state).name)
-        for name, part in case.setup.layout.parts(vector(case.content, case.setup.layout)):
+        for name, part in case.setup.layout.parts(vector(case.blob, case.setup.layout)):
             assert torch.equal(whole[name]["value"], part)
             assert whole[name].keys() == {"value", "step", "exp_avg", "exp_avg_sq"}
     elements = 3 * case.setup.layout.size  # beside them, each parameter has a count of steps

@@ -67,8 +67,8 @@ def test_a_fresh_service_goes_on_where_another_was(
     assert len(ranks) == 2
     os.kill(agent.pid, signal.SIGKILL)
     assert gone(ranks, 20.0)
-    trained, content = fresh.train("resumed", 6, 9, hand_back=True)
-    assert content == undisturbed
+    trained, blob = fresh.train("resumed", 6, 9, hand_back=True)
+    assert blob == undisturbed
     assert all("the agent of the ranks died" in event for event in trained.events)
 
 

@@ -17,14 +17,14 @@ import isthmus_datacenter.service.service
 import isthmus_datacenter.service.transfer_files
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.task.scoring import build_model, evaluate
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.service import Service
 
 STEPS = 6
 
 
-def seeded(layout: Layout, seed: int) -> bytes:
+def seeded(layout: TensorLayout, seed: int) -> bytes:
     generator = torch.Generator().manual_seed(seed)
     return bytes(layout.encode(0.1 * torch.randn(layout.size, generator=generator)))
 
@@ -35,7 +35,7 @@ def test_a_run_from_its_first_step(warm: Any, setup: Any, vector: Any) -> None:
     start = warm.export("first", 0)
     assert start == bytes(made.layout.encode(made.layout.gather(build_model(made.task, 5))))
 
-    trained, content = warm.train("first", 0, STEPS, evaluate=True, hand_back=True)
+    trained, blob = warm.train("first", 0, STEPS, evaluate=True, hand_back=True)
     assert (trained.steps, trained.examples) == (STEPS, STEPS * 2 * 4)
     assert trained.seconds > 0
     assert trained.profile["examples_per_second"] > 0
@@ -43,9 +43,9 @@ def test_a_run_from_its_first_step(warm: Any, setup: Any, vector: Any) -> None:
     assert "mfu" not in trained.profile  # nothing is known of this processor
     assert not trained.events
     assert 0 < trained.training["loss"] < 3
-    assert warm.export("first", STEPS) == content
+    assert warm.export("first", STEPS) == blob
     model = build_model(made.task, 0)
-    made.layout.scatter(vector(content, made.layout), model)
+    made.layout.scatter(vector(blob, made.layout), model)
     held_out = made.task.eval_data()
     alone = evaluate(made.task, model, held_out, range(23), 8, torch.device("cpu")).result()
     assert dict(trained.evaluation) == pytest.approx(alone, abs=1e-6)
@@ -76,8 +76,8 @@ def test_a_model_that_comes_resets_or_keeps_the_optimizer(warm: Any, setup: Any)
         warm.open(f"on-load-{rule}", made)
         warm.train(f"on-load-{rule}", 0, STEPS)
         sent = seeded(made.layout, 4)
-        _, content = warm.train(f"on-load-{rule}", STEPS, 2 * STEPS, sent, hand_back=True)
-        found[rule] = content
+        _, blob = warm.train(f"on-load-{rule}", STEPS, 2 * STEPS, sent, hand_back=True)
+        found[rule] = blob
     assert found["reset"] != found["keep"]
 
 
@@ -99,11 +99,11 @@ def test_an_attempt_that_did_not_count_leaves_no_trace(warm: Any, setup: Any) ->
 
 
 def test_a_new_run_starts_clean(warm: Any, setup: Any) -> None:
-    contents = []
+    blobs = []
     for run_id in ("clean-a", "clean-b"):
         warm.open(run_id, setup("Table"))
-        contents.append(warm.train(run_id, 0, STEPS, hand_back=True)[1])
-    assert contents[0] == contents[1]
+        blobs.append(warm.train(run_id, 0, STEPS, hand_back=True)[1])
+    assert blobs[0] == blobs[1]
     with pytest.raises(UserError, match="'clean-a' is not open"):
         warm.train("clean-a", STEPS, STEPS + 1)
     warm.ask(close=link_pb2.CloseRun(run_id="clean-b"))
@@ -265,7 +265,7 @@ LOST = {
 def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     fault: str, warm: Any, setup: Any, tmp_path: Path, record_property: Any
 ) -> None:
-    contents = []
+    blobs = []
     rank = LOST[fault].split()[1]
     settings = {"dropout": 0.2, "fault": fault, "rank": rank, "once": str(tmp_path / "once")}
     sent = seeded(setup("Table").layout, 8)
@@ -277,9 +277,9 @@ def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
         made = setup("Faulty", {**settings, "at": at}, zero_stage=3 if fault == "kill" else 2)
         warm.open(run_id, made)
         first, begun = warm.train(run_id, 0, 5, sent, hand_back=True)
-        second, content = warm.train(run_id, 5, 10, hand_back=True)
-        contents.append((begun, content))
-    assert contents[0] == contents[1]
+        second, blob = warm.train(run_id, 5, 10, hand_back=True)
+        blobs.append((begun, blob))
+    assert blobs[0] == blobs[1]
     told = [*first.events, *second.events]
     assert len(told) == len(phases) - 1  # the first rank was lost when the run was opened
     for event in told:

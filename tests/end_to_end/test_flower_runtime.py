@@ -12,7 +12,7 @@ import pytest
 
 from isthmus.job import load_job
 from isthmus.task import load_task
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.global_model import GlobalModel
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,6 @@ def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
     task = load_task(job.task.source, {}, base=APP)
     model = GlobalModel(task, job.seed, job.strategy.server_optimizer)
     start = model.evaluate(512)
-    model.replace(Layout.from_header(model.layout.header).decode(payload))
+    model.replace(TensorLayout.from_header(model.layout.header).decode(payload))
     assert model.evaluate(512) == report["final"]["metrics"]
     assert report["final"]["metrics"]["loss"] < start["loss"]

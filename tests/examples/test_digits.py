@@ -4,7 +4,7 @@ import torch
 from isthmus import TaskError
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 
 from .conftest import DATACENTER, device, train
 
@@ -102,7 +102,7 @@ def test_each_policy_can_spend_the_whole_budget(load_example):
 def test_the_model_travels(load_example):
     job, task = load_example("digits")
 
-    assert Layout.of(build_model(task, job.seed)).size == 64 * 128 + 3 * 128 + 128 * 10 + 10
+    assert TensorLayout.of(build_model(task, job.seed)).size == 64 * 128 + 3 * 128 + 128 * 10 + 10
 
 
 @pytest.mark.parametrize("participant", [DATACENTER, device(0, 1)])

@@ -6,7 +6,7 @@ import torch
 from isthmus import TaskError
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 
 from .conftest import DATACENTER, device, train
 
@@ -130,7 +130,7 @@ def test_the_model_travels_and_gives_one_loss_per_character(load_example):
 
     values = task.loss(model(numbers), numbers)
 
-    assert Layout.of(model).size < 200_000
+    assert TensorLayout.of(model).size < 200_000
     assert len(model.blocks) == 2
     assert values.shape == task.metrics(model(numbers), numbers)["accuracy"].shape == (3, 64)
 

@@ -92,7 +92,7 @@ class Parties:
         self.server = ServerSession(self.config, directory())
         self.clients = {name: make_client(self.config, name) for name in names(count)}
         self.clients.update(clients or {})
-        self.roster = self.inboxes = self.survivors = self.consents = None
+        self.roster = self.inboxes = self.survivors = self.consistency_signatures = None
         self.plain = {}
         """Each client's ring vector before masking."""
         self.released = {}
@@ -132,28 +132,30 @@ class Parties:
         self.survivors = self.server.survivors()
         return self
 
-    def consent(self):
+    def sign_survivors(self):
         for name in self.left(ServerStage.CONSENTS):
-            self.server.take_consent(self.clients[name].consent(self.survivors))
-        self.consents = self.server.consents()
+            self.server.take_consistency_signature(
+                self.clients[name].sign_survivors(self.survivors)
+            )
+        self.consistency_signatures = self.server.consistency_signatures()
         return self
 
     def release(self):
         for name in self.left(ServerStage.RELEASES):
-            self.released[name] = self.clients[name].release(self.consents)
-            self.server.take_release(self.released[name])
+            self.released[name] = self.clients[name].release(self.consistency_signatures)
+            self.server.take_unmasking_shares(self.released[name])
         return self
 
     def until(self, stage):
         """Run the stages before `stage`."""
-        steps = [self.advertise, self.deal, self.mask, self.consent, self.release]
+        steps = [self.advertise, self.deal, self.mask, self.sign_survivors, self.release]
         for step in steps[:stage]:
             step()
         return self
 
     def run(self):
         """A whole round: the sum, after checking it against the plain one, bit for bit."""
-        total = self.until(ServerStage.FINISHED).server.open_sum()
+        total = self.until(ServerStage.FINISHED).server.unmask()
         expected = torch.zeros_like(total.vector)
         for name in self.left(ServerStage.MASKED):
             expected += self.plain[name]

@@ -12,7 +12,7 @@ from parties import Parties, make_config
 from torch import nn
 
 from isthmus.errors import PeerMisbehaved, UpdateError
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.crypto.masking import TILE
 from isthmus_privacy.secagg import ServerStage, Slot, Survivors, decode, encode
@@ -118,7 +118,7 @@ def test_a_non_finite_element_is_named():
 def test_an_exchange_set_goes_in_and_comes_out():
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2)) for _ in range(6)]
-    layout = Layout.of(models[0])
+    layout = TensorLayout.of(models[0])
     parties = Parties(6, {"c00002": ServerStage.MASKED}, size=layout.size, clip=4.0)
     parties.encoded = lambda name: keep(parties, name, layout.gather(models[int(name[1:])]))
     total = parties.run()

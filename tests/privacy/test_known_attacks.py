@@ -68,8 +68,11 @@ def test_shares_of_a_survivor_s_mask_key_stay_closed():
     )
     for name in names(5)[:3]:
         client = parties.clients[name]
-        client.release(parties.consents)
-        for ask in (lambda c=client: c.consent(lost), lambda c=client: c.release(parties.consents)):
+        client.release(parties.consistency_signatures)
+        for ask in (
+            lambda c=client: c.sign_survivors(lost),
+            lambda c=client: c.release(parties.consistency_signatures),
+        ):
             with pytest.raises(PeerMisbehaved, match="ended"):
                 ask()
 
@@ -215,5 +218,5 @@ def test_the_difference_of_two_sums_cannot_be_asked_for():
         parties.until(ServerStage.CONSENTS)
         for name in parties.left(ServerStage.CONSENTS):
             with pytest.raises(PeerMisbehaved, match="differ by 1"):
-                clients[name].consent(parties.survivors)
+                clients[name].sign_survivors(parties.survivors)
     assert len(sums) == 1

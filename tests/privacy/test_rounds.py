@@ -182,7 +182,7 @@ def test_secrets_are_wiped_when_a_session_ends():
     assert any(any(pair) for pair in held)
     assert not any(seed)  # already after masking
     assert client._mask is client._sealing is None
-    client.release(parties.consents)
+    client.release(parties.consistency_signatures)
     assert not any(any(pair) for pair in held)
     assert not client._held
 
@@ -219,7 +219,7 @@ def test_messages_survive_their_bytes():
         *parties.inboxes.values(),
         parties.masked["c00000"][0],
         parties.survivors,
-        parties.consents,
+        parties.consistency_signatures,
         *parties.released.values(),
     ]
     for message in said:

@@ -301,12 +301,12 @@ class Ranks:
 
     def answer(self, vector, exported=False, evaluate=False):
         payload = self.layout.encode(vector) if vector is not None else None
-        content = link_pb2.Content()
+        blob = link_pb2.Blob()
         if payload is not None:
-            content.sha256, content.size = hashlib.sha256(payload).digest(), len(payload)
+            blob.sha256, blob.size = hashlib.sha256(payload).digest(), len(payload)
         if exported:
-            return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
-        trained = link_pb2.Trained(result=content, examples=1, steps=50, training={"loss": 1.0})
+            return link_pb2.Reply(exported=link_pb2.Exported(model=blob)), payload
+        trained = link_pb2.Trained(result=blob, examples=1, steps=50, training={"loss": 1.0})
         if evaluate:
             trained.evaluation.update({"loss": 0.75, "accuracy": 0.5})
         return link_pb2.Reply(trained=trained), payload

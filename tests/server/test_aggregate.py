@@ -8,11 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UpdateError
-from isthmus.tensors.exchange_set import Layout
-from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, Adding, Spool, WeightedSum
-from isthmus_server.model.mmap_buffer import Pages
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.model.fixed_point_sum import (
+    SUM_BYTES,
+    TILE,
+    Spool,
+    StreamingUpdate,
+    WeightedSum,
+)
+from isthmus_server.model.mmap_buffer import MmapBuffer
 
-LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
+LAYOUT = TensorLayout.from_shapes({"bias": (1,), "weight": (2,)})
 
 values = st.floats(-4095, 4095, width=32)
 updates = st.tuples(st.tuples(values, values, values), st.integers(1, 1000))
@@ -26,7 +32,7 @@ def send(write, payload, piece=7, end=None):
 def add(tmp_path, total, vector, weight, layout=LAYOUT, in_memory=1 << 20, scale=1.0):
     payload = layout.encode(torch.as_tensor(vector, dtype=torch.float32))
     with Spool(tmp_path, in_memory) as spool:
-        adding = Adding(spool, total, layout, weight, scale)
+        adding = StreamingUpdate(spool, total, layout, weight, scale)
         try:
             send(adding.write, payload, 7 if layout is LAYOUT else 12345)
         except UpdateError:
@@ -106,7 +112,7 @@ def test_a_large_update_takes_no_memory_while_it_arrives(tmp_path):
 
 
 def test_an_update_of_more_than_one_tile(tmp_path):
-    layout = Layout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
+    layout = TensorLayout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
     vector = torch.arange(layout.size, dtype=torch.float32) / 128
     total = WeightedSum(layout.size, 5)
     add(tmp_path, total, vector, 5, layout)
@@ -141,7 +147,7 @@ def test_a_bad_update_is_refused_and_leaves_the_sum_as_it_was(tmp_path, vector, 
 
 def test_a_payload_of_another_size_or_header_is_refused(tmp_path):
     payload = LAYOUT.encode(torch.ones(3))
-    other = Layout.from_shapes({"bias": (2,), "weight": (1,)}).encode(torch.ones(3))
+    other = TensorLayout.from_shapes({"bias": (2,), "weight": (1,)}).encode(torch.ones(3))
     assert len(other) == len(payload)
     refused = pytest.raises(UpdateError, match=r"^it is not an update of this exchange set")
     for wrong in (b"", payload[:-1], payload + b"\0", other):
@@ -150,14 +156,14 @@ def test_a_payload_of_another_size_or_header_is_refused(tmp_path):
             spool.read(LAYOUT)
     total = WeightedSum(3, 10)
     with Spool(tmp_path) as spool:
-        adding = Adding(spool, total, LAYOUT, 1)
+        adding = StreamingUpdate(spool, total, LAYOUT, 1)
         with refused:
             send(adding.write, other)
         adding.take_back()
     assert total.weight == 0
 
 
-LARGE = Layout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
+LARGE = TensorLayout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
 
 
 @given(st.lists(st.integers(0, LARGE.nbytes), max_size=4), st.randoms(use_true_random=False))
@@ -170,7 +176,7 @@ def test_what_is_taken_back_at_any_time_was_never_there(tmp_path, ends, random):
         under_way = []
         for vector, end in zip(vectors, [LARGE.nbytes, *ends], strict=True):
             spool = stack.enter_context(Spool(tmp_path))
-            adding = Adding(spool, total, LARGE, 3, scale=0.7)
+            adding = StreamingUpdate(spool, total, LARGE, 3, scale=0.7)
             under_way.append((adding, bytes(LARGE.encode(vector)[:end]), [0]))
         while left := [one for one in under_way if one[2][0] < len(one[1])]:
             adding, payload, at = random.choice(left)
@@ -188,7 +194,7 @@ def test_a_sum_that_an_update_could_not_be_taken_out_of_has_no_mean(tmp_path):
     total = WeightedSum(3, 10)
     add(tmp_path, total, [1.0, 2.0, 3.0], 1)
     spool = Spool(tmp_path)
-    adding = Adding(spool, total, LAYOUT, 1)
+    adding = StreamingUpdate(spool, total, LAYOUT, 1)
     send(adding.write, LAYOUT.encode(torch.ones(3)))
     with spool:
         pass
@@ -206,7 +212,7 @@ def test_nothing_is_left_of_an_update_that_is_done_with(tmp_path):
 
 def test_tiles_in_any_order_give_the_same_sum():
     vector = torch.arange(2 * TILE + 3, dtype=torch.float32) / 128
-    used = Pages(SUM_BYTES * len(vector))
+    used = MmapBuffer(SUM_BYTES * len(vector))
     used.view[:] = b"\x4d" * len(used.view)
     for order in itertools.permutations(range(3)):
         total = WeightedSum(len(vector), 7, used)

@@ -70,12 +70,12 @@ async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
 async def test_a_model_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
     link = await net.listen()
     payload = payload_of(5 * CHUNK_BYTES)
-    content = describe(payload)
-    link.publish(content, payload)
+    blob = describe(payload)
+    link.publish(blob, payload)
     wire, port = await net.wire()
     wire.next["down"] = 5 * CHUNK_BYTES // 2
     guest = await net.join("a", answering(), port)
-    asking = asyncio.create_task(link.ask("a", train(link, content)))
+    asking = asyncio.create_task(link.ask("a", train(link, blob)))
     await wire.stalled.wait()
     arrived = 2 * CHUNK_BYTES
     await net.until(lambda: guest.buffers[0][:arrived] == payload[:arrived])
@@ -254,14 +254,14 @@ async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net
 async def test_what_is_cancelled_during_a_break_is_not_held_for_ever(net, done):
     link = await net.listen(60.0)
     payload = payload_of(2 * CHUNK_BYTES)
-    content = describe(payload)
-    link.publish(content, payload)
+    blob = describe(payload)
+    link.publish(blob, payload)
     released = asyncio.Event()
     wire, port = await net.wire()
     if not done:
         wire.next["down"] = CHUNK_BYTES
     guest = await net.join("a", waiting(answering(b"result"), released), port)
-    asking = asyncio.create_task(link.ask("a", train(link, content)))
+    asking = asyncio.create_task(link.ask("a", train(link, blob)))
     await net.until(lambda: guest.asked if done else guest.buffers)
     wire.cut(for_good=True)
     await net.until(lambda: link.peers["a"].stream is None)
@@ -387,8 +387,8 @@ async def test_a_reply_that_comes_twice_is_used_once(net):
         await asking
         await send(reply=reply)
         fetching = asyncio.create_task(link.fetch("raw", describe(b"x"), into(bytearray(1))))
-        want = await receive("want")
-        await send(chunk=link_pb2.Chunk(sha256=want.sha256, data=b"x"))
+        pull = await receive("pull")
+        await send(chunk=link_pb2.Chunk(sha256=pull.sha256, data=b"x"))
         await fetching
         link.settle("raw", request.id, True)
         assert (await receive("receipt")).accepted
@@ -399,12 +399,12 @@ async def test_a_reply_that_comes_twice_is_used_once(net):
 async def test_a_download_nobody_wants_any_more_does_not_disturb_the_next(net):
     link = await net.listen()
     payload = payload_of(5 * CHUNK_BYTES)
-    content = describe(payload)
-    link.publish(content, payload)
+    blob = describe(payload)
+    link.publish(blob, payload)
     wire, port = await net.wire()
     wire.next["down"] = CHUNK_BYTES // 2
     guest = await net.join("a", answering(), port)
-    first = asyncio.create_task(link.ask("a", train(link, content)))
+    first = asyncio.create_task(link.ask("a", train(link, blob)))
     await wire.stalled.wait()
     await net.until(lambda: guest.buffers)
     wire.cut(for_good=True)
@@ -413,7 +413,7 @@ async def test_a_download_nobody_wants_any_more_does_not_disturb_the_next(net):
     wire.next["down"] = 5 * CHUNK_BYTES // 2
     wire.stalled.clear()
     wire.refusing = False
-    second = asyncio.create_task(link.ask("a", train(link, content)))
+    second = asyncio.create_task(link.ask("a", train(link, blob)))
     await wire.stalled.wait()
     await net.until(lambda: guest.buffers[-1][: 2 * CHUNK_BYTES] == payload[: 2 * CHUNK_BYTES])
     wire.cut()

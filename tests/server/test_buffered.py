@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from isthmus.errors import JobError
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import Adding
+from isthmus_server.model.fixed_point_sum import StreamingUpdate
 from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import AttemptFailed, Fleet
-from isthmus_server.regimes.secure import SecureAttempt
+from isthmus_server.regimes.datacenter import AttemptFailed, FederatedRegime
+from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.transport import peer
 from isthmus_server.views.report import document
 
-LAYOUT = Layout.from_shapes({"weight": (3,)})
+LAYOUT = TensorLayout.from_shapes({"weight": (3,)})
 
 
 class Slow:
@@ -44,7 +44,7 @@ def begin(net, make_job, update, tmp_path):
     async def begin(*overrides, names="abcd", lease=10.0):
         await net.listen(lease)
         settings = ("federated.mode=buffered", "federated.cohort=2", "federated.quorum=2")
-        fleet = Fleet(
+        fleet = FederatedRegime(
             Federation(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
         )
         devices = {name: Slow(update) for name in names}
@@ -52,13 +52,13 @@ def begin(net, make_job, update, tmp_path):
 
         async def train(round_, attempt=1):
             payload = LAYOUT.encode(torch.full((3,), float(round_)))
-            content = describe(payload)
-            net.link.publish(content, payload)
+            blob = describe(payload)
+            net.link.publish(blob, payload)
             try:
                 idle = {name: 10 for name in names if name not in fleet.at_work}
-                return await fleet.train(round_, attempt, content, idle)
+                return await fleet.train(round_, attempt, blob, idle)
             finally:
-                net.link.retract(content)
+                net.link.retract(blob)
 
         return fleet, devices, guests, train
 
@@ -105,7 +105,7 @@ async def test_a_slow_device_delivers_into_a_later_buffer_and_counts_less(begin,
 
 
 async def test_an_update_that_is_too_old_is_not_used(begin, net):
-    fleet, devices, guests, train = await begin("federated.buffer={most_staleness=1}", names="abc")
+    fleet, devices, guests, train = await begin("federated.buffer={max_staleness=1}", names="abc")
     for name in "bc":
         devices[name].go.set()
     for round_ in (1, 2):
@@ -184,7 +184,7 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_coun
 ):
     fleet, devices, guests, train = await begin(names="ab")
     adding, go_on = threading.Event(), threading.Event()
-    write = Adding.write
+    write = StreamingUpdate.write
 
     def held_up(*arguments):
         write(*arguments)
@@ -192,7 +192,7 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_coun
         assert go_on.wait(10)
 
     monkeypatch.setattr(peer, "IN_A_THREAD", 1)
-    monkeypatch.setattr(Adding, "write", held_up)
+    monkeypatch.setattr(StreamingUpdate, "write", held_up)
     devices["a"].go.set()
     filling = asyncio.create_task(train(1))
     await net.until(adding.is_set)
@@ -217,7 +217,7 @@ async def test_a_secure_sum_ends_with_the_round_that_its_buffer_began(begin, mon
         deadlines.append(deadline)
         raise AttemptFailed("nobody agreed", [])
 
-    monkeypatch.setattr(SecureAttempt, "run", run)
+    monkeypatch.setattr(SecureAggregationAttempt, "run", run)
     for one in devices.values():
         one.go.set()
     began = asyncio.get_running_loop().time()
@@ -243,17 +243,17 @@ async def test_kept_updates_are_discounted_and_summed_securely(place, net):
 
     async def mean(name, mode, round_):
         coordinator = Coordinator(place.create(name, f"federated.mode={mode}"), place.link)
-        fleet, content = coordinator.fleet, coordinator.model.content
-        place.link.publish(content, coordinator.model.payload)
+        fleet, blob = coordinator.fleet, coordinator.model.blob
+        place.link.publish(blob, coordinator.model.payload)
         coordinator.roster.start()
         await net.until(lambda: len(coordinator.roster.clients) == 3)
         work = link_pb2.TrainLocal(
-            run_id=fleet.federation.run_id, round=1, attempt=1, model=content, keep=True
+            run_id=fleet.federation.run_id, round=1, attempt=1, model=blob, keep=True
         )
         if fleet.buffered is not None:
             for device in place.names:
                 fleet.buffered.ask(device, 0, 1, work)
-        result = await fleet.train(round_, 1, content, dict.fromkeys(place.names, 0))
+        result = await fleet.train(round_, 1, blob, dict.fromkeys(place.names, 0))
         await coordinator.roster.stop(over=False)
         return result
 

@@ -116,7 +116,7 @@ async def test_a_process_has_one_stream_and_its_last_one_ends_the_others(net):
                 "this process has opened another stream",
             )
             assert link._streams == {b"": 1}
-            await send(want=link_pb2.Want(sha256=describe(payload).sha256))
+            await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
             assert len((await receive("chunk")).data) == 1000
 
 
@@ -202,7 +202,7 @@ async def test_a_caller_gets_a_few_transfers_at_a_time(net):
     async with net.raw() as (_, send, receive):
         await receive("welcome")
         for payload in payloads:  # and nothing is read: all of them are under way
-            await send(want=link_pb2.Want(sha256=describe(payload).sha256))
+            await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await receive("receipt")
         assert caught.value.details() == "more than 4 transfers were asked for at a time"

@@ -133,7 +133,7 @@ def test_without_exploration_the_most_useful_are_taken():
     best = {"client-3", "client-7", "client-11"}
     for name in known.keys() - best:
         known[name].loss = 0.1
-    settings = Utility(exploration=0.0, least_exploration=0.0)
+    settings = Utility(exploration=0.0, min_exploration=0.0)
     for round_ in range(4, 20):
         assert (
             set(select(NAMES, wanted=3, seed=1, round_=round_, records=known, guided=settings))
@@ -369,7 +369,7 @@ def test_a_plan_for_devices_that_rest_waits_for_them():
     held = hold(Plan("federated", "x"), seen)
     assert isinstance(held.answer, Wait)
     assert held.answer.seconds == 600.0
-    assert "2 devices may be asked and the quorum is 3; 4 rest" in held.interventions[0]
+    assert "2 devices may be asked and the quorum is 3; 4 rest" in held.adjustments[0]
     assert hold(Plan("datacenter", "x"), seen).answer.regime == "datacenter"
     others = observe(clients_ready=2, clients_resting=0, needed=3)
     assert hold(Plan("federated", "x"), others).answer.regime == "federated"  # who may still come

@@ -98,7 +98,7 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, roun
     store = place.create("killed", *momentum)
     again = await place.killed(Coordinator(store, place.link), kind, round_)
     assert again.status()[0] == "running"
-    assert again.resume_point().round == round_ - (kind == "round")
+    assert again.run_state().round == round_ - (kind == "round")
     resumed = await Coordinator(again, place.link).run()
     assert resumed["model_sha256"] == final["model_sha256"]
     rows = document(again)["rounds"]
@@ -176,7 +176,7 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
     report = document(store)
     assert (report["status"], report["reason"], report["final"]) == ("failed", sentence, None)
     assert len(report["failed_attempts"]) == 2
-    assert store.resume_point().spent == 6.0
+    assert store.run_state().spent == 6.0
 
     again = place.reopen(store)
     await Coordinator(again, place.link).run()
@@ -359,7 +359,7 @@ async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(wit
 async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(with_ranks, place):
     _, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
     again = await place.killed(coordinator, "committed", 1)
-    assert again.resume_point().model_in_datacenter
+    assert again.run_state().model_in_datacenter
     await Coordinator(again, place.link).run()
     assert [row["regime"] for row in document(again)["rounds"]] == ["datacenter", "federated"]
 

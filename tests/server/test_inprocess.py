@@ -47,8 +47,8 @@ def link():
     return link
 
 
-def request(link, content=None):
-    work = link_pb2.TrainLocal(model=content)
+def request(link, blob=None):
+    work = link_pb2.TrainLocal(model=blob)
     return link_pb2.Request(id=link.new_id(), train_local=work)
 
 

@@ -132,9 +132,9 @@ async def test_contents_cross_in_both_directions(net, size):
         return link_pb2.Reply(trained=link_pb2.Trained(result=describe(result))), result
 
     guest = await net.join("a", reverse)
-    content = describe(payload)
-    link.publish(content, payload)
-    request = train(link, content)
+    blob = describe(payload)
+    link.publish(blob, payload)
+    request = train(link, blob)
     reply = await link.ask("a", request)
     assert [bytes(buffer) for buffer in guest.buffers] == ([bytes(payload)] if size else [])
     back = bytearray(reply.trained.result.size)
@@ -147,10 +147,10 @@ async def test_contents_cross_in_both_directions(net, size):
 async def test_one_content_goes_to_many(net):
     link = await net.listen()
     payload = payload_of(2 * CHUNK_BYTES)
-    content = describe(payload)
-    link.publish(content, payload)
+    blob = describe(payload)
+    link.publish(blob, payload)
     guests = [await net.join(name, answering()) for name in "abcd"]
-    await asyncio.gather(*(link.ask(name, train(link, content)) for name in "abcd"))
+    await asyncio.gather(*(link.ask(name, train(link, blob)) for name in "abcd"))
     assert all(guest.buffers == [payload] for guest in guests)
 
 
@@ -167,22 +167,22 @@ async def test_a_content_the_server_does_not_hold_is_a_failure(net):
 async def test_a_content_whose_file_cannot_be_read_is_a_failure(net, tmp_path):
     link = await net.listen()
     await net.join("a", answering())
-    content = describe(bytes(CHUNK_BYTES))
-    with (tmp_path / "content").open("wb+") as file:
-        link.publish(content, InFile(file, content.size))
-        reply = await link.ask("a", train(link, content))
+    blob = describe(bytes(CHUNK_BYTES))
+    with (tmp_path / "blob").open("wb+") as file:
+        link.publish(blob, InFile(file, blob.size))
+        reply = await link.ask("a", train(link, blob))
     assert reply.failure.reason == "the server does not hold the model any more"
 
 
 async def test_who_waits_for_the_rest_of_a_retracted_content_is_told(net):
     link = await net.listen()
     payload = bytearray(64 * CHUNK_BYTES)  # more than is ever on its way at once
-    content = describe(payload)
-    link.publish(content, payload)
+    blob = describe(payload)
+    link.publish(blob, payload)
     async with net.raw() as (_, send, receive):
-        await send(want=link_pb2.Want(sha256=content.sha256))
+        await send(pull=link_pb2.Pull(sha256=blob.sha256))
         assert (await receive("chunk")).data
-        link.retract(content)
+        link.retract(blob)
         arrived = CHUNK_BYTES
         async with asyncio.timeout(5):
             while not (chunk := await receive("chunk")).absent:

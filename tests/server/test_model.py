@@ -48,7 +48,7 @@ def test_the_content_always_names_the_bytes(make_model):
         lambda: (model.payload.__setitem__(slice(-4, None), b"\0\0\0\1"), model.changed()),
     ):
         change()
-        assert model.content.sha256 == digest(model.payload)
+        assert model.blob.sha256 == digest(model.payload)
         assert model.sha256 == digest(model.payload).hex()
         seen.add(model.sha256)
     assert len(seen) == 4

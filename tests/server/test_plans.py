@@ -8,13 +8,13 @@ import torch
 from isthmus.errors import UserError
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport import uplink
 from isthmus_server.model import merge
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.views.report import document
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
 
 @pytest.fixture

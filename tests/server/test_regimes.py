@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from isthmus.errors import TaskError
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import CHUNK_BYTES, describe
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import AttemptFailed, Datacenter, Fleet
+from isthmus_server.regimes.datacenter import AttemptFailed, DatacenterRegime, FederatedRegime
 from isthmus_server.storage.receipts import UNREACHABLE, Receipt, count, reasons
 
-LAYOUT = Layout.from_shapes({"bias": (1,), "weight": (2,)})
-OTHER = Layout.from_shapes({"bias": (2,), "weight": (1,)})
-LARGER = Layout.from_shapes({"bias": (1,), "weight": (3,)})
+LAYOUT = TensorLayout.from_shapes({"bias": (1,), "weight": (2,)})
+OTHER = TensorLayout.from_shapes({"bias": (2,), "weight": (1,)})
+LARGER = TensorLayout.from_shapes({"bias": (1,), "weight": (3,)})
 NEVER = asyncio.Event
 
 
@@ -25,13 +25,13 @@ class Round:
         self.net = net
         self.link = net.link
         self.layout = layout
-        self.fleet = Fleet(Federation(net.link, job, "run", layout, directory))
+        self.fleet = FederatedRegime(Federation(net.link, job, "run", layout, directory))
         self.model = layout.encode(torch.ones(layout.size))
-        self.content = describe(self.model)
-        self.link.publish(self.content, self.model)
+        self.blob = describe(self.model)
+        self.link.publish(self.blob, self.model)
 
     async def train(self, *names, examples=10):
-        return await self.fleet.train(1, 1, self.content, dict.fromkeys(names, examples))
+        return await self.fleet.train(1, 1, self.blob, dict.fromkeys(names, examples))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_cohorts_updates_become_their_weighted_mean(begin, good):
 
 
 async def test_a_model_of_many_chunks(begin, net, update):
-    layout = Layout.from_shapes({"weight": (CHUNK_BYTES,)})
+    layout = TensorLayout.from_shapes({"weight": (CHUNK_BYTES,)})
     round_ = await begin("federated.cohort=3", layout=layout, lease=10.0)
     vector = torch.arange(layout.size) / 1024
 
@@ -274,7 +274,7 @@ async def test_no_more_than_the_cohort_is_taken_when_all_report_at_once(begin, g
 
 
 async def test_a_device_whose_upload_is_held_up_is_told_when_the_round_is_over(begin, net, update):
-    layout = Layout.from_shapes({"weight": (CHUNK_BYTES,)})
+    layout = TensorLayout.from_shapes({"weight": (CHUNK_BYTES,)})
     round_ = await begin("federated.cohort=1", layout=layout, lease=10.0)
     wire, port = await net.wire()
     wire.next["up"] = CHUNK_BYTES
@@ -328,7 +328,7 @@ def ranks(net, make_job):
     async def ranks(work, *overrides, lease=0.3):
         await net.listen(lease)
         guest = await net.join("dc", work, role=link_pb2.DATACENTER)
-        return Datacenter(net.link, make_job(*overrides), "run", LAYOUT), guest
+        return DatacenterRegime(net.link, make_job(*overrides), "run", LAYOUT), guest
 
     return ranks
 
@@ -392,7 +392,7 @@ async def test_ranks_that_cannot_are_a_failed_attempt(ranks, update, net, how, s
 async def test_ranks_that_are_not_there(net, make_job):
     await net.listen()
     with pytest.raises(AttemptFailed, match=r"^dc: dc is not connected$"):
-        await Datacenter(net.link, make_job(), "run", LAYOUT).export("dc", 1)
+        await DatacenterRegime(net.link, make_job(), "run", LAYOUT).export("dc", 1)
 
 
 def test_who_was_only_stopped_because_of_others_is_named_last():

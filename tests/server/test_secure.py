@@ -9,17 +9,17 @@ import torch
 from isthmus.errors import TaskError
 from isthmus.job import Job
 from isthmus.task import Participant
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import AttemptFailed, Fleet
-from isthmus_server.regimes.secure import SecureAttempt
+from isthmus_server.regimes.datacenter import AttemptFailed, FederatedRegime
+from isthmus_server.regimes.secure import SecureAggregationAttempt
 
 NAMES = "abcde"
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
-STEPS = ("open", "train_local", "roster", "inbox", "survivors", "consents")
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
+STEPS = ("open", "train_local", "roster", "inbox", "survivors", "consistency_signatures")
 ASKED = dict(
     zip(("training", "sharing keys", "sending", "signing", "releasing"), STEPS[1:], strict=True)
 )
@@ -80,10 +80,12 @@ class Place:
     async def train(self, job=None, attempt=1):
         """One attempt from a fixed model."""
         self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
-        content = describe(self.model)
-        self.net.link.publish(content, self.model)
-        fleet = Fleet(Federation(self.net.link, job or self.job, "run", LAYOUT, self.directory))
-        return await fleet.train(1, attempt, content, dict.fromkeys(NAMES, 20))
+        blob = describe(self.model)
+        self.net.link.publish(blob, self.model)
+        fleet = FederatedRegime(
+            Federation(self.net.link, job or self.job, "run", LAYOUT, self.directory)
+        )
+        return await fleet.train(1, attempt, blob, dict.fromkeys(NAMES, 20))
 
     async def plain_mean(self, names):
         """What those devices' updates come to in plain, weighted by their examples."""
@@ -129,7 +131,7 @@ class OnlySilentLeft(float):
 def deadlines(place, monkeypatch):
     """Seconds that each step has, by its name; they pass when only the silent are left."""
     found = {}
-    step = SecureAttempt._step
+    step = SecureAggregationAttempt._step
 
     async def timed(self, what, names, one, deadline, wanted=None):
         found[what] = deadline - asyncio.get_running_loop().time()
@@ -143,7 +145,7 @@ def deadlines(place, monkeypatch):
 
         await step(self, what, names, part, OnlySilentLeft(deadline, left), wanted)
 
-    monkeypatch.setattr(SecureAttempt, "_step", timed)
+    monkeypatch.setattr(SecureAggregationAttempt, "_step", timed)
     return found
 
 
@@ -162,7 +164,7 @@ async def test_the_opened_sum_is_the_plain_weighted_mean(place):
 async def test_one_may_drop_out_at_any_step(place, deadlines, step, how):
     setattr(place.devices["c"], how, step)
     result = await place.train()
-    late = step in ("survivors", "consents")  # its masked vector was in already
+    late = step in ("survivors", "consistency_signatures")  # its masked vector was in already
     left = NAMES if late else NAMES.replace("c", "")
     expected = await place.plain_mean(left)
     assert torch.allclose(result.pseudo_gradient.double(), expected, atol=1e-6)
@@ -221,7 +223,7 @@ async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(plac
     sending = set()
     before = [set(peer.unsettled) for peer in place.net.link.peers.values()]
 
-    async def never(name, content, write):
+    async def never(name, blob, write):
         sending.add(name)
         await asyncio.Event().wait()
 
@@ -236,9 +238,9 @@ async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(plac
 
 async def test_an_attempt_ends_at_the_deadline_that_it_is_given(place, monkeypatch):
     place.devices["a"].silent_at = place.devices["b"].silent_at = "train_local"
-    run = SecureAttempt.run
+    run = SecureAggregationAttempt.run
     monkeypatch.setattr(
-        SecureAttempt, "run", lambda self: run(self, asyncio.get_running_loop().time())
+        SecureAggregationAttempt, "run", lambda self: run(self, asyncio.get_running_loop().time())
     )
     began = asyncio.get_running_loop().time()
     with pytest.raises(AttemptFailed, match="did not finish training in time"):

@@ -82,7 +82,7 @@ def checkpoints(store):
 
 
 def test_a_new_run_stands_before_its_first_round(create):
-    at = create().resume_point()
+    at = create().run_state()
     assert (at.round, at.attempts, at.models, at.spent, at.history) == (0, 0, {}, 0, [])
     assert (at.datacenter_step, at.model_in_datacenter, at.policy_state) == (0, False, {})
 
@@ -129,7 +129,7 @@ def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
     store.checkpoints.write_tensors(2, {"0.momentum": torch.zeros(3)})
 
     again = crash(store)
-    at = again.resume_point()
+    at = again.run_state()
     assert (at.round, at.attempts, at.spent) == (1, 1, 1.0)
     assert (at.device_bytes, at.elapsed) == (100, 10.0)
     assert (at.models["current"].file, at.datacenter_step) == ("model-000001.safetensors", 50)
@@ -175,12 +175,12 @@ def test_a_file_no_recent_commit_names_is_dropped(create):
 def test_a_model_the_datacenter_rounds_still_stand_on_is_kept(create):
     store = create()
     commit(store, 1)
-    at = store.resume_point()
+    at = store.run_state()
     files = {"model": at.models["current"], "optimizer": at.optimizer}
     for round_ in (2, 3, 4, 5):
         commit(store, round_, **files, model_in_datacenter=True)
     assert checkpoints(store) == ["model-000001.safetensors", "optimizer-000001.safetensors"]
-    assert store.resume_point().model_in_datacenter
+    assert store.run_state().model_in_datacenter
 
 
 def test_failed_attempts_count_and_cost(create, crash):
@@ -189,11 +189,11 @@ def test_failed_attempts_count_and_cost(create, crash):
     for attempt in (1, 2):
         plan(store, 2, attempt)
         store.fail(2, attempt, {"round": failed(2, 3.0)})
-    at = crash(store).resume_point()
+    at = crash(store).run_state()
     assert (at.round, at.attempts, at.spent) == (1, 2, 10.0)
     assert [(past.round, past.price) for past in at.history] == [(1, 4.0)]
     commit(store, 2, attempt=3, price=1.0)
-    at = crash(store).resume_point()
+    at = crash(store).run_state()
     assert (at.round, at.attempts, at.spent) == (2, 0, 11.0)
 
 
@@ -201,7 +201,7 @@ def test_what_is_held_of_a_round_does_not_grow_with_its_devices(create, crash):
     store = create()
     for round_, devices in ((1, 1), (2, 1000)):
         commit(store, round_, devices=devices)
-    few, many = crash(store).resume_point().history
+    few, many = crash(store).run_state().history
     assert many.accepted == 1000
     assert len(pickle.dumps(many)) < len(pickle.dumps(few)) + 10
 
@@ -210,12 +210,12 @@ def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, c
     store = create()
     plan(store, 1, 1)
     store.fail(1, 1, {"round": failed(1), "last": False})
-    assert crash(store).resume_point().decided is not None
+    assert crash(store).run_state().decided is not None
     plan(store, 1, 2)
     store.fail(1, 2, {"round": failed(1), "last": True})
     store.finish("failed", "round 1 failed 2 times", None)
     store.reopen()  # somebody resumes it, and it is killed before it has decided anew
-    assert crash(store).resume_point().decided is None
+    assert crash(store).run_state().decided is None
 
 
 def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, crash):
@@ -224,7 +224,7 @@ def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, c
     store.fail(1, 1, {"round": failed(1)})
     plan(store, 1, 2)
     again = crash(store)
-    assert again.resume_point().attempts == 2  # devices refuse an attempt they have seen
+    assert again.run_state().attempts == 2  # devices refuse an attempt they have seen
     plan(again, 1, 3)
     commit(again, 1, attempt=3)
     assert [found["attempt"] for found in again.attempts("failed")] == [1]
@@ -365,7 +365,7 @@ def test_a_run_that_was_cut_off_and_cannot_go_on_yet_goes_on_where_it_was(create
     with pytest.raises(UserError), store.locked():
         raise UserError("the port is in use")
     assert store.status()[0] == "running"
-    assert crash(store).resume_point().decided is not None
+    assert crash(store).run_state().decided is not None
 
 
 def test_a_log_that_is_damaged_is_one_sentence_to_who_goes_on_with_the_run(create):
@@ -374,7 +374,7 @@ def test_a_log_that_is_damaged_is_one_sentence_to_who_goes_on_with_the_run(creat
     store._db.execute("DROP TABLE attempts")
     sentence = r"^the run directory .* could not be used: no such table: attempts; see to it, then"
     with pytest.raises(UserError, match=sentence), store.locked():
-        store.resume_point()
+        store.run_state()
 
 
 def test_a_run_on_a_read_only_medium_is_read_as_it_lies(create, crash, monkeypatch):
@@ -421,7 +421,7 @@ def test_a_directory_without_a_run_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
+    ("file", "blob"),
     [
         ("job.json", "{"),
         ("job.json", "[]"),
@@ -433,13 +433,13 @@ def test_a_directory_without_a_run_is_one_sentence(tmp_path):
     ],
     ids=str,
 )
-def test_a_damaged_run_is_one_sentence(create, file, content):
+def test_a_damaged_run_is_one_sentence(create, file, blob):
     store = create()
     store.close()
     for path in store.directory.glob(file + "*"):
         path.unlink()
-    if content is not None:
-        (store.directory / file).write_text(content)
+    if blob is not None:
+        (store.directory / file).write_text(blob)
     with pytest.raises(UserError, match=r"^the run in .* cannot be read: .*[a-z]$") as told:
         Store.open(store.directory)
     assert "\n" not in str(told.value)

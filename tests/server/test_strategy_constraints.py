@@ -132,7 +132,7 @@ def within_limits(answer, seen):
 def test_no_answer_gets_past_a_limit(seen, answer):
     held = hold(answer, seen)
     within_limits(held.answer, seen)
-    assert bool(held.interventions) == (held.answer != answer)
+    assert bool(held.adjustments) == (held.answer != answer)
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))

@@ -14,7 +14,7 @@ from isthmus.job import StrategySection, parse_job
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.storage.receipts import Receipt, attempt_row
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
-from isthmus_server.strategy.decision import MOST_VISITS, Decision, decide
+from isthmus_server.strategy.decision import MAX_VISITS, Decision, decide
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe as observe_run
 from isthmus_server.strategy.observation import past_round
@@ -77,7 +77,7 @@ async def test_a_plan_within_the_limits_is_the_decision(ask):
     assert decision.answer == Plan("federated", "because", {"turn": 1})
     assert decision.seen["clients_ready"] == 8
     assert decision.seen["history"] is None
-    assert (decision.seen["asked"], decision.seen["interventions"], notes) == ([], [], [])
+    assert (decision.seen["asked"], decision.seen["adjustments"], notes) == ([], [], [])
 
 
 async def test_a_comparison_comes_back_in_the_same_round(ask):
@@ -123,7 +123,7 @@ async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
 
 
 async def test_a_policy_that_only_asks_is_named(ask):
-    with pytest.raises(JobError, match=rf"'mine' asked for more than {MOST_VISITS} comparisons"):
+    with pytest.raises(JobError, match=rf"'mine' asked for more than {MAX_VISITS} comparisons"):
         await ask(lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: [0.0])
 
 
@@ -157,7 +157,7 @@ async def test_after_a_wait_a_policy_may_ask_again(ask):
 async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
     decision, _, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
     assert decision.answer.cohort == 3
-    assert decision.seen["interventions"] == ["a cohort of 1 became 3, which is the quorum"]
+    assert decision.seen["adjustments"] == ["a cohort of 1 became 3, which is the quorum"]
 
 
 async def test_a_decision_reads_back_from_the_log(ask):

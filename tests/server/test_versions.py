@@ -78,8 +78,8 @@ class Actor:
             assert new.WhichOneof("outcome") == old.WhichOneof("outcome")
             assert new.id == old.id
             self.names[old.trained.result.sha256] = new.trained.result.sha256
-        elif kind == "want":
-            assert message.want.sha256 == self.name(recorded.want.sha256)
+        elif kind == "pull":
+            assert message.pull.sha256 == self.name(recorded.pull.sha256)
 
     def name(self, recorded):
         return self.names.get(recorded, recorded)
@@ -89,8 +89,8 @@ class Actor:
         kind = said.WhichOneof("body")
         if kind in ("reply", "progress"):
             getattr(said, kind).id = self.name(getattr(said, kind).id)
-        elif kind == "want":
-            said.want.sha256 = self.name(said.want.sha256)
+        elif kind == "pull":
+            said.pull.sha256 = self.name(said.pull.sha256)
         await self.call.write(said.SerializeToString())
 
 

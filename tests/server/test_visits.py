@@ -12,7 +12,7 @@ import torch
 from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import score
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport import uplink
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual.fleet import VirtualFleet
@@ -22,7 +22,7 @@ from isthmus_server.transport.bundle import published
 from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_server.views.report import document
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 4)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 MODELS = ("initial", "current", "initial+current")
 
 ASKING = """
@@ -273,7 +273,7 @@ async def test_models_that_the_disk_has_no_room_for_are_an_error_and_not_the_end
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    link, layout = await net.listen(), Layout.from_shapes({"weight": (4,)})
+    link, layout = await net.listen(), TensorLayout.from_shapes({"weight": (4,)})
     with pytest.raises(OSError, match="No space left"):
         async with published(link, layout, tmp_path, [torch.ones(4)], 1):
             raise AssertionError("unreachable")

@@ -134,7 +134,7 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
             {"seconds": 600.0, "reason": "the devices sleep", "by_limit": False},
             {"seconds": 7200.0, "reason": "the window is closed", "by_limit": True},
         ],
-        "interventions": [],
+        "adjustments": [],
     }
     store.plan(3, 1, {**dataclasses.asdict(plan), "invited": ["a"], "datacenters": ["d"]}, logged)
     store.close()

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import Guard
     from isthmus_clients.flower.client_app import FlowerRun
     from isthmus_clients.training.local_run import LocalRun
-    from isthmus_clients.training.secure import Credentials, SecureAttempt
-    from isthmus_privacy.secagg import ClientPolicy
+    from isthmus_clients.training.secure import Credentials, SecureParticipation
+    from isthmus_privacy.secagg import ClientRequirements
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
-MOST_MODELS = 8
+MAX_MODELS = 8
 """That a device holds at a time, to compare them."""
 
 
@@ -86,7 +86,7 @@ class Agent:
         self._pace = Pace(None if guard is None else guard.policy.cpu_percent)
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
-        self._secure: SecureAttempt | None = None
+        self._secure: SecureParticipation | None = None
         self._kept: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
         """An update that waits to be summed with others', and what it was asked and came to."""
         self._sent: tuple[str, Buffer] | None = None
@@ -128,8 +128,8 @@ class Agent:
             run = self._run(request.score.run_id)
             candidates = request.score.candidates
             count = 1 + max((number for one in candidates for number in one.of), default=0)
-            if count > MOST_MODELS:
-                raise UpdateError(f"{count} models are to be scored; at most {MOST_MODELS} are")
+            if count > MAX_MODELS:
+                raise UpdateError(f"{count} models are to be scored; at most {MAX_MODELS} are")
         else:
             run = self._run(request.train_local.run_id)
             count = 2 if request.train_local.with_gradient else 1
@@ -258,7 +258,7 @@ class Agent:
             raise UpdateError("this device keeps no update of that run")
         began, payload, trained = self._kept
         run = self._run(work.run_id)
-        about = link_pb2.Content(sha256=buffer_name(work.run_id, work.round))
+        about = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
         attempt = self._agree((work.run_id, work.round, work.attempt), work.secure, about)
         self._kept = None
         stale = max(work.round - began.round, 0)
@@ -283,21 +283,21 @@ class Agent:
             _may_speak_plainly(run)
             scores = run.score(payload, candidates)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
-        about = (paired_scores.visits_of(work.run_id), work.visit, work.attempt)
+        about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
         attempt = self._agree(about, work.secure, work.models)
         started = time.monotonic()
         figures = paired_scores.figures(run.score(payload, candidates))
-        seed = local_seed(run.job.seed, -work.visit, self.participant.name)
+        seed = local_seed(run.job.seed, -work.comparison, self.participant.name)
         advert = attempt.advertise(figures, examples=1, loss=0.0, seed=seed)
         self._secure = attempt
         seconds = time.monotonic() - started
         return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=advert.to_bytes()))
 
     def _agree(
-        self, about: tuple[str, int, int], agreed: bytes, content: link_pb2.Content
-    ) -> SecureAttempt:
+        self, about: tuple[str, int, int], agreed: bytes, blob: link_pb2.Blob
+    ) -> SecureParticipation:
         """Look at what the server proposes, before anything is done for it."""
-        from isthmus_clients.training.secure import Credentials, SecureAttempt
+        from isthmus_clients.training.secure import Credentials, SecureParticipation
 
         if self._credentials is None:
             self._credentials = Credentials(
@@ -306,16 +306,16 @@ class Agent:
         if self._welcome is not None:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         self._secure = None
-        return SecureAttempt(about, agreed, content.sha256, self._credentials)
+        return SecureParticipation(about, agreed, blob.sha256, self._credentials)
 
-    def _floor(self) -> ClientPolicy:
+    def _floor(self) -> ClientRequirements:
         """The least privacy that this device insists on."""
-        from isthmus_privacy.secagg import ClientPolicy
+        from isthmus_privacy.secagg import ClientRequirements
 
         if self._guard is None:
-            return ClientPolicy()
+            return ClientRequirements()
         wanted = self._guard.policy.privacy
-        return ClientPolicy(clients_min=wanted.clients_min, noise=wanted.noise)
+        return ClientRequirements(clients_min=wanted.clients_min, noise=wanted.noise)
 
     def _step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         attempt = self._secure

@@ -50,9 +50,9 @@ def wanted(work: link_pb2.OpenRun, tasks: Path | None, guard: Guard | None) -> b
             "(authors, in policy.toml)"
         )
     _check_digest(offer.digest, guard)
-    if offer.content.size > packages.MOST_BYTES:
-        raise Refused(f"a package of {offer.content.size} bytes is larger than any")
-    guard.check_fetch(offer.content.size)
+    if offer.blob.size > packages.MAX_BYTES:
+        raise Refused(f"a package of {offer.blob.size} bytes is larger than any")
+    guard.check_fetch(offer.blob.size)
     return True
 
 

@@ -52,7 +52,7 @@ class FlowerRun:
         flower = self.job.federated.flower
         assert flower is not None
         assert flower.app is not None
-        self.most_bytes = flower.most_bytes
+        self.max_bytes = flower.max_bytes
         key = "federated.flower.app"
         base, data = place_of(flower.app, self.job, Path(work.base), data, tasks, key)
         self.app = load_app(flower.app, key, base=base)
@@ -75,10 +75,10 @@ class FlowerRun:
         Raises:
             UpdateError: they are larger than the job lets anything be.
         """
-        if size > self.most_bytes:
+        if size > self.max_bytes:
             raise UpdateError(
-                f"a message of {size} bytes was announced where federated.flower.most_bytes="
-                f"{self.most_bytes}"
+                f"a message of {size} bytes was announced where federated.flower.max_bytes="
+                f"{self.max_bytes}"
             )
         return bytearray(size)
 

@@ -25,7 +25,7 @@ from isthmus.integrations.flower.messages import (
     record_of,
 )
 from isthmus.task import Participant
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import LocalRun
 
@@ -69,7 +69,9 @@ def _open(job_file: Path, came: ArrayRecord, context: Context) -> LocalRun:
             run_id=str(context.run_id),
             job=hosted_job(job_file, context.run_config).model_dump_json(),
             base=str(job_file.parent),
-            layout=Layout.from_shapes({key: array.shape for key, array in came.items()}).header,
+            layout=TensorLayout.from_shapes(
+                {key: array.shape for key, array in came.items()}
+            ).header,
         ),
         Participant(name=name, regime="federated", shard=shard),
         Path(node["data"]) if "data" in node else None,

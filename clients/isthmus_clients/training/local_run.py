@@ -30,7 +30,7 @@ from isthmus.task.scoring import (
     losses,
     score,
 )
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.worker import ReportProgress
@@ -71,7 +71,7 @@ Candidates = Sequence[Sequence[int]]
 """Models to score: each the mean of some of those that came, by their numbers."""
 
 
-def pieces(layout: Layout, payload: Buffer) -> list[memoryview]:
+def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
     """The encoded vectors that came behind one another in one content."""
     view = memoryview(payload)
     return [view[at : at + layout.nbytes] for at in range(0, len(view), layout.nbytes)]
@@ -80,7 +80,7 @@ def pieces(layout: Layout, payload: Buffer) -> list[memoryview]:
 def score_each(
     task: Task,
     model: nn.Module,
-    layout: Layout,
+    layout: TensorLayout,
     dataset: Dataset[Any],
     batch_size: int,
     models: Sequence[Buffer],

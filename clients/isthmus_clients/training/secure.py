@@ -14,9 +14,9 @@ from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
-    ClientPolicy,
+    ClientRequirements,
     ClientSession,
-    Consents,
+    ConsistencySignatures,
     Directory,
     Encoded,
     Enrolment,
@@ -39,7 +39,7 @@ class Credentials:
     """
 
     def __init__(
-        self, private: bytes, memory: Path | None = None, floor: ClientPolicy | None = None
+        self, private: bytes, memory: Path | None = None, floor: ClientRequirements | None = None
     ) -> None:
         """Be somebody.
 
@@ -98,7 +98,7 @@ def _read_history(path: Path) -> History:
         ) from None
 
 
-class SecureAttempt:
+class SecureParticipation:
     """One attempt: agree first, train, then answer step by step.
 
     Guarantees:
@@ -176,10 +176,12 @@ class SecureAttempt:
             stepped = link_pb2.SecureStepped(message=masked.to_bytes(), masked=describe(payload))
             return stepped, payload
         if kind == "survivors":
-            answer = session.consent(Survivors.from_bytes(work.survivors)).to_bytes()
+            answer = session.sign_survivors(Survivors.from_bytes(work.survivors)).to_bytes()
             return link_pb2.SecureStepped(message=answer), None
-        if kind == "consents":
-            answer = session.release(Consents.from_bytes(work.consents)).to_bytes()
+        if kind == "consistency_signatures":
+            answer = session.release(
+                ConsistencySignatures.from_bytes(work.consistency_signatures)
+            ).to_bytes()
             self._remember()
             return link_pb2.SecureStepped(message=answer), None
         raise UpdateError("this step of secure aggregation is not known here")

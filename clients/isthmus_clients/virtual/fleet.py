@@ -25,7 +25,7 @@ from isthmus.errors import Refused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.scoring import build_same_model, check_optimizer, count_examples
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.worker import ReportProgress
@@ -202,7 +202,7 @@ class _Run:
         self.same = (self.job.task, self.job.seed, work.base, work.layout)
         self.task: Task
         self.model: nn.Module
-        self.layout: Layout
+        self.layout: TensorLayout
         self.gradients: Gradients
         self._datasets: dict[str, Dataset[Any]] = {}
         if before is not None and before.same == self.same:

@@ -40,7 +40,7 @@ class Utility(Section):
     """Share of the first cohort that is left for devices that were never asked."""
     exploration_decay: Annotated[float, Field(gt=0, le=1)] = 0.98
     """What it is multiplied with each round."""
-    least_exploration: Annotated[float, Field(ge=0, le=1)] = 0.2
+    min_exploration: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Below this it does not fall."""
     preferred_seconds: PositiveSeconds | None = None
     """A device that takes longer is slow. Default: what four of five devices took."""
@@ -57,7 +57,7 @@ class Buffer(Section):
     """Devices at work at the same time. Default: twice the cohort."""
     staleness_exponent: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """An update that began s rounds ago counts (1 + s) ** -this of a fresh one; 0: as much."""
-    most_staleness: Annotated[int, Field(ge=0)] = 20
+    max_staleness: Annotated[int, Field(ge=0)] = 20
     """One that began longer ago is not used."""
 
     def discount(self, stale: int) -> float:
@@ -95,9 +95,9 @@ class FlowerSection(Section):
     to the job file, or `package.module:app`."""
     config: dict[str, bool | int | float | str] = Field(default={})
     """The app's `context.run_config`, and each message's `content["config"]`."""
-    most_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """A round's updates are together in the server's memory, cohort x model; at most so much."""
-    most_examples: Annotated[int, Field(ge=1)] = 1_000_000
+    max_examples: Annotated[int, Field(ge=1)] = 1_000_000
     """With an app, a device that says that it trained on more is refused. It counts by its own
     word: a number near what honest devices have bounds what a lying one weighs."""
 
@@ -138,7 +138,7 @@ class FederatedSection(Section):
     """The server learns the sum of a round's updates and no single one (Bell et al. 2020)."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
     """With secure aggregation, elements of an update are clipped to +- this."""
-    most_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    max_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
     """With secure aggregation, a device with more examples weighs as much as one with these."""
     flower: FlowerSection | None = None
     """Aggregate with a strategy of Flower."""

@@ -49,8 +49,8 @@ def show(package: Path) -> None:
     """Say what is in PACKAGE and who signed it, and run nothing."""
     found = _read(package)
     click.echo(f"{found.name}\nauthor {found.author.hex()}\ndigest {found.digest.hex()}")
-    for path, content in found.files.items():
-        click.echo(f"{len(content):>10} {path}")
+    for path, data in found.files.items():
+        click.echo(f"{len(data):>10} {path}")
 
 
 @task.command()
@@ -83,6 +83,6 @@ def install(package: Path, authors: tuple[str, ...], tasks: Path) -> None:
 def _read(path: Path) -> packages.Package:
     try:
         with path.open("rb") as file:
-            return packages.read(file.read(packages.MOST_BYTES + 1))
+            return packages.read(file.read(packages.MAX_BYTES + 1))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None

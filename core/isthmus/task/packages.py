@@ -33,14 +33,14 @@ from isthmus.identity.tls import check_private, checked_name, private_file
 if TYPE_CHECKING:
     from isthmus.job.schema import Job
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of a package."""
-MOST_FILES = 1000
+MAX_FILES = 1000
 
 _MANIFEST, _SIGNATURE = "manifest.json", "signature"
 _KEPT = ".package"
 """The package in the folder that it was unpacked into."""
-_MOST_MANIFEST = 1 << 20
+_MAX_MANIFEST = 1 << 20
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _DATE = (1980, 1, 1, 0, 0, 0)
 """Of every entry, so that the same files are the same package."""
@@ -147,8 +147,8 @@ def _files_of(folder: Path) -> dict[str, bytes]:
         if path.is_dir():
             continue
         size += path.stat().st_size
-        if len(files) == MOST_FILES or size > MOST_BYTES // 2:
-            raise UserError(f"{folder} has more than {MOST_FILES} files or {MOST_BYTES >> 21} MB")
+        if len(files) == MAX_FILES or size > MAX_BYTES // 2:
+            raise UserError(f"{folder} has more than {MAX_FILES} files or {MAX_BYTES >> 21} MB")
         files["/".join(parts)] = path.read_bytes()
     return files
 
@@ -159,8 +159,8 @@ def read(data: bytes) -> Package:
     Raises:
         Refused: it is none, was changed, or is not signed by its author.
     """
-    if len(data) > MOST_BYTES:
-        raise Refused(f"a package of {len(data)} bytes is larger than {MOST_BYTES}")
+    if len(data) > MAX_BYTES:
+        raise Refused(f"a package of {len(data)} bytes is larger than {MAX_BYTES}")
     try:
         _check_directory(data)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -189,8 +189,8 @@ def read(data: bytes) -> Package:
         AttributeError,
     ) as error:
         raise Refused(f"this is not a package of a task: {error}") from None
-    for path, content in files.items():
-        if hashlib.sha256(content).hexdigest() != about[path]["sha256"]:
+    for path, blob in files.items():
+        if hashlib.sha256(blob).hexdigest() != about[path]["sha256"]:
             raise Refused(f"the package was changed: {path!r} is not what its author signed")
     return Package(name, author, digest, files, data)
 
@@ -211,10 +211,10 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
         tasks.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tasks, prefix=".new-") as draft:
             whole, old = Path(draft) / "whole", Path(draft) / "old"
-            for path, content in package.files.items():
+            for path, blob in package.files.items():
                 place = whole / path
                 place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(content)
+                place.write_bytes(blob)
             (whole / _KEPT).write_bytes(package.data)
             if target.exists():
                 target.rename(old)
@@ -241,7 +241,7 @@ def installed(tasks: Path, name: str) -> Package | None:
     folder = tasks / name
     try:
         kept = folder / _KEPT
-        if not _is_plain(name) or not kept.is_file() or kept.stat().st_size > MOST_BYTES:
+        if not _is_plain(name) or not kept.is_file() or kept.stat().st_size > MAX_BYTES:
             return None
         package = read(kept.read_bytes())
         code = {
@@ -250,8 +250,8 @@ def installed(tasks: Path, name: str) -> Package | None:
             if path.is_file() or path.is_symlink()
         }
         changed = sorted(code - package.files.keys())
-        for path, content in package.files.items():
-            if not (folder / path).is_file() or (folder / path).read_bytes() != content:
+        for path, blob in package.files.items():
+            if not (folder / path).is_file() or (folder / path).read_bytes() != blob:
                 changed.append(path)
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error.strerror}") from None
@@ -272,7 +272,7 @@ def _check_directory(data: bytes) -> None:
     if not here or data[:-22][-20:].startswith(b"PK\x06\x07"):
         raise ValueError("it does not end as a zip file of this kind does")
     size = int.from_bytes(end[12:16], "little")
-    if size > _MOST_MANIFEST:
+    if size > _MAX_MANIFEST:
         raise ValueError(f"its directory of {size} bytes is too large")
 
 
@@ -286,11 +286,11 @@ def _plain_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.Zip
         if entry.filename in entries or not _is_plain(entry.filename):
             raise ValueError(f"{entry.filename!r} is not a plain name, or there twice")
         entries[entry.filename] = entry
-        if len(entries) > MOST_FILES + 2:
-            raise ValueError(f"it has more than {MOST_FILES} files")
+        if len(entries) > MAX_FILES + 2:
+            raise ValueError(f"it has more than {MAX_FILES} files")
     if sum(entry.file_size for entry in entries.values()) > size:
         raise ValueError("its files overlap")
-    if entries[_MANIFEST].file_size > _MOST_MANIFEST:
+    if entries[_MANIFEST].file_size > _MAX_MANIFEST:
         raise ValueError("its manifest is too large")
     return entries
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 
-def visits_of(run_id: str) -> str:
+def comparisons_run_id(run_id: str) -> str:
     """What agreements about visits call a run: no sum of updates is set against one of scores."""
     return f"{run_id}/visits"
 

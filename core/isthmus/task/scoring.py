@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isthmus.errors import TaskError
 from isthmus.task.definition import Task, user_code
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_difference
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ def _drawing_from(seed: int) -> Iterator[None]:
 
 def build_same_model(
     task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], whose: str
-) -> tuple[nn.Module, Layout]:
+) -> tuple[nn.Module, TensorLayout]:
     """The task's model, if it is the one that a server has.
 
     Args:
         task: as it is here.
         seed: of the job.
-        header: `Layout.header` of the server's model.
+        header: `TensorLayout.header` of the server's model.
         frozen: a `frozen.glance` at it.
         whose: the model's owner, for a person: "this device".
 
@@ -104,8 +104,8 @@ def build_same_model(
         TaskError: `model()` does not do, the exchange sets differ, or what is frozen does.
     """
     model = build_model(task, seed)
-    layout = Layout.of(model)
-    difference = layout.explain_difference(Layout.from_header(header)) or explain_difference(
+    layout = TensorLayout.of(model)
+    difference = layout.explain_difference(TensorLayout.from_header(header)) or explain_difference(
         model, frozen
     )
     if difference is not None:

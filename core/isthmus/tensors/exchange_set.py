@@ -2,14 +2,14 @@
 
 A model's trainable parameters, in the order of their names, make one float32 vector. Everything
 that is done to a model on its way is done to that vector: sending, masking, adding, stepping.
-`Layout` says which part of it is which parameter; its bytes in front of the vector's bytes are a
-safetensors file, so what travels and what is stored can be read by anything that reads those.
+`TensorLayout` says which part of it is which parameter; its bytes before the vector's are
+a safetensors file, so what travels and what is stored can be read by anything that reads those.
 
 Shape legend: N = number of float32 elements in the exchange set.
 
 >>> import torch
 >>> from torch import nn
->>> layout = Layout.of(nn.Linear(2, 3))
+>>> layout = TensorLayout.of(nn.Linear(2, 3))
 >>> layout.size, [entry.name for entry in layout.entries]
 (9, ['bias', 'weight'])
 >>> vector = layout.gather(nn.Linear(2, 3))
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Names and shapes of the exchange set, in the vector's order (sorted by name).
 
     Guarantees:
@@ -68,7 +68,7 @@ class Layout:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Layout:
+    def of(cls, model: nn.Module) -> TensorLayout:
         """The layout of a module's trainable parameters, tied ones once.
 
         Raises:
@@ -103,7 +103,7 @@ class Layout:
         return cls.from_shapes(shapes)
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> TensorLayout:
         """The layout of the given names and shapes, in any order."""
         entries, offset = [], 0
         for name in sorted(shapes):
@@ -112,7 +112,7 @@ class Layout:
         return cls(tuple(entries))
 
     @classmethod
-    def from_header(cls, header: bytes | memoryview) -> Layout:
+    def from_header(cls, header: bytes | memoryview) -> TensorLayout:
         """Read a layout back from the bytes of `header`.
 
         Raises:
@@ -173,7 +173,7 @@ class Layout:
         text += b" " * (-len(text) % 8)
         return _LENGTH.pack(len(text)) + text
 
-    def explain_difference(self, other: Layout) -> str | None:
+    def explain_difference(self, other: TensorLayout) -> str | None:
         """The first difference from `other` as half a sentence, or None."""
         mine = {entry.name: entry.shape for entry in self.entries}
         theirs = {entry.name: entry.shape for entry in other.entries}
@@ -232,7 +232,7 @@ class Layout:
                 f"({self.size} float32 parameters)"
             )
         if bytes(memoryview(payload)[: len(self.header)]) != self.header:
-            there = Layout.from_header(memoryview(payload)[: len(self.header)])
+            there = TensorLayout.from_header(memoryview(payload)[: len(self.header)])
             raise UpdateError(f"another exchange set came: {there.explain_difference(self)}")
         if self.size == 0:
             return torch.empty(0, dtype=torch.float32)

@@ -48,14 +48,14 @@ def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]
     return None
 
 
-def received(frozen: Mapping[str, link_pb2.Glance]) -> dict[str, list[float]]:
+def received(frozen: Mapping[str, link_pb2.Fingerprint]) -> dict[str, list[float]]:
     """A `glance` as it comes over the link."""
     return {name: list(glance.values) for name, glance in frozen.items()}
 
 
-def sent(model: nn.Module) -> dict[str, link_pb2.Glance]:
+def sent(model: nn.Module) -> dict[str, link_pb2.Fingerprint]:
     """A `glance` as it goes over the link."""
-    return {name: link_pb2.Glance(values=values) for name, values in glance(model).items()}
+    return {name: link_pb2.Fingerprint(values=values) for name, values in glance(model).items()}
 
 
 def _some(parameter: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,10 @@ BROADCAST_BYTES = 256 << 10
 SMALL_BYTES = 4 << 20
 """What counts as small there: with larger ones the copies of 32 receivers would be a model."""
 
-MOST_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 1 << 20
 """Payload of one message of a large one, where every message costs more than its bytes."""
 
-MAX_MESSAGE_BYTES = MOST_CHUNK_BYTES + (64 << 20)
+MAX_MESSAGE_BYTES = MAX_CHUNK_BYTES + (64 << 20)
 """gRPC refuses anything larger before it is read: a chunk, or a layout's header."""
 
 Buffer = bytearray | memoryview
@@ -58,9 +58,9 @@ def into(buffer: Buffer) -> Write:
     return write
 
 
-def describe(payload: bytes | Buffer) -> link_pb2.Content:
+def describe(payload: bytes | Buffer) -> link_pb2.Blob:
     """The name and size of a payload."""
-    return link_pb2.Content(sha256=hashlib.sha256(payload).digest(), size=len(payload))
+    return link_pb2.Blob(sha256=hashlib.sha256(payload).digest(), size=len(payload))
 
 
 def chunk_size(size: int) -> int:
@@ -68,7 +68,7 @@ def chunk_size(size: int) -> int:
 
     A message on its way to each of 32 participants, twice with gRPC's copy, is not half a content.
     """
-    return max(CHUNK_BYTES, min(MOST_CHUNK_BYTES, size // 160))
+    return max(CHUNK_BYTES, min(MAX_CHUNK_BYTES, size // 160))
 
 
 def chunks(
@@ -150,8 +150,8 @@ class Broadcast:
     def fill(self, buffer: Buffer) -> None:
         """Copy all of it to where there is as much room."""
         end = len(self._payload)
-        for start in range(0, end, MOST_CHUNK_BYTES):
-            piece = self._piece(start, min(start + MOST_CHUNK_BYTES, end))
+        for start in range(0, end, MAX_CHUNK_BYTES):
+            piece = self._piece(start, min(start + MAX_CHUNK_BYTES, end))
             buffer[start : start + len(piece)] = piece
 
     def _piece(self, start: int, end: int) -> bytes | memoryview:
@@ -200,9 +200,9 @@ class Assembly:
       * `complete` is true only when every byte came, in order, and the digest is the name.
     """
 
-    def __init__(self, content: link_pb2.Content, write: Write) -> None:
+    def __init__(self, blob: link_pb2.Blob, write: Write) -> None:
         """`write` has room for exactly `content.size` bytes."""
-        self.content = content
+        self.blob = blob
         self.offset = 0
         self._write = write
         self._hash = hashlib.sha256()
@@ -219,18 +219,18 @@ class Assembly:
         if chunk.offset != self.offset or not data:
             raise UpdateError(f"a transfer has a gap: at byte {self.offset}, got {chunk.offset}")
         end = self.offset + len(data)
-        if end > self.content.size:
-            raise UpdateError(f"a transfer of {self.content.size} bytes went on to byte {end}")
+        if end > self.blob.size:
+            raise UpdateError(f"a transfer of {self.blob.size} bytes went on to byte {end}")
         self._write(self.offset, data)
         self._hash.update(data)
         self.offset = end
-        if end == self.content.size and not self.complete:
+        if end == self.blob.size and not self.complete:
             raise UpdateError("a transfer does not match its SHA-256: it was damaged on the way")
 
     @property
     def complete(self) -> bool:
         """Everything is here and is what its name says."""
-        return self.offset == self.content.size and self._hash.digest() == self.content.sha256
+        return self.offset == self.blob.size and self._hash.digest() == self.blob.sha256
 
 
 def _varint(value: int) -> bytes:

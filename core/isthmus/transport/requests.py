@@ -10,11 +10,11 @@ def failure(reason: str) -> link_pb2.Reply:
     return link_pb2.Reply(failure=link_pb2.Failure(reason=reason))
 
 
-def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
+def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
     """The content that a worker needs for a request, if any."""
     kind = request.WhichOneof("work")
     if kind == "open":
-        return request.open.package.content
+        return request.open.package.blob
     if kind == "train_local":
         return request.train_local.model
     if kind == "score":
@@ -28,7 +28,7 @@ def model_of(request: link_pb2.Request) -> link_pb2.Content | None:
     return None
 
 
-def content_of(reply: link_pb2.Reply) -> link_pb2.Content:
+def blob_of(reply: link_pb2.Reply) -> link_pb2.Blob:
     """The content that goes with a reply; empty without one."""
     kind = reply.WhichOneof("outcome")
     if kind == "trained":
@@ -37,4 +37,4 @@ def content_of(reply: link_pb2.Reply) -> link_pb2.Content:
         return reply.secure_stepped.masked
     if kind == "flower_replied":
         return reply.flower_replied.records
-    return reply.exported.model if kind == "exported" else link_pb2.Content()
+    return reply.exported.model if kind == "exported" else link_pb2.Blob()

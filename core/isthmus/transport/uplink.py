@@ -20,11 +20,11 @@ import grpc.aio
 
 from isthmus.errors import IsthmusError, Refused, UpdateError
 from isthmus.identity.membership import Membership, check_dialling
-from isthmus.transport.backoff import Redial
+from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.grpc_errors import cause
 from isthmus.transport.heartbeats import Heartbeats
-from isthmus.transport.requests import content_of, failure, model_of
+from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
@@ -61,7 +61,7 @@ _LONGEST_SLEEP = 600.0
 _WELCOME_SECONDS = 30.0
 """For a server that was reached to say something."""
 
-_MOST_REQUESTS = 64
+_MAX_REQUESTS = 64
 """Requests of one server that are not settled: it asks for one thing at a time, or a few."""
 
 _PROGRESS_SECONDS = 0.5
@@ -149,7 +149,7 @@ class Uplink:
             Refused: the server does not want this participant, with its reason.
         """
         self._loop = asyncio.get_running_loop()
-        redial = Redial(self.longest_pause)
+        redial = Backoff(self.longest_pause)
         try:
             while True:
                 self._linked_at = math.inf
@@ -221,7 +221,7 @@ class Uplink:
             raise Refused("the server names another authority than the one that was joined")
         if self._welcome is not None and welcome.instance != self._welcome.instance:
             self._forget("the server was started anew")
-        elif welcome.anew:
+        elif welcome.is_new:
             self._forget("the server did not hear of this participant for too long")
         self.on_welcome(welcome)
         self._welcome = welcome
@@ -272,8 +272,8 @@ class Uplink:
             await self._request(stream, message.request)
         elif kind == "chunk":
             self._chunk(stream, message.chunk)
-        elif kind == "want":
-            stream.spawn(self._pump(stream, message.want))
+        elif kind == "pull":
+            stream.spawn(self._pump(stream, message.pull))
         elif kind == "receipt":
             job, receipt = self._jobs.pop(message.receipt.id, None), message.receipt
             if job is not None:
@@ -298,20 +298,20 @@ class Uplink:
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
         job = self._jobs.get(request.id)
         if job is None:
-            if len(self._jobs) >= _MOST_REQUESTS:
-                raise UpdateError(f"more than {_MOST_REQUESTS} requests are open")
+            if len(self._jobs) >= _MAX_REQUESTS:
+                raise UpdateError(f"more than {_MAX_REQUESTS} requests are open")
             job = self._jobs[request.id] = _Job(request)
-            content = model_of(request)
-            if content is not None and content.size:
+            blob = model_of(request)
+            if blob is not None and blob.size:
                 try:
-                    job.buffer = self.worker.buffer(request, content.size)
+                    job.buffer = self.worker.buffer(request, blob.size)
                 except (IsthmusError, OSError, MemoryError) as error:
                     known = isinstance(error, IsthmusError)
                     reason = str(error) if known else f"no room for its model: {error!r}"
                     await self._answer(job, failure(reason), None)
                     return
                 if job.buffer is not None:
-                    job.assembly = Assembly(content, into(job.buffer))
+                    job.assembly = Assembly(blob, into(job.buffer))
         if job.reply is not None:
             await stream.send(link_pb2.Envelope(reply=job.reply))
         elif job.task is None:
@@ -319,15 +319,15 @@ class Uplink:
                 self._start(job)
             else:
                 job.wanted_on = stream
-                want = link_pb2.Want(sha256=job.assembly.content.sha256, offset=job.assembly.offset)
-                await stream.send(link_pb2.Envelope(want=want))
+                pull = link_pb2.Pull(sha256=job.assembly.blob.sha256, offset=job.assembly.offset)
+                await stream.send(link_pb2.Envelope(pull=pull))
 
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
         for job in self._jobs.values():
             assembly = job.assembly
             if assembly is None or job.task is not None or job.wanted_on is not stream:
                 continue
-            if assembly.content.sha256 != chunk.sha256:
+            if assembly.blob.sha256 != chunk.sha256:
                 continue
             if chunk.absent:
                 job.task = asyncio.create_task(
@@ -337,7 +337,7 @@ class Uplink:
             try:
                 assembly.add(chunk)
             except UpdateError as error:
-                if assembly.offset < assembly.content.size:
+                if assembly.offset < assembly.blob.size:
                     raise  # this stream is out of step; the next one goes on from here
                 job.task = asyncio.create_task(self._answer(job, failure(str(error)), None))
                 continue
@@ -384,16 +384,16 @@ class Uplink:
         if stream is not None and loop is not None:
             asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
 
-    async def _pump(self, stream: Stream, want: link_pb2.Want) -> None:
+    async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
         """Send the content of a finished job from where the server wants it."""
         for job in self._jobs.values():
             if job.payload is None or job.reply is None:
                 continue
-            if content_of(job.reply).sha256 == want.sha256:
-                for message in chunks(want.sha256, job.payload, offset=want.offset):
+            if blob_of(job.reply).sha256 == pull.sha256:
+                for message in chunks(pull.sha256, job.payload, offset=pull.offset):
                     if self._jobs.get(job.request.id) is not job:
                         return  # settled: its memory may hold something else by now
                     await stream.send(message)
                 return
-        absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
+        absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))

@@ -17,11 +17,11 @@ CLIENT: Role
 DATACENTER: Role
 
 class Envelope(_message.Message):
-    __slots__ = ("hello", "welcome", "ping", "want", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed")
+    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
-    WANT_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
@@ -33,7 +33,7 @@ class Envelope(_message.Message):
     hello: Hello
     welcome: Welcome
     ping: Ping
-    want: Want
+    pull: Pull
     chunk: Chunk
     request: Request
     reply: Reply
@@ -42,7 +42,7 @@ class Envelope(_message.Message):
     progress: Progress
     renew: Renew
     renewed: Renewed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity")
@@ -61,26 +61,26 @@ class Hello(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "anew")
+    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "is_new")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     ENROLMENT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    ANEW_FIELD_NUMBER: _ClassVar[int]
+    IS_NEW_FIELD_NUMBER: _ClassVar[int]
     version: int
     lease_seconds: float
     authority: bytes
     enrolment: bytes
     instance: str
-    anew: bool
-    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., anew: _Optional[bool] = ...) -> None: ...
+    is_new: bool
+    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., is_new: _Optional[bool] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Content(_message.Message):
+class Blob(_message.Message):
     __slots__ = ("sha256", "size")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -88,7 +88,7 @@ class Content(_message.Message):
     size: int
     def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
-class Want(_message.Message):
+class Pull(_message.Message):
     __slots__ = ("sha256", "offset")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -141,8 +141,8 @@ class OpenRun(_message.Message):
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
-        value: Glance
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Glance, _Mapping]] = ...) -> None: ...
+        value: Fingerprint
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Fingerprint, _Mapping]] = ...) -> None: ...
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -154,24 +154,24 @@ class OpenRun(_message.Message):
     base: str
     layout: bytes
     package: Package
-    frozen: _containers.MessageMap[str, Glance]
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Glance]] = ...) -> None: ...
+    frozen: _containers.MessageMap[str, Fingerprint]
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ...) -> None: ...
 
-class Glance(_message.Message):
+class Fingerprint(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Package(_message.Message):
-    __slots__ = ("content", "digest", "author")
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("blob", "digest", "author")
+    BLOB_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     AUTHOR_FIELD_NUMBER: _ClassVar[int]
-    content: Content
+    blob: Blob
     digest: bytes
     author: bytes
-    def __init__(self, content: _Optional[_Union[Content, _Mapping]] = ..., digest: _Optional[bytes] = ..., author: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, blob: _Optional[_Union[Blob, _Mapping]] = ..., digest: _Optional[bytes] = ..., author: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep")
@@ -185,11 +185,11 @@ class TrainLocal(_message.Message):
     run_id: str
     round: int
     attempt: int
-    model: Content
+    model: Blob
     secure: bytes
     with_gradient: bool
     keep: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ...) -> None: ...
 
 class Agree(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "secure")
@@ -204,20 +204,20 @@ class Agree(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("run_id", "visit", "attempt", "models", "candidates", "secure")
+    __slots__ = ("run_id", "comparison", "attempt", "models", "candidates", "secure")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    VISIT_FIELD_NUMBER: _ClassVar[int]
+    COMPARISON_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    visit: int
+    comparison: int
     attempt: int
-    models: Content
+    models: Blob
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     secure: bytes
-    def __init__(self, run_id: _Optional[str] = ..., visit: _Optional[int] = ..., attempt: _Optional[int] = ..., models: _Optional[_Union[Content, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., comparison: _Optional[int] = ..., attempt: _Optional[int] = ..., models: _Optional[_Union[Blob, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., secure: _Optional[bytes] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("of",)
@@ -238,26 +238,26 @@ class MeanGradient(_message.Message):
     attempt: int
     from_step: int
     until_step: int
-    model: Content
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+    model: Blob
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class SecureStep(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "roster", "inbox", "survivors", "consents")
+    __slots__ = ("run_id", "round", "attempt", "roster", "inbox", "survivors", "consistency_signatures")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     INBOX_FIELD_NUMBER: _ClassVar[int]
     SURVIVORS_FIELD_NUMBER: _ClassVar[int]
-    CONSENTS_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_SIGNATURES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     roster: bytes
     inbox: bytes
     survivors: bytes
-    consents: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[bytes] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consents: _Optional[bytes] = ...) -> None: ...
+    consistency_signatures: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[bytes] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consistency_signatures: _Optional[bytes] = ...) -> None: ...
 
 class FlowerMessage(_message.Message):
     __slots__ = ("run_id", "id", "kind", "group", "node", "records")
@@ -272,8 +272,8 @@ class FlowerMessage(_message.Message):
     kind: str
     group: str
     node: int
-    records: Content
-    def __init__(self, run_id: _Optional[str] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[int] = ..., records: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+    records: Blob
+    def __init__(self, run_id: _Optional[str] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[int] = ..., records: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class TrainSteps(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back")
@@ -290,10 +290,10 @@ class TrainSteps(_message.Message):
     attempt: int
     from_step: int
     until_step: int
-    model: Content
+    model: Blob
     evaluate: bool
     hand_back: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Content, _Mapping]] = ..., evaluate: _Optional[bool] = ..., hand_back: _Optional[bool] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., evaluate: _Optional[bool] = ..., hand_back: _Optional[bool] = ...) -> None: ...
 
 class Export(_message.Message):
     __slots__ = ("run_id", "step")
@@ -304,12 +304,12 @@ class Export(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class CloseRun(_message.Message):
-    __slots__ = ("run_id", "over")
+    __slots__ = ("run_id", "finished")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    OVER_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    over: bool
-    def __init__(self, run_id: _Optional[str] = ..., over: _Optional[bool] = ...) -> None: ...
+    finished: bool
+    def __init__(self, run_id: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "flower_replied")
@@ -373,7 +373,7 @@ class Trained(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
-    result: Content
+    result: Blob
     examples: int
     steps: int
     seconds: float
@@ -382,15 +382,15 @@ class Trained(_message.Message):
     events: _containers.RepeatedScalarFieldContainer[str]
     secure: bytes
     profile: _containers.ScalarMap[str, float]
-    def __init__(self, result: _Optional[_Union[Content, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[Blob, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class SecureStepped(_message.Message):
     __slots__ = ("message", "masked")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
     message: bytes
-    masked: Content
-    def __init__(self, message: _Optional[bytes] = ..., masked: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+    masked: Blob
+    def __init__(self, message: _Optional[bytes] = ..., masked: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class Scored(_message.Message):
     __slots__ = ("scores",)
@@ -404,17 +404,17 @@ class FlowerReply(_message.Message):
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    records: Content
+    records: Blob
     error_code: int
     error: str
     seconds: float
-    def __init__(self, records: _Optional[_Union[Content, _Mapping]] = ..., error_code: _Optional[int] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, records: _Optional[_Union[Blob, _Mapping]] = ..., error_code: _Optional[int] = ..., error: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Exported(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    model: Content
-    def __init__(self, model: _Optional[_Union[Content, _Mapping]] = ...) -> None: ...
+    model: Blob
+    def __init__(self, model: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ()

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
 from isthmus.errors import UserError
-from isthmus_datacenter.parallel.model_shard import Share
+from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.training.optimizer import Updater
 
 _GROUPS = "optimizer|groups"
@@ -86,14 +86,14 @@ class Checkpoints:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def begin(self, step: int, share: Share, updater: Updater) -> None:
+    def begin(self, step: int, share: ModelShard, updater: Updater) -> None:
         """Begin to write the checkpoint of a step. All ranks call this together.
 
         Nothing is copied: until `finish`, nothing may change the state.
         """
         self._begin(f"step-{step}", _state(share, updater), _AsItIs())
 
-    def begin_within(self, at: Within, share: Share, updater: Updater, midway: Midway) -> None:
+    def begin_within(self, at: Within, share: ModelShard, updater: Updater, midway: Midway) -> None:
         """Begin to write a checkpoint within a round, from a copy. All ranks call this together.
 
         Returns when the copy is made, in memory of the processor: training goes on.
@@ -155,7 +155,7 @@ class Checkpoints:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def restore(self, step: int, share: Share, updater: Updater) -> None:
+    def restore(self, step: int, share: ModelShard, updater: Updater) -> None:
         """Put a checkpoint into a share and a *fresh* optimizer. All ranks call this together.
 
         Raises:
@@ -187,13 +187,13 @@ class Checkpoints:
             dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def restore_within(self, at: Within, share: Share, updater: Updater, place: str) -> Midway:
+    def restore_within(self, at: Within, share: ModelShard, updater: Updater, place: str) -> Midway:
         """As `restore`; also what was saved of this rank's place on the mesh."""
         key = f"{_MIDWAY}|{place}"
         return Midway(**self._restore(at.link, share, updater, key)[key])
 
     def _restore(
-        self, link: str, share: Share, updater: Updater, also: str | None
+        self, link: str, share: ModelShard, updater: Updater, also: str | None
     ) -> dict[str, Any]:
         reader = FileSystemReader((self.directory / link).resolve())
         known = reader.read_metadata().state_dict_metadata
@@ -270,7 +270,7 @@ def _writers() -> dist.ProcessGroup:
     return group
 
 
-def _state(share: Share, updater: Updater) -> dict[str, Any]:
+def _state(share: ModelShard, updater: Updater) -> dict[str, Any]:
     """Everything that training changes and this rank owns, under flat names.
 
     The optimizer's state is taken as it is: PyTorch's own helper takes a step with lr=0 to fill
@@ -286,7 +286,7 @@ def _state(share: Share, updater: Updater) -> dict[str, Any]:
     return state
 
 
-def _model_state(share: Share, without: AbstractSet[str] = frozenset()) -> dict[str, Any]:
+def _model_state(share: ModelShard, without: AbstractSet[str] = frozenset()) -> dict[str, Any]:
     parameters = {
         f"model|{name}": parameter.detach()
         for name, parameter in share.parameters().items()
@@ -295,7 +295,7 @@ def _model_state(share: Share, without: AbstractSet[str] = frozenset()) -> dict[
     return {**parameters, **{f"buffer|{name}": each for name, each in share.buffers().items()}}
 
 
-def _template(known: Mapping[str, Any], share: Share, updater: Updater) -> dict[str, Any]:
+def _template(known: Mapping[str, Any], share: ModelShard, updater: Updater) -> dict[str, Any]:
     """Tensors to load into: the share's own, and new ones for the optimizer's state."""
     state: dict[str, Any] = _model_state(share)
     parameters = dict(updater.named())

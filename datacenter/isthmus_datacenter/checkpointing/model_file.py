@@ -1,6 +1,6 @@
 """The whole model between the ranks and one flat file: each rank touches only what it holds.
 
-The file is `isthmus.tensors.exchange_set.Layout.encode`'s format. It is mapped, not read: no
+The file is `isthmus.tensors.exchange_set.TensorLayout.encode`'s format. It is mapped, not read: no
 rank ever holds the whole model, nothing is gathered, and any sharding reads what any other wrote.
 """
 
@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from isthmus.tensors.exchange_set import Layout
-from isthmus_datacenter.parallel.model_shard import Share
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_datacenter.parallel.model_shard import ModelShard
 
 
 @torch.no_grad()
-def load_shards(path: Path, layout: Layout, share: Share) -> None:
+def load_shards(path: Path, layout: TensorLayout, share: ModelShard) -> None:
     """Copy this rank's slices of the file into its parameters."""
     for shard, part in _pairs(_mapped(path, layout, writable=False), layout, share):
         shard.copy_(part)
 
 
 @torch.no_grad()
-def store_shards(path: Path, layout: Layout, share: Share) -> None:
+def store_shards(path: Path, layout: TensorLayout, share: ModelShard) -> None:
     """Write this rank's slices into the file, which has its full size already.
 
     Where several ranks hold the same slice, the first of them writes it.
@@ -41,14 +41,14 @@ def store_shards(path: Path, layout: Layout, share: Share) -> None:
         part.copy_(shard)
 
 
-def _mapped(path: Path, layout: Layout, *, writable: bool) -> torch.Tensor:
+def _mapped(path: Path, layout: TensorLayout, *, writable: bool) -> torch.Tensor:
     """The vector (N) inside the file. A private mapping of a file we only read costs no memory."""
     whole = torch.from_file(str(path), shared=writable, size=layout.nbytes, dtype=torch.uint8)
     return whole[len(layout.header) :].view(torch.float32)
 
 
 def _pairs(
-    vector: torch.Tensor, layout: Layout, share: Share, only: set[str] | None = None
+    vector: torch.Tensor, layout: TensorLayout, share: ModelShard, only: set[str] | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each local shard with the part of the vector that it is, both as views."""
     parameters = share.parameters()

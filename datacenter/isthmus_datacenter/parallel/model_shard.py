@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.replicas import Replicas
 
 
@@ -58,12 +58,12 @@ class Names:
         return found
 
 
-class Share:
+class ModelShard:
     """One rank's part of the model."""
 
     def __init__(
         self,
-        layout: RankLayout,
+        layout: ParallelDims,
         stages: Mapping[int, nn.Module],
         names: Mapping[int, Mapping[str, str]],
     ) -> None:

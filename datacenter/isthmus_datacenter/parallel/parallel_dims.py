@@ -1,11 +1,11 @@
 """Which rank holds what: the degrees of parallelism, the ZeRO stage, and the mesh they make.
 
->>> layout = RankLayout(ranks=8, zero_stage=3, tensor=2, pipeline=2, microbatches=4)
+>>> layout = ParallelDims(ranks=8, zero_stage=3, tensor=2, pipeline=2, microbatches=4)
 >>> layout.axes
 {'pipeline': 2, 'shard': 2, 'tensor': 2}
 >>> layout.place(5)
 Coordinates(pipeline=1, data=0, tensor=1)
->>> RankLayout(ranks=4, zero_stage=0).axes
+>>> ParallelDims(ranks=4, zero_stage=0).axes
 {'replicate': 4, 'shard': 1}
 """
 
@@ -43,7 +43,7 @@ class Coordinates:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankLayout:
+class ParallelDims:
     """How one model lies on the ranks.
 
     Every ZeRO stage is the same code, `fully_shard`, on another mesh or with another option:
@@ -73,7 +73,7 @@ class RankLayout:
     checkpoint_activations: bool = False
 
     @classmethod
-    def of(cls, section: DatacenterSection, ranks: int) -> RankLayout:
+    def of(cls, section: DatacenterSection, ranks: int) -> ParallelDims:
         """The layout a job asks for, on the ranks there are.
 
         Raises:

@@ -26,8 +26,8 @@ from isthmus.task import Task, user_code
 from isthmus_datacenter.parallel import tensor_plans
 from isthmus_datacenter.parallel.equivalence_check import run_still, same
 from isthmus_datacenter.parallel.linears import lay_out
-from isthmus_datacenter.parallel.model_shard import Names, Share
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.model_shard import ModelShard, Names
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.pipeline_stages import check_chain, cut
 from isthmus_datacenter.parallel.replicas import Replicas
 
@@ -46,14 +46,14 @@ loose enough for a GPU's TF32, and far below what a wrong plan does."""
 def parallelize(
     task: Task,
     model: nn.Module,
-    layout: RankLayout,
+    layout: ParallelDims,
     rank: int,
     device: torch.device,
     *,
     sample: Callable[[], Any],
     smallest_unit: int = SMALLEST_UNIT,
     backend: Any = "inductor",
-) -> Share:
+) -> ModelShard:
     """This rank's share of the model, on the device. All ranks call this together.
 
     Args:
@@ -81,7 +81,7 @@ def parallelize(
     tables = [_parameter_names(names, stage) for stage in stages]
     _refuse_lost(names, tables)
     mine = {at: stages[at] for at in layout.stages_of(rank)}
-    share = Share(layout, mine, {at: names.in_stage(stage) for at, stage in mine.items()})
+    share = ModelShard(layout, mine, {at: names.in_stage(stage) for at, stage in mine.items()})
     share.mesh = mesh
     share.notes = notes
     share.sample_flops = int(counter.get_total_flops())
@@ -112,7 +112,7 @@ def parallelize(
 def _stages(
     task: Task,
     model: nn.Module,
-    layout: RankLayout,
+    layout: ParallelDims,
     sample: Callable[[], Any],
     counter: FlopCounterMode,
 ) -> tuple[list[nn.Module], list[Flow]]:
@@ -200,7 +200,7 @@ def _refuse_lost(names: Names, tables: Sequence[dict[str, str]]) -> None:
 def _tensor_plan(
     task: Task,
     model: nn.Module,
-    layout: RankLayout,
+    layout: ParallelDims,
     stages: Sequence[nn.Module],
     flows: Sequence[Flow],
 ) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
@@ -288,7 +288,7 @@ def _detach_from_compiled(cut: Sequence[nn.Module]) -> None:
 # -- blocks ---------------------------------------------------------------------------------------
 
 
-def _wrap(blocks: Sequence[nn.Module], layout: RankLayout, backend: Any) -> None:
+def _wrap(blocks: Sequence[nn.Module], layout: ParallelDims, backend: Any) -> None:
     """On the instances, so that no name changes."""
     for block in blocks:
         if layout.compile:
@@ -315,7 +315,11 @@ def _code(kind: str, code: CodeType) -> CodeType:
 
 
 def _shard(
-    stage: nn.Module, blocks: Sequence[nn.Module], layout: RankLayout, mesh: DeviceMesh, last: bool
+    stage: nn.Module,
+    blocks: Sequence[nn.Module],
+    layout: ParallelDims,
+    mesh: DeviceMesh,
+    last: bool,
 ) -> None:
     dtype = _DTYPES.get(layout.precision)
     data = layout.data_mesh(mesh)

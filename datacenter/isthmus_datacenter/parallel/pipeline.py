@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 
 from isthmus.errors import TaskError
 from isthmus.task import user_code
-from isthmus_datacenter.parallel.model_shard import Share, local
+from isthmus_datacenter.parallel.model_shard import ModelShard, local
 
 _DTYPES = (
     torch.float32,
@@ -52,7 +52,7 @@ class Chain(nn.Module):
     Only the last stage's rank gets an output; the others get None.
     """
 
-    def __init__(self, share: Share, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, share: ModelShard, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self.stages = nn.ModuleDict({str(at): stage for at, stage in share.stages.items()})
         self.count = share.layout.stages
@@ -111,7 +111,7 @@ class Chain(nn.Module):
 class Pipeline:
     """Trains the stages of a share, one batch of any shape at a time."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
+    def __init__(self, share: ModelShard, device: torch.device) -> None:
         assert share.mesh is not None
         self.share = share
         self.device = device

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from isthmus.transport.backoff import Redial
+from isthmus.transport.backoff import Backoff
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import Control
-from isthmus_datacenter.service.fork_server import Template
+from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.logs import keep_latest, last_words
 
 _LOOK_SECONDS = 0.2
@@ -50,7 +50,7 @@ class Agents(Protocol):
 class LocalAgent:
     """The agent process of this machine; it and its ranks end with this process."""
 
-    def __init__(self, settings: AgentSettings, template: Template) -> None:
+    def __init__(self, settings: AgentSettings, template: AgentForkServer) -> None:
         logs = Path(settings.logs)
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
@@ -107,8 +107,8 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
     `leaving` says whether this node was told to go: the service hears of it, finishes what it can
     and ends the generation; after that this returns.
     """
-    redial = Redial(_REDIAL_SECONDS)
-    with Template("fork") as template:
+    redial = Backoff(_REDIAL_SECONDS)
+    with AgentForkServer("fork") as template:
         node = _Node(template, leaving)
         while not leaving():
             connected = math.inf
@@ -126,7 +126,7 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
 class _Node:
     """One machine of several."""
 
-    def __init__(self, template: Template, leaving: Callable[[], bool]) -> None:
+    def __init__(self, template: AgentForkServer, leaving: Callable[[], bool]) -> None:
         self._template = template
         self._leaving = leaving
         self._done = 0

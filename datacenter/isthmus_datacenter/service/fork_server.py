@@ -24,7 +24,7 @@ IMPORTED = "isthmus_datacenter.service.elastic_agent"
 """What agents and ranks run, with everything it needs."""
 
 
-class Template:
+class AgentForkServer:
     """Starts agents for the process that made it."""
 
     def __init__(self, method: Literal["fork", "forkserver"]) -> None:
@@ -54,7 +54,7 @@ class Template:
         self._pipe.send((settings, dict(environment), log))
         return Running(self._pipe)
 
-    def __enter__(self) -> Template:
+    def __enter__(self) -> AgentForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -34,7 +34,7 @@ from isthmus_datacenter.service.control_store import (
     Outcome,
     Report,
 )
-from isthmus_datacenter.training.agreement import AgreedError, Wish
+from isthmus_datacenter.training.agreement import AgreedError, ControlSignal
 from isthmus_datacenter.training.engine import Engine, Place
 from isthmus_datacenter.training.mean_gradient import mean_gradient
 
@@ -171,10 +171,10 @@ class _Rank:
         self.engine.export(command)
         return {}
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> ControlSignal:
         if self._unwanted == self.number:
-            return Wish.ABORT
-        return Wish.SAVE if self._to_save == self.number else Wish.GO_ON
+            return ControlSignal.ABORT
+        return ControlSignal.SAVE if self._to_save == self.number else ControlSignal.GO_ON
 
     def _report(self, report: Report) -> None:
         self.control.report_progress(self.attempt, self.number, report)

@@ -22,7 +22,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.agents import Agents, LocalAgent, RemoteAgents
 from isthmus_datacenter.service.control_store import Attempt, Command, Control, Report
-from isthmus_datacenter.service.fork_server import Template
+from isthmus_datacenter.service.fork_server import AgentForkServer
 
 RESTARTS = 3
 """Restarts of the ranks within one command before it is given up."""
@@ -77,7 +77,7 @@ class Group:
         ranks: int,
         state: Path,
         nodes: Nodes | None = None,
-        template: Template | None = None,
+        template: AgentForkServer | None = None,
     ) -> None:
         """`participant` is the name on the link; checkpoints and logs go under `state`.
 
@@ -86,7 +86,7 @@ class Group:
         """
         self.participant = participant
         self.nodes = nodes
-        self._template = None if nodes is not None else template or Template("forkserver")
+        self._template = None if nodes is not None else template or AgentForkServer("forkserver")
         self.ranks = ranks if nodes is None else ranks * nodes.count
         self.state = state
         self.lease_seconds = 10.0

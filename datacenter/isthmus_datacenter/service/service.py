@@ -20,16 +20,16 @@ from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.identity.membership import Membership
 from isthmus.job import read_job
 from isthmus.task import check_installed
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.control_store import Command, Report
-from isthmus_datacenter.service.fork_server import Template
+from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.rank_group import Group, Nodes
-from isthmus_datacenter.service.transfer_files import Crossing, check_model, locked
+from isthmus_datacenter.service.transfer_files import TransferFiles, check_model, locked
 from isthmus_datacenter.training.live_progress import events
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -50,7 +50,7 @@ class _Run:
     """The run that is open."""
 
     run_id: str
-    layout: Layout
+    layout: TensorLayout
 
 
 class Service:
@@ -71,7 +71,7 @@ class Service:
         *,
         tasks: Path | None = None,
         nodes: Nodes | None = None,
-        template: Template | None = None,
+        template: AgentForkServer | None = None,
     ) -> None:
         """`state` keeps checkpoints and logs; `data` overrides where the job says its data is.
 
@@ -89,7 +89,7 @@ class Service:
         self.data = None if data is None else data.resolve()
         self.tasks = None if tasks is None else tasks.resolve()
         self._lock_file = locked(self.state)
-        self._crossing = Crossing(self.state / "exchange")
+        self._crossing = TransferFiles(self.state / "exchange")
         self._group = Group(name, ranks, self.state, nodes, template)
         self._run: _Run | None = None
         self._busy = asyncio.Lock()
@@ -257,7 +257,7 @@ class Service:
         if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _OURS:
             raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
         job = read_job(open_.job)
-        layout = Layout.from_header(open_.layout)
+        layout = TensorLayout.from_header(open_.layout)
         base, data = Path(open_.base), self.data
         if self.tasks is not None:
             check_installed(job.task.source, self.tasks)
@@ -323,8 +323,8 @@ class Service:
         )
         payload = None
         if train.hand_back:
-            content, payload = await self._crossing.result(request_id, run.layout)
-            trained.result.CopyFrom(content)
+            blob, payload = await self._crossing.result(request_id, run.layout)
+            trained.result.CopyFrom(blob)
         return link_pb2.Reply(trained=trained), payload
 
     async def _mean_gradient(
@@ -346,9 +346,9 @@ class Service:
             result=str(self._crossing.room_for_result(request_id, run.layout)),
         )
         values, losses = await self._group.do(command)
-        content, payload = await self._crossing.result(request_id, run.layout)
+        blob, payload = await self._crossing.result(request_id, run.layout)
         trained = link_pb2.Trained(
-            result=content,
+            result=blob,
             examples=values["examples"],
             steps=values["steps"],
             seconds=time.monotonic() - started,
@@ -364,14 +364,14 @@ class Service:
         path = self._crossing.room_for_result(request_id, run.layout)
         command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
         await self._group.do(command)
-        content, payload = await self._crossing.result(request_id, run.layout)
-        return link_pb2.Reply(exported=link_pb2.Exported(model=content)), payload
+        blob, payload = await self._crossing.result(request_id, run.layout)
+        return link_pb2.Reply(exported=link_pb2.Exported(model=blob)), payload
 
     async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:
         if self._run is not None and self._run.run_id == close.run_id:
             self._run = None
             await self._group.do(Command(op="close", run_id=close.run_id))
-            if close.over:  # checkpoints of it, which are larger than all else here
+            if close.finished:  # checkpoints of it, which are larger than all else here
                 await asyncio.to_thread(shutil.rmtree, self.state / close.run_id, True)
         return link_pb2.Reply(closed=link_pb2.Closed())
 

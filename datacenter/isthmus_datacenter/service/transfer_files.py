@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UpdateError, UserError
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 
 _LOCK_SECONDS = 5.0
 
 
-class Crossing:
+class TransferFiles:
     """Models between the link and the ranks: for a request one file in and one out, at most."""
 
     def __init__(self, directory: Path) -> None:
@@ -46,7 +46,7 @@ class Crossing:
             self.drop_model(request_id)
             raise
 
-    def room_for_result(self, request_id: str, layout: Layout) -> Path:
+    def room_for_result(self, request_id: str, layout: TensorLayout) -> Path:
         """A file of the result's size with its header; the ranks write the rest.
 
         Raises:
@@ -58,7 +58,7 @@ class Crossing:
             os.posix_fallocate(file.fileno(), 0, layout.nbytes)
         return path
 
-    async def result(self, request_id: str, layout: Layout) -> tuple[link_pb2.Content, Buffer]:
+    async def result(self, request_id: str, layout: TensorLayout) -> tuple[link_pb2.Blob, Buffer]:
         """What the ranks have written, and what it is called."""
         payload = mapped(self.outgoing[request_id], layout.nbytes)
         return await asyncio.to_thread(describe, payload), payload
@@ -91,7 +91,7 @@ def mapped(path: Path, size: int) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), size))
 
 
-def check_model(model: Buffer, layout: Layout) -> None:
+def check_model(model: Buffer, layout: TensorLayout) -> None:
     """Refuse a model of another layout before the ranks read it.
 
     Raises:
@@ -103,7 +103,7 @@ def check_model(model: Buffer, layout: Layout) -> None:
         )
     header = bytes(memoryview(model)[: len(layout.header)])
     if header != layout.header:
-        difference = Layout.from_header(header).explain_difference(layout)
+        difference = TensorLayout.from_header(header).explain_difference(layout)
         raise UpdateError(f"a model of another exchange set came: {difference}")
 
 

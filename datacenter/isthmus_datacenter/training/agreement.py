@@ -22,7 +22,7 @@ class StoppedError(AgreedError):
     """All ranks stopped at the same step because they were asked to."""
 
 
-class Wish(enum.IntEnum):
+class ControlSignal(enum.IntEnum):
     """What somebody outside wants of the steps that run."""
 
     GO_ON = 0
@@ -32,7 +32,7 @@ class Wish(enum.IntEnum):
     """Stop at the next step: nobody wants the result."""
 
 
-Wishes = Callable[[], Wish]
+Wishes = Callable[[], ControlSignal]
 
 
 class agreement:  # noqa: N801 - used as a statement
@@ -55,7 +55,9 @@ class agreement:  # noqa: N801 - used as a statement
             raise AgreedError(sentence) from error
 
 
-def ask_for_units(mine: int, wish: Wish, ranks: int) -> Callable[[], tuple[int, Wish]]:
+def ask_for_units(
+    mine: int, wish: ControlSignal, ranks: int
+) -> Callable[[], tuple[int, ControlSignal]]:
     """Units scored by all ranks in this step, and the strongest wish that any rank heard of.
 
     What is returned waits for them; until it is called, this rank goes on. Between processors, not
@@ -63,14 +65,19 @@ def ask_for_units(mine: int, wish: Wish, ranks: int) -> Callable[[], tuple[int, 
     """
     if ranks == 1:
         return lambda: (mine, wish)
-    numbers = torch.tensor([mine, *(int(wish is each) for each in (Wish.SAVE, Wish.ABORT))])
+    numbers = torch.tensor(
+        [mine, *(int(wish is each) for each in (ControlSignal.SAVE, ControlSignal.ABORT))]
+    )
     work = dist.all_reduce(numbers, async_op=True)
     assert work is not None
 
-    def answer() -> tuple[int, Wish]:
+    def answer() -> tuple[int, ControlSignal]:
         work.wait()
         units, save, abort = numbers.tolist()
-        return units, Wish.ABORT if abort else Wish.SAVE if save else Wish.GO_ON
+        return (
+            units,
+            ControlSignal.ABORT if abort else ControlSignal.SAVE if save else ControlSignal.GO_ON,
+        )
 
     return answer
 

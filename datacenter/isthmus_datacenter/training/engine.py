@@ -18,24 +18,24 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.scoring import build_same_model, count_examples
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import Checkpoints, Midway, Within
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel import auto_layout
-from isthmus_datacenter.parallel.parallel_dims import RankLayout
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.service.control_store import Command
 from isthmus_datacenter.training.agreement import (
     AgreedError,
+    ControlSignal,
     StoppedError,
-    Wish,
     Wishes,
     agree_on_loss,
     agreement,
 )
 from isthmus_datacenter.training.data import Feed, Order
 from isthmus_datacenter.training.evaluation import Evaluation
-from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.live_progress import Live, Tell
 from isthmus_datacenter.training.optimizer import Updater
 from isthmus_datacenter.training.profile import Profile
@@ -85,7 +85,7 @@ class Engine:
         """
         self.place = place
         self.job = Job.model_validate_json(command.job)
-        self.layout = Layout.from_header(command.layout.encode("latin-1"))
+        self.layout = TensorLayout.from_header(command.layout.encode("latin-1"))
         self.frozen = command.frozen
         self.checkpoints = Checkpoints(place.state)
         self.note = ""
@@ -186,12 +186,12 @@ class Engine:
             data=None if command.data is None else Path(command.data),
         )
 
-    def _choose_layout(self) -> RankLayout:
+    def _choose_layout(self) -> ParallelDims:
         section = self.job.datacenter
         if section.layout == "auto":
             section, why = auto_layout.chosen(section, self.place.ranks, self.layout.size)
             self.note = f"layout: {why}"
-        return RankLayout.of(section, self.place.ranks)
+        return ParallelDims.of(section, self.place.ranks)
 
     def _local_data(self) -> Dataset[object]:
         with user_code("local_data()"):
@@ -210,7 +210,9 @@ class Engine:
             self.share = parallelize(
                 self.task, model, self.ranks, self.place.rank, device, sample=self._sample
             )
-        self.passes = Passes(self.task, self.share, self.place.rank, device, self.order.batch_size)
+        self.passes = ForwardBackward(
+            self.task, self.share, self.place.rank, device, self.order.batch_size
+        )
         self.passes.model.train()
         with agreement():
             self.updater = self._make_updater()
@@ -340,7 +342,7 @@ class Engine:
 
             with profile.device_time("passes"):
                 done = passes.run(inputs, target, self.updater.scale, wishes)
-            if done.wish is Wish.ABORT:
+            if done.wish is ControlSignal.ABORT:
                 raise StoppedError(f"stopped before step {step} because the result is not wanted")
             with profile.device_time("optimizer"):
                 self.updater.step(done.factor)
@@ -360,7 +362,7 @@ class Engine:
         return loss
 
     def _save_within(
-        self, at: Within, command: Command, total: torch.Tensor, units: int, wish: Wish
+        self, at: Within, command: Command, total: torch.Tensor, units: int, wish: ControlSignal
     ) -> None:
         """Save the state within a round, where the job or somebody outside wants it.
 
@@ -368,7 +370,7 @@ class Engine:
             StoppedError: it is saved, and that was the last step.
         """
         every = self.job.datacenter.checkpoint_steps
-        if wish is not Wish.SAVE and (every == 0 or at.step % every):
+        if wish is not ControlSignal.SAVE and (every == 0 or at.step % every):
             return
         midway = Midway(
             place=self._place(),
@@ -382,7 +384,7 @@ class Engine:
             if self.place.rank == 0:  # the one before is whole by now
                 self.checkpoints.keep_only(self._starts, self._newest_within)
         self._newest_within = at
-        if wish is Wish.SAVE:
+        if wish is ControlSignal.SAVE:
             self.checkpoints.finish()
             raise StoppedError(
                 f"stopped after step {at.step} of {command.from_step} to {command.until_step}, "

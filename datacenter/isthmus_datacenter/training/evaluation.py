@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import Averages, batches, count_examples, evaluate
 from isthmus_datacenter.training.agreement import over_all_ranks
-from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.forward_backward import ForwardBackward
 
 
 class Evaluation:
@@ -23,7 +23,7 @@ class Evaluation:
         self.device = device
         self._data: Dataset[object] | None = None
 
-    def run(self, passes: Passes, replica: int) -> dict[str, float]:
+    def run(self, passes: ForwardBackward, replica: int) -> dict[str, float]:
         """Each example scored by one replica. All ranks call this together.
 
         A sharded model runs its collectives in step, so all replicas score equally many examples;
@@ -47,7 +47,9 @@ class Evaluation:
         passes.share.at_rest()
         return over_all_ranks(parts if passes.scores else [], layout.ranks).result()
 
-    def _scored(self, passes: Passes, data: Dataset[object], indices: Sequence[int]) -> Averages:
+    def _scored(
+        self, passes: ForwardBackward, data: Dataset[object], indices: Sequence[int]
+    ) -> Averages:
         """Figures of some examples, or nothing where another stage has the output."""
         model = passes.model
         if passes.has_output:

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses, losses_of
-from isthmus_datacenter.parallel.model_shard import Share
+from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.pipeline import Pipeline
-from isthmus_datacenter.training.agreement import Wish, Wishes, ask_for_units
+from isthmus_datacenter.training.agreement import ControlSignal, Wishes, ask_for_units
 from isthmus_datacenter.training.profile import FORWARD_AND_BACKWARD, count_flops
 
 
@@ -34,17 +34,17 @@ class Done:
     """Units in it."""
     everyones: int
     """Units of all replicas."""
-    wish: Wish
+    wish: ControlSignal
     """The strongest of all ranks."""
     factor: float
     """What the gradients must be multiplied by to be those of the mean loss."""
 
 
-class Passes:
+class ForwardBackward:
     """Makes gradients."""
 
     def __init__(
-        self, task: Task, share: Share, rank: int, device: torch.device, batch_size: int
+        self, task: Task, share: ModelShard, rank: int, device: torch.device, batch_size: int
     ) -> None:
         """`batch_size` is a replica's, in examples."""
         self.task = task
@@ -92,7 +92,7 @@ class Passes:
         def score(values: torch.Tensor) -> torch.Tensor:
             return add(values) * (scale / self.batch_size)
 
-        def ask() -> Callable[[], tuple[int, Wish]]:
+        def ask() -> Callable[[], tuple[int, ControlSignal]]:
             return ask_for_units(mine if self.scores else 0, wishes(), self.layout.ranks)
 
         for at in range(pieces):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
-from isthmus_datacenter.parallel.model_shard import Share, local
+from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.service.control_store import Command
-from isthmus_datacenter.training.agreement import AgreedError, StoppedError, Wish, Wishes
-from isthmus_datacenter.training.forward_backward import Passes
+from isthmus_datacenter.training.agreement import AgreedError, ControlSignal, StoppedError, Wishes
+from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.optimizer import Updater
 from isthmus_datacenter.training.rng import seed_all
 
@@ -58,7 +58,7 @@ def mean_gradient(engine: Engine, command: Command, wishes: Wishes) -> dict[str,
 class GradientMean(Updater):
     """Takes an updater's place where the gradient is wanted and no step: it averages them."""
 
-    def __init__(self, share: Share, fp16: bool) -> None:
+    def __init__(self, share: ModelShard, fp16: bool) -> None:
         super().__init__(share, torch.optim.SGD, None, fp16)
         self._sums: dict[str, torch.Tensor] = {}
         self._count = 0
@@ -86,7 +86,7 @@ class GradientMean(Updater):
 
 
 def accumulate(
-    mean: GradientMean, passes: Passes, stream: Iterable[tuple[Any, Any]], wishes: Wishes
+    mean: GradientMean, passes: ForwardBackward, stream: Iterable[tuple[Any, Any]], wishes: Wishes
 ) -> float:
     """Take the gradients of all batches into the mean; the mean loss over all units.
 
@@ -98,7 +98,7 @@ def accumulate(
     mean.optimizer.zero_grad(set_to_none=True)
     for inputs, target in stream:
         done = passes.run(inputs, target, mean.scale, wishes)
-        if done.wish is Wish.ABORT:
+        if done.wish is ControlSignal.ABORT:
             raise StoppedError("stopped because the gradient is not wanted")
         mean.step(done.factor)
         total += done.summed

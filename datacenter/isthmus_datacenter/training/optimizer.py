@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from isthmus.errors import TaskError
 from isthmus.task import user_code
 from isthmus.task.scoring import check_optimizer
-from isthmus_datacenter.parallel.model_shard import Share, local
+from isthmus_datacenter.parallel.model_shard import ModelShard, local
 
 FIRST_SCALE = 65536.0
 _GROW_AFTER = 2000
@@ -31,7 +31,7 @@ Make = Callable[[Iterable[nn.Parameter]], Any]
 class Updater:
     """Turns gradients into a step of the task's optimizer."""
 
-    def __init__(self, share: Share, make: Make, clip_norm: float | None, fp16: bool) -> None:
+    def __init__(self, share: ModelShard, make: Make, clip_norm: float | None, fp16: bool) -> None:
         """`make` is the task's `optimizer()`.
 
         Raises:

@@ -28,11 +28,11 @@ A whole round of four clients, one of which is lost:
 ...     server.take_masked(*clients[name].mask(inboxes[name], encode(config, update, weight=10)))
 >>> survivors = server.survivors()
 >>> for name in "abc":
-...     server.take_consent(clients[name].consent(survivors))
+...     server.take_consistency_signature(clients[name].consent(survivors))
 >>> consents = server.consents()
 >>> for name in "abc":
-...     server.take_release(clients[name].release(consents))
->>> total = server.open_sum()
+...     server.take_unmasking_shares(clients[name].release(consents))
+>>> total = server.unmask()
 >>> mean = decode(config, total.vector, clients=len(total.clients))
 >>> [round(x, 6) for x in mean.vector.tolist()], mean.weight, total.clients
 ([0.5, -0.25, 0.125], 30, ('a', 'b', 'c'))
@@ -41,20 +41,20 @@ A whole round of four clients, one of which is lost:
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.crypto.refusal import REFUSALS
 from isthmus_privacy.secagg.client import ClientSession, ClientStage
-from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig, Slot
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig, Slot
 from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
 from isthmus_privacy.secagg.history import History
 from isthmus_privacy.secagg.identity import Authority, Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
-    Consent,
-    Consents,
+    ConsistencySignature,
+    ConsistencySignatures,
     Inbox,
     MaskedInput,
-    Release,
     Roster,
     ShareKeys,
     Survivors,
+    UnmaskingShares,
 )
 from isthmus_privacy.secagg.server import RingSum, ServerSession, ServerStage
 
@@ -63,18 +63,17 @@ __all__ = [
     "AdvertiseKeys",
     "Aggregate",
     "Authority",
-    "ClientPolicy",
+    "ClientRequirements",
     "ClientSession",
     "ClientStage",
-    "Consent",
-    "Consents",
+    "ConsistencySignature",
+    "ConsistencySignatures",
     "Directory",
     "Encoded",
     "Enrolment",
     "History",
     "Inbox",
     "MaskedInput",
-    "Release",
     "RingSum",
     "Roster",
     "RoundConfig",
@@ -84,6 +83,7 @@ __all__ = [
     "SigningKey",
     "Slot",
     "Survivors",
+    "UnmaskingShares",
     "decode",
     "encode",
 ]

@@ -5,8 +5,8 @@
     advert         = session.advertise()                 # -> server
     shares         = session.deal(roster)                # Roster    -> ShareKeys
     masked, vector = session.mask(inbox, encoded)        # Inbox     -> MaskedInput + payload
-    consent        = session.consent(survivors)          # Survivors -> Consent
-    release        = session.release(consents)           # Consents  -> Release
+    consent        = session.consent(survivors)          # Survivors -> ConsistencySignature
+    release        = session.release(consents)           # ConsistencySignatures  -> UnmaskingShares
 
 SecAgg+ (Bell et al. 2020) on Bonawitz et al. 2017, against a server that may lie:
 
@@ -34,24 +34,24 @@ from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
-from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.encoding import Encoded
 from isthmus_privacy.secagg.history import History
 from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
     SHARE_BYTES,
     AdvertiseKeys,
-    Consent,
-    Consents,
+    ConsistencySignature,
+    ConsistencySignatures,
     Inbox,
     MaskedInput,
-    Release,
     Roster,
     ShareKeys,
     Survivors,
+    UnmaskingShares,
 )
 
-MOST_DEALERS = 3
+MAX_DEALERS = 3
 """In-neighbours above so many times k are no accident: each costs this client work."""
 
 
@@ -78,7 +78,7 @@ class ClientSession:
         directory: Directory,
         history: History,
         model_hash: bytes,
-        policy: ClientPolicy | None = None,
+        policy: ClientRequirements | None = None,
     ) -> None:
         """Accept a configuration.
 
@@ -95,7 +95,7 @@ class ClientSession:
             PeerMisbehaved: the configuration is refused.
         """
         config.check()
-        policy = policy or ClientPolicy()
+        policy = policy or ClientRequirements()
         policy.check(config)
         if model_hash != config.model_hash:
             refusal.refuse(
@@ -198,7 +198,7 @@ class ClientSession:
             )
             return _signed(self._identity, message), encoded.payload
 
-    def consent(self, survivors: Survivors) -> Consent:
+    def sign_survivors(self, survivors: Survivors) -> ConsistencySignature:
         """Sign the survivor set, the only one this session ever signs.
 
         Raises:
@@ -208,18 +208,20 @@ class ClientSession:
             self._check_survivors(survivors)
             self._survivors = survivors
             fields = survivors.signed_fields()
-            return Consent(self._advert.name, self._identity.sign(Consent.TAG, *fields))
+            return ConsistencySignature(
+                self._advert.name, self._identity.sign(ConsistencySignature.TAG, *fields)
+            )
 
-    def release(self, consents: Consents) -> Release:
+    def release(self, consistency_signatures: ConsistencySignatures) -> UnmaskingShares:
         """Give away one share for each dealer, once a quorum has signed what this client signed.
 
         Raises:
             PeerMisbehaved: the signatures are refused.
         """
         with self._step(ClientStage.RELEASE):
-            self._check_consents(consents)
+            self._check_consents(consistency_signatures)
             survivors = self._survivors.survivors
-            self._history.note_released(self.config, self._names(survivors))
+            self._history.note_unmasked(self.config, self._names(survivors))
             shares = tuple(
                 (
                     dealer,
@@ -227,10 +229,10 @@ class ClientSession:
                 )
                 for dealer, pair in sorted(self._held.items())
             )
-            draft = Release(self._advert.name, shares, bytes(keys.SIGNATURE_BYTES))
+            draft = UnmaskingShares(self._advert.name, shares, bytes(keys.SIGNATURE_BYTES))
             signature = self._identity.sign(draft.TAG, *draft.signed_fields(self._cohort.hash))
             self.close()
-            return Release(draft.name, shares, signature)
+            return UnmaskingShares(draft.name, shares, signature)
 
     def close(self) -> None:
         """End the session and overwrite its secrets. What OpenSSL holds, it overwrites itself."""
@@ -301,7 +303,7 @@ class ClientSession:
             refusal.refuse("inbox-sender-repeated", "a sender of shares is repeated or unsorted")
         if any(sender not in dealers or sender == self._me for sender in senders):
             refusal.refuse("inbox-sender-unknown", "shares came from somebody who dealt none")
-        if len(senders) > MOST_DEALERS * hood.degree:
+        if len(senders) > MAX_DEALERS * hood.degree:
             refusal.refuse(
                 "inbox-too-many-dealers",
                 f"{len(senders)} dealt to this client, where about {hood.degree} should have",
@@ -343,9 +345,9 @@ class ClientSession:
             )
         self._history.check_survivors(self.config, self._names(survivors))
 
-    def _check_consents(self, consents: Consents) -> None:
+    def _check_consents(self, consistency_signatures: ConsistencySignatures) -> None:
         quorum, survivors = self._cohort.neighbourhood.quorum, self._survivors
-        signers = [signer for signer, _ in consents.signatures]
+        signers = [signer for signer, _ in consistency_signatures.signatures]
         if any(not a < b for a, b in itertools.pairwise(signers)):
             refusal.refuse("consents-repeated", "a signature is repeated or out of order")
         if any(signer not in survivors.survivors for signer in signers):
@@ -353,9 +355,9 @@ class ClientSession:
         if len(signers) < quorum:
             refusal.refuse("consents-too-few", f"{len(signers)} signatures; quorum={quorum}")
         fields = survivors.signed_fields()
-        for signer, signature in consents.signatures:
+        for signer, signature in consistency_signatures.signatures:
             identity = self._cohort.identity(signer)
-            if not keys.verify(identity, signature, Consent.TAG, *fields):
+            if not keys.verify(identity, signature, ConsistencySignature.TAG, *fields):
                 refusal.refuse(
                     "consents-forged",
                     f"{self._cohort.name(signer)!r} did not sign the survivors this client was "

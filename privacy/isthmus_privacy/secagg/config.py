@@ -6,7 +6,7 @@
 >>> config.check()
 >>> config.levels * config.clients_max < 2**config.bits
 True
->>> ClientPolicy(clients_min=5).check(config)
+>>> ClientRequirements(clients_min=5).check(config)
 Traceback (most recent call last):
     ...
 isthmus.errors.PeerMisbehaved: clients_min=3 is below this device's own floor of 5
@@ -209,7 +209,7 @@ def _possible(slot: Slot) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientPolicy:
+class ClientRequirements:
     """What a device accepts, whatever the server proposes."""
 
     clients_min: int = 3

@@ -4,8 +4,8 @@
 >>> config = RoundConfig(
 ...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), size=8, clients_max=20
 ... )
->>> history.begin(config, ClientPolicy())
->>> history.begin(config, ClientPolicy())
+>>> history.begin(config, ClientRequirements())
+>>> history.begin(config, ClientRequirements())
 Traceback (most recent call last):
     ...
 isthmus.errors.PeerMisbehaved: round 3 attempt 0 of run 'demo' is not after round 3 attempt 0, ...
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from isthmus_privacy.crypto import refusal
-from isthmus_privacy.secagg.config import ClientPolicy, RoundConfig
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 
 _KEPT = 32
 """Released cohorts remembered for one run."""
@@ -70,7 +70,7 @@ class History:
             for run_id, run in self._runs.items()
         }
 
-    def begin(self, config: RoundConfig, policy: ClientPolicy) -> None:
+    def begin(self, config: RoundConfig, policy: ClientRequirements) -> None:
         """Note that an attempt begins.
 
         Raises:
@@ -111,7 +111,7 @@ class History:
                     f"{round_}, whose sum of updates to the same model is known",
                 )
 
-    def note_released(self, config: RoundConfig, survivors: frozenset[str]) -> None:
+    def note_unmasked(self, config: RoundConfig, survivors: frozenset[str]) -> None:
         """Note that this client helps to open the sum over `survivors`."""
         run = self._run(config)
         run.released.append((config.round, config.model_hash.hex(), survivors))

@@ -9,9 +9,9 @@
 | `Inbox` | server | one | 90 + 108 k |
 | `MaskedInput` | client | server | 250, and the masked vector beside it: N x bits / 8 |
 | `Survivors` | server | all | 90 + n / 4 |
-| `Consent` | client | server | 240 |
-| `Consents` | server | all | 50 + 72 n |
-| `Release` | client | server | 250 + 44 k |
+| `ConsistencySignature` | client | server | 240 |
+| `ConsistencySignatures` | server | all | 50 + 72 n |
+| `UnmaskingShares` | client | server | 250 + 44 k |
 
 Positions are those in the roster. n = clients, k = neighbours, N = elements of a masked vector.
 """
@@ -206,7 +206,7 @@ class Survivors(Message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Consent(Message):
+class ConsistencySignature(Message):
     """A client's signature of the one survivor set it has been shown."""
 
     TAG = "consent"
@@ -217,7 +217,7 @@ class Consent(Message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Consents(Message):
+class ConsistencySignatures(Message):
     """Everybody's consent, for everybody to check."""
 
     TAG = "consents"
@@ -228,7 +228,7 @@ class Consents(Message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(Message):
+class UnmaskingShares(Message):
     """Exactly one share for each dealer: of the seed if it survived, of the mask key if not."""
 
     TAG = "release"

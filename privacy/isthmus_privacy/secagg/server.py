@@ -4,8 +4,8 @@
     session.take_advert(...)          for each; then  roster    = session.roster()
     session.take_shares(...)          for each; then  inboxes   = session.inboxes()
     session.take_masked(..., payload) for each; then  survivors = session.survivors()
-    session.take_consent(...)         for each; then  consents  = session.consents()
-    session.take_release(...)         for each; then  total     = session.open_sum()
+    session.take_consistency_signature(...)         for each; then  consents  = session.consents()
+    session.take_unmasking_shares(...)         for each; then  total     = session.unmask()
 
 `missing` says who has not been heard of in the stage, `enough` whether it can be closed. A client
 whose message is refused counts as silent. Everything is checked before anything is changed.
@@ -32,14 +32,14 @@ from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
-    Consent,
-    Consents,
+    ConsistencySignature,
+    ConsistencySignatures,
     Inbox,
     MaskedInput,
-    Release,
     Roster,
     ShareKeys,
     Survivors,
+    UnmaskingShares,
 )
 from isthmus_privacy.secagg.unmasking import Evidence
 
@@ -328,7 +328,7 @@ class ServerSession:
 
     # -- consent --------------------------------------------------------------------------------
 
-    def take_consent(self, message: Consent) -> None:
+    def take_consistency_signature(self, message: ConsistencySignature) -> None:
         """A survivor's signature of the survivor set.
 
         Raises:
@@ -346,7 +346,7 @@ class ServerSession:
             refusal.refuse("consent-forged", f"{name!r} signed something else", peer=name)
         self._consents[position] = message.signature
 
-    def consents(self) -> Consents:
+    def consistency_signatures(self) -> ConsistencySignatures:
         """Close the fourth stage; for every survivor that has signed.
 
         Raises:
@@ -359,11 +359,11 @@ class ServerSession:
                 "too-few-consents", f"{len(self._consents)} survivors signed; quorum={quorum}"
             )
         self.stage = ServerStage.RELEASES
-        return Consents(tuple(sorted(self._consents.items())))
+        return ConsistencySignatures(tuple(sorted(self._consents.items())))
 
     # -- the sum --------------------------------------------------------------------------------
 
-    def take_release(self, message: Release) -> None:
+    def take_unmasking_shares(self, message: UnmaskingShares) -> None:
         """A survivor's shares, one for each client that dealt to it.
 
         Raises:
@@ -388,7 +388,7 @@ class ServerSession:
             )
         self._releases[position] = dict(message.shares)
 
-    def open_sum(self, *, threads: int | None = None) -> RingSum:
+    def unmask(self, *, threads: int | None = None) -> RingSum:
         """Reconstruct the secrets, take the masks away and end the session.
 
         Args:

@@ -17,10 +17,12 @@ from collections.abc import Collection, Mapping
 import torch
 
 from isthmus.errors import UpdateError
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 
 
-def layout_of(state: Mapping[str, torch.Tensor], *, only: Collection[str] | None = None) -> Layout:
+def layout_of(
+    state: Mapping[str, torch.Tensor], *, only: Collection[str] | None = None
+) -> TensorLayout:
     """Where each tensor of the exchange set lies in the vector.
 
     Args:
@@ -39,10 +41,10 @@ def layout_of(state: Mapping[str, torch.Tensor], *, only: Collection[str] | None
                 f"{name!r} is of dtype {state[name].dtype}, and a mean of those means nothing; "
                 "leave it out of the exchange set"
             )
-    return Layout.from_shapes({name: tuple(state[name].shape) for name in names})
+    return TensorLayout.from_shapes({name: tuple(state[name].shape) for name in names})
 
 
-def gather(layout: Layout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def gather(layout: TensorLayout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A float32 vector (N) of the layout's tensors."""
     vector = torch.empty(layout.size, dtype=torch.float32)
     for name, part in layout.parts(vector):
@@ -51,7 +53,7 @@ def gather(layout: Layout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(
-    layout: Layout, vector: torch.Tensor, state: Mapping[str, torch.Tensor]
+    layout: TensorLayout, vector: torch.Tensor, state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """A new state: the layout's tensors from the vector in their own types, others as they were."""
     parts = dict(layout.parts(vector))

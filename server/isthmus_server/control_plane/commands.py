@@ -125,14 +125,14 @@ def start(state: Path, address: str) -> None:
     """
     from isthmus_server.commands import prepare, run_until_stopped
     from isthmus_server.control_plane.control import serve_queue
-    from isthmus_server.control_plane.server import FleetServer
+    from isthmus_server.control_plane.server import ControlPlaneServer
 
     host, port = tls.split_address(address, "--address")
     if port == _LAST_PORT:
         raise UserError(f"--address {address!r} leaves no port after it for joining")
     prepare()
     logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
-    run_until_stopped(serve_queue(FleetServer(state), state, host, port, Console()))
+    run_until_stopped(serve_queue(ControlPlaneServer(state), state, host, port, Console()))
 
 
 @contextlib.contextmanager

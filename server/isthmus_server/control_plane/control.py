@@ -22,7 +22,7 @@ from isthmus.job import read_job
 from isthmus.wire import operator_pb2
 from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.runner import Runner
-from isthmus_server.control_plane.server import FleetServer
+from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
 SERVICE = "isthmus.operator.v1.Operator"
@@ -30,10 +30,10 @@ SERVICE = "isthmus.operator.v1.Operator"
 _CALLS = 8
 """Calls of one operator at a time."""
 
-MOST_JOB = 64 << 10
+MAX_JOB = 64 << 10
 """Characters of one job: they are kept, and a list of jobs goes through them."""
 
-MOST_ENDED = 1000
+MAX_ENDED = 1000
 """Jobs that have ended, in one list."""
 
 _Asked = TypeVar("_Asked", bound=Message)
@@ -71,9 +71,9 @@ class Control:
     ) -> operator_pb2.SubmitReply:
         if not 0 < len(asked.key) <= 64:
             raise Refused("a submission needs a key of 1 to 64 characters")
-        if len(asked.job) > MOST_JOB:
+        if len(asked.job) > MAX_JOB:
             raise Refused(
-                f"a job of {len(asked.job)} characters is larger than {MOST_JOB}; have the task "
+                f"a job of {len(asked.job)} characters is larger than {MAX_JOB}; have the task "
                 "read from a file of its own what is so large"
             )
         entry = self.runner.submit(read_job(asked.job), operator.name, asked.key)
@@ -83,7 +83,7 @@ class Control:
         self, asked: operator_pb2.JobsRequest, operator: tls.Subject
     ) -> operator_pb2.JobsReply:
         reply = operator_pb2.JobsReply()
-        ended = min(asked.ended, MOST_ENDED) if asked.HasField("ended") else MOST_ENDED
+        ended = min(asked.ended, MAX_ENDED) if asked.HasField("ended") else MAX_ENDED
         for entry in self.runner.queue.entries(ended):
             reply.jobs.add(
                 id=entry.id,
@@ -167,7 +167,7 @@ class Control:
 
 
 async def serve_queue(
-    server: FleetServer, state: Path, host: str, port: int, console: Console
+    server: ControlPlaneServer, state: Path, host: str, port: int, console: Console
 ) -> None:
     """Listen, and run what operators submit, until cancelled.
 

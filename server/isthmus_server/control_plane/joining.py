@@ -1,7 +1,7 @@
 """The one place where callers that nobody knows are heard: they bring a token, or go.
 
 A port of its own, with a gRPC server of its own, so that whatever happens here cannot take what
-the link needs. Every caller together may hold `MOST_CALLERS` connections, each for a few seconds,
+the link needs. Every caller together may hold `MAX_CALLERS` connections, each for a few seconds,
 each message is a few kilobytes, and a caller's address pays for its tries.
 """
 
@@ -27,17 +27,17 @@ from isthmus_server.transport.limits import listen, listening_options
 
 log = logging.getLogger(__name__)
 
-MOST_CALLERS = 64
+MAX_CALLERS = 64
 """Connections at a time; beyond them a caller is turned away, and comes back."""
 
 _CALLER_SECONDS = 15
 """Longest life of a connection."""
 
 
-class Purse:
+class TokenBucket:
     """Tries per address: a burst, and then a few a second; remembers a bounded number of addresses.
 
-    >>> purse = Purse(burst=2, per_second=1.0)
+    >>> purse = TokenBucket(burst=2, per_second=1.0)
     >>> [purse.take("a", now) for now in (0.0, 0.0, 0.0, 1.0)]
     [True, True, False, True]
     """
@@ -67,11 +67,11 @@ class JoinService:
       * a token's secret is neither kept nor logged.
     """
 
-    def __init__(self, members: Members, purse: Purse | None = None) -> None:
+    def __init__(self, members: Members, purse: TokenBucket | None = None) -> None:
         self.members = members
         self.link_port = 0
         """Where participants are told to dial."""
-        self._purse = purse or Purse()
+        self._purse = purse or TokenBucket()
         self._server: grpc.aio.Server | None = None
         self._authority = join_pb2.AuthorityReply(
             certificate=tls.pem(members.certifier.certificate)
@@ -84,7 +84,7 @@ class JoinService:
             UserError: the port is in use.
         """
         options = (
-            *listening_options(MOST_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
+            *listening_options(MAX_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
             ("grpc.max_connection_age_ms", 1000 * _CALLER_SECONDS),
             ("grpc.max_connection_age_grace_ms", 1000),
         )
@@ -93,7 +93,7 @@ class JoinService:
             "Join": grpc.unary_unary_rpc_method_handler(self._join),
         }
         self._server, bound = await listen(
-            {"isthmus.join.v1.Join": methods}, f"{host}:{port}", credentials, options, MOST_CALLERS
+            {"isthmus.join.v1.Join": methods}, f"{host}:{port}", credentials, options, MAX_CALLERS
         )
         return bound
 

@@ -18,7 +18,7 @@ from isthmus.job import Job, read_job
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
 
-MOST_WAITING = 100
+MAX_WAITING = 100
 """Jobs that can wait at a time."""
 
 _SCHEMA = """
@@ -95,8 +95,8 @@ class Queue:
         known = self._find("submitted_by=? AND key=?", (by, key))
         if known:
             return known[0]
-        if len(self._find("state='queued'")) >= MOST_WAITING:
-            raise Refused(f"{MOST_WAITING} jobs wait already; cancel some, or try again later")
+        if len(self._find("state='queued'")) >= MAX_WAITING:
+            raise Refused(f"{MAX_WAITING} jobs wait already; cancel some, or try again later")
         row = (job.name, job.model_dump_json(), by, key, time.time())
         number = self._db.execute(
             "INSERT INTO jobs (name, job, submitted_by, key, submitted_at, state, reason) "

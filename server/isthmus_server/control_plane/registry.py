@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT
 REPEAT_SECONDS = 600.0
 """For so long after a token was used, whoever used it is given the same certificate again."""
 
-MOST_CERTIFICATES = 1000
+MAX_CERTIFICATES = 1000
 """Of one participant that are good at a time: far more than even one needs that keeps failing to
 write the next one down."""
 
@@ -193,7 +193,7 @@ class Registry:
             self.check(old)
             query = "SELECT count(*) FROM certificates WHERE name=? AND not_after>?"
             (good,) = self._db.execute(query, (old.name, time.time())).fetchone()
-            if good >= MOST_CERTIFICATES:
+            if good >= MAX_CERTIFICATES:
                 raise Refused(f"{old.name!r} has {good} certificates that are good; use one")
             certificate, subject = issue(old.name)
             self._add_certificate(subject, time.time())

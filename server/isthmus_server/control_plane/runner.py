@@ -19,7 +19,7 @@ from isthmus.errors import IsthmusError, Refused, UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
 from isthmus_server.control_plane.queue import ENDED, Entry, Queue, State
-from isthmus_server.control_plane.server import FleetServer
+from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy import load_policy
@@ -50,7 +50,7 @@ class Runner:
         bring code.
     """
 
-    def __init__(self, server: FleetServer, state: Path, console: Console) -> None:
+    def __init__(self, server: ControlPlaneServer, state: Path, console: Console) -> None:
         """`state` is the server's state directory."""
         self.server = server
         self.queue = Queue(state)

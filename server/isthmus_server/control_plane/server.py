@@ -30,7 +30,7 @@ _LOOKS = 100
 log = logging.getLogger(__name__)
 
 
-class FleetServer:
+class ControlPlaneServer:
     """Everything of a server but its jobs.
 
     Guarantees:

@@ -18,7 +18,7 @@ from isthmus.integrations.flower.messages import node_of
 from isthmus.job.federated import FederatedSection
 from isthmus_server.flower.grid import Answer, LinkGrid
 from isthmus_server.flower.replies import check, odd_ones
-from isthmus_server.flower.strategy_adapter import Guest
+from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
 from isthmus_server.regimes.results import AttemptFailed, FederatedResult
 from isthmus_server.storage.receipts import UNREACHABLE, Receipt, Status, reasons
 
@@ -32,7 +32,7 @@ class FlowerAttempt:
     def __init__(
         self,
         federation: Federation,
-        guest: Guest,
+        guest: FlowerStrategyAdapter,
         round_: int,
         start: torch.Tensor,
         cohort: Mapping[str, int],
@@ -52,7 +52,7 @@ class FlowerAttempt:
             asyncio.get_running_loop(),
             federation.run_id,
             lambda: cohort,
-            most_bytes=guest.settings.most_bytes,
+            max_bytes=guest.settings.max_bytes,
             seconds=federation.job.time.round_seconds,
         )
         self.receipts: dict[str, Receipt] = {}
@@ -122,7 +122,7 @@ class FlowerAttempt:
                         guest.layout,
                         scratch,
                         weighted_by=self.strategy.weighted_by,
-                        most_examples=guest.settings.most_examples,
+                        max_examples=guest.settings.max_examples,
                     )
                 except UpdateError as error:
                     failures[answer.node] = str(error)

@@ -59,7 +59,7 @@ class LinkGrid(OneRun):
     Guarantees:
       * every message that is sent has one reply, an error where a device is lost or late;
       * who a reply is from, and what it answers, is what the link knows, not what the app says;
-      * the replies to one batch of messages take at most `most_bytes` together.
+      * the replies to one batch of messages take at most `max_bytes` together.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LinkGrid(OneRun):
         run_id: str,
         names: Callable[[], Iterable[str]],
         *,
-        most_bytes: int = 4 << 30,
+        max_bytes: int = 4 << 30,
         seconds: float = 600.0,
     ) -> None:
         """Be asked from other threads than the loop's.
@@ -79,7 +79,7 @@ class LinkGrid(OneRun):
             loop: the link's.
             run_id: the run.
             names: the devices that are there now.
-            most_bytes: for all replies to what is sent at once.
+            max_bytes: for all replies to what is sent at once.
             seconds: for a reply, where nobody says how long to wait.
         """
         identify()
@@ -87,7 +87,7 @@ class LinkGrid(OneRun):
         self.loop = loop
         self.run_id = run_id
         self.names = names
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self.seconds = seconds
         self._ids = itertools.count(1)
         self._sent: dict[str, asyncio.Task[Answer]] = {}
@@ -161,9 +161,9 @@ class LinkGrid(OneRun):
 
     def _send(self, messages: Sequence[Message], seconds: float) -> dict[str, asyncio.Task[Answer]]:
         """Begin to send; on the loop."""
-        share = self.most_bytes // max(len(messages), 1)
+        share = self.max_bytes // max(len(messages), 1)
         names = self._nodes()
-        encoded: dict[int, tuple[link_pb2.Content, bytes]] = {}
+        encoded: dict[int, tuple[link_pb2.Blob, bytes]] = {}
         batch = {}
         for asked in messages:
             key = id(asked.content)  # strategies put one object into all messages of a round
@@ -181,7 +181,7 @@ class LinkGrid(OneRun):
         name: str | None,
         id_: str,
         asked: Message,
-        records: link_pb2.Content,
+        records: link_pb2.Blob,
         payload: bytes,
         share: int,
         seconds: float,
@@ -240,7 +240,7 @@ class LinkGrid(OneRun):
         if replied.records.size > share:
             raise UpdateError(
                 f"its reply has {replied.records.size} bytes, and the share of each is {share} "
-                "(federated.flower.most_bytes)"
+                "(federated.flower.max_bytes)"
             )
         payload = bytearray(replied.records.size)
         await self.link.fetch(name, replied.records, into(payload))

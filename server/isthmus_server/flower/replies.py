@@ -16,18 +16,18 @@ from flwr.app import RecordDict
 
 from isthmus.errors import UpdateError
 from isthmus.integrations.flower.messages import read_record
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 
 K = TypeVar("K")
 
 
 def check(
     records: RecordDict,
-    layout: Layout,
+    layout: TensorLayout,
     scratch: torch.Tensor,
     *,
     weighted_by: str,
-    most_examples: int,
+    max_examples: int,
 ) -> int:
     """Refuse a reply that would spoil everybody's; returns its weight.
 
@@ -38,11 +38,11 @@ def check(
         layout: the model's.
         scratch: float32 (N), overwritten.
         weighted_by: name of the figure that is its weight.
-        most_examples: the most that this may be.
+        max_examples: the most that this may be.
 
     Raises:
         UpdateError: not one record of the model's arrays, float and finite, or not one of finite
-            figures with a weight from 0 to `most_examples`.
+            figures with a weight from 0 to `max_examples`.
     """
     arrays, figures = list(records.array_records.values()), list(records.metric_records.values())
     if len(arrays) != 1 or len(figures) != 1:
@@ -60,10 +60,10 @@ def check(
         if not all(map(math.isfinite, value if isinstance(value, list) else [value])):
             raise UpdateError(f"the figure {name!r} is not finite")
     weight = figures[0].get(weighted_by)
-    if not isinstance(weight, int | float) or not 0 <= weight <= most_examples:
+    if not isinstance(weight, int | float) or not 0 <= weight <= max_examples:
         raise UpdateError(
             f"its {weighted_by}={weight!r} is not a number from 0 to "
-            f"federated.flower.most_examples={most_examples}"
+            f"federated.flower.max_examples={max_examples}"
         )
     return int(weight)
 

@@ -27,7 +27,7 @@ from isthmus.job import Job
 from isthmus.job.federated import FlowerSection
 from isthmus.task import load_task
 from isthmus_server.flower.replies import check, odd_ones
-from isthmus_server.flower.strategy_adapter import Guest, Round
+from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, Round
 from isthmus_server.model.global_model import GlobalModel
 
 log = logging.getLogger("flwr")  # what is said there is what `flwr log` shows
@@ -49,12 +49,12 @@ def server_app(job_file: Path) -> ServerApp:
         """
         job = hosted_job(job_file, context.run_config)
         directory = Path(str(context.run_config.get(DIRECTORY) or "."))
-        Hosted(job, job_file.parent).run(grid, directory)
+        FlowerServerRun(job, job_file.parent).run(grid, directory)
 
     return app
 
 
-class Hosted:
+class FlowerServerRun:
     """One run of a job on somebody else's runtime."""
 
     def __init__(self, job: Job, base: Path) -> None:
@@ -70,7 +70,9 @@ class Hosted:
         self.model = GlobalModel(task, job.seed, strategy.server_optimizer, strategy.served_average)
         flower = job.federated.flower or FlowerSection()
         self.federated = job.federated.model_copy(update={"flower": flower})
-        self.guest = Guest(self.federated, self.model.layout, asks=self.federated.invited)
+        self.guest = FlowerStrategyAdapter(
+            self.federated, self.model.layout, asks=self.federated.invited
+        )
 
     def run(self, grid: Grid, directory: Path) -> None:
         """All rounds, and the files at the end."""
@@ -127,7 +129,7 @@ class Hosted:
                     self.model.layout,
                     scratch,
                     weighted_by=begun.weighted_by,
-                    most_examples=self.guest.settings.most_examples,
+                    max_examples=self.guest.settings.max_examples,
                 )
                 good[node] = reply
             except UpdateError as error:

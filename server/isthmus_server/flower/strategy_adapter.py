@@ -26,7 +26,7 @@ from isthmus.integrations.flower.messages import (
     record_of,
 )
 from isthmus.job.federated import FederatedSection
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_server.flower.one_run import OneRun
 from isthmus_server.flower.state import State, check
@@ -44,16 +44,16 @@ PREFIX = "flower."
 """Of a strategy's tensors and numbers beside those of the server optimizer."""
 
 
-class Guest:
+class FlowerStrategyAdapter:
     """The strategy of a run.
 
     Guarantees:
       * what it remembers is committed with the round, or not at all;
-      * a round's updates take at most `most_bytes` together.
+      * a round's updates take at most `max_bytes` together.
     """
 
     def __init__(
-        self, federated: FederatedSection, layout: Layout, *, asks: int | None = None
+        self, federated: FederatedSection, layout: TensorLayout, *, asks: int | None = None
     ) -> None:
         """Make the strategy once, to see whether it can be used.
 
@@ -108,11 +108,11 @@ class Guest:
             RoundFailed: with what they take.
         """
         takes = cohort * self.layout.nbytes
-        if takes > self.settings.most_bytes:
+        if takes > self.settings.max_bytes:
             raise RoundFailed(
                 f"{self.settings.strategy.name} needs all updates of a round at once, and "
-                f"{cohort} of this model take {takes} bytes where federated.flower.most_bytes="
-                f"{self.settings.most_bytes}; raise it, or lower federated.cohort"
+                f"{cohort} of this model take {takes} bytes where federated.flower.max_bytes="
+                f"{self.settings.max_bytes}; raise it, or lower federated.cohort"
             )
 
     def forget(self) -> None:
@@ -140,7 +140,12 @@ class Round:
     """A strategy in one attempt at a round: what it sends, and what it makes of the replies."""
 
     def __init__(
-        self, guest: Guest, strategy: Strategy, round_: int, start: torch.Tensor, needed: int
+        self,
+        guest: FlowerStrategyAdapter,
+        strategy: Strategy,
+        round_: int,
+        start: torch.Tensor,
+        needed: int,
     ) -> None:
         self.guest = guest
         self.strategy = strategy
@@ -207,10 +212,10 @@ class Round:
             raise RoundFailed(f"{self.name} failed on {what}: {reason}") from error
 
 
-class Gathering:
+class UpdateCollector:
     """The updates of our own devices in one attempt, as the replies a strategy knows."""
 
-    def __init__(self, round_: Round, layout: Layout, cohort: Mapping[str, int]) -> None:
+    def __init__(self, round_: Round, layout: TensorLayout, cohort: Mapping[str, int]) -> None:
         self.round = round_
         self.layout = layout
         self.cohort = cohort

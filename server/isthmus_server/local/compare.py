@@ -13,7 +13,7 @@ from rich.table import Table
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
-from isthmus_server.local.fork_server import Template
+from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.session import participants
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
@@ -30,7 +30,7 @@ async def compare_policies(
     policies: Sequence[str],
     seeds: int,
     console: Console,
-    template: Template,
+    template: ParticipantForkServer,
 ) -> dict[str, Any]:
     """Run the job under each policy and seed; print and return what they reach.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.system.process import die_with_parent
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _LOST = "the process that others are forked from was killed"
 
 
@@ -37,7 +37,7 @@ class Program:
     """Its exit code, once it has ended; minus the number of the signal that killed it."""
 
 
-class Template:
+class ParticipantForkServer:
     """Starts programs by forking a process that was set aside for it."""
 
     def __init__(self, pid: int, end: socket.socket) -> None:
@@ -51,7 +51,7 @@ class Template:
         self._gone = False
 
     @classmethod
-    def fork(cls, *, ranks: bool) -> Template:
+    def fork(cls, *, ranks: bool) -> ParticipantForkServer:
         """Load what participants load (`ranks`: a datacenter too), and set a copy of us aside.
 
         Call it before anything is opened or started. The copy ends with the `with` block, and dies
@@ -97,7 +97,7 @@ class Template:
             raise UserError(_LOST) from None
         return await started
 
-    def __enter__(self) -> Template:
+    def __enter__(self) -> ParticipantForkServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -107,7 +107,7 @@ class Template:
 
     def _hear(self) -> None:
         try:
-            data = self._end.recv(_MOST_BYTES)
+            data = self._end.recv(_MAX_BYTES)
         except ConnectionError:
             data = b""
         if not data:
@@ -172,7 +172,7 @@ def _serve(server: int, ours: socket.socket, theirs: socket.socket) -> None:
             ended = {"pid": pid, "code": os.waitstatus_to_exitcode(status)}
             theirs.send(json.dumps(ended).encode())
         if theirs in ready:
-            asked = theirs.recv(_MOST_BYTES)
+            asked = theirs.recv(_MAX_BYTES)
             if not asked:
                 return
             request = json.loads(asked)

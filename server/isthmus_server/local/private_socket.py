@@ -19,7 +19,7 @@ from isthmus.system.file_lock import alone
 
 _PREFIX = "isthmus-"
 _SOCKET, _LOCK = "link", "lock"
-_MOST_BYTES = 100
+_MAX_BYTES = 100
 """That the address of a Unix socket may have: the kernel takes paths of up to 107."""
 _YOUNG_SECONDS = 60.0
 """For so long a run may still be about to take its lock."""
@@ -35,7 +35,7 @@ def private_socket() -> Iterator[str]:
     _take_away_the_dead()
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as private:  # of mode 0700
         address = f"unix:{private}/{_SOCKET}"
-        if len(os.fsencode(address)) > _MOST_BYTES:
+        if len(os.fsencode(address)) > _MAX_BYTES:
             raise UserError(
                 f"{private} is too long a path for a socket; set TMPDIR to a folder with a shorter "
                 "one, or give --address 127.0.0.1:0"

@@ -16,9 +16,9 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.wire import link_pb2
-from isthmus_server.local.fork_server import Program, Template
+from isthmus_server.local.fork_server import ParticipantForkServer, Program
 
-MOST_STARTS = 5
+MAX_STARTS = 5
 """A process that ends this many times is not started again."""
 
 Gone = Callable[[str, link_pb2.Role, str], None]
@@ -46,7 +46,12 @@ class Embedded:
     """Starts, restarts and stops the processes of an embedded run."""
 
     def __init__(
-        self, job: Job, address: str, directory: Path, template: Template, on_gone: Gone
+        self,
+        job: Job,
+        address: str,
+        directory: Path,
+        template: ParticipantForkServer,
+        on_gone: Gone,
     ) -> None:
         """`on_gone(name, role, reason)` is told when a process is given up."""
         self.job = job
@@ -71,7 +76,7 @@ class Embedded:
 
     async def _keep(self, name: str, arguments: Sequence[str]) -> None:
         log = self.directory / "logs" / f"{name}.log"
-        for _ in range(MOST_STARTS):
+        for _ in range(MAX_STARTS):
             try:
                 program = await self.template.start(arguments, log)
             except UserError as error:

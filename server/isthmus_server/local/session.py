@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from isthmus.job import Job
-from isthmus_server.local.fork_server import Template
+from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import Embedded
 from isthmus_server.rounds.coordinator import Coordinator
@@ -46,7 +46,7 @@ class Session:
         return self.store.directory
 
     async def run(
-        self, address: Address | None, console: Console, template: Template
+        self, address: Address | None, console: Console, template: ParticipantForkServer
     ) -> Mapping[str, Any]:
         """Train to the end, in processes forked from a template; returns the final figures.
 
@@ -67,7 +67,7 @@ class Session:
 
 @asynccontextmanager
 async def participants(
-    job: Job, link: Link, address: Address | None, directory: Path, template: Template
+    job: Job, link: Link, address: Address | None, directory: Path, template: ParticipantForkServer
 ) -> AsyncIterator[Embedded]:
     """Listen, and have the job's devices and ranks running, for as long as the block lasts.
 

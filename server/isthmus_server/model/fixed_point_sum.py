@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from isthmus.errors import UpdateError
-from isthmus.tensors.exchange_set import Layout
-from isthmus_server.model.mmap_buffer import Pages
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.model.mmap_buffer import MmapBuffer
 
 if TYPE_CHECKING:
     from isthmus.transport.blobs import Write
@@ -58,15 +58,15 @@ class WeightedSum:
       * the sum cannot wrap: weights beyond twice what was declared are refused.
     """
 
-    def __init__(self, size: int, declared_weight: int, memory: Pages | None = None) -> None:
+    def __init__(self, size: int, declared_weight: int, memory: MmapBuffer | None = None) -> None:
         """`size` is N; `declared_weight` the sum of examples the cohort said it has.
 
         `memory`, of `SUM_BYTES` for each element, is what the sum is kept in, whatever it holds.
         """
-        self.most_weight = 2 * max(declared_weight, 1)
-        self.fraction_bits = 63 - MAGNITUDE_BITS - self.most_weight.bit_length()
+        self.max_weight = 2 * max(declared_weight, 1)
+        self.fraction_bits = 63 - MAGNITUDE_BITS - self.max_weight.bit_length()
         self.weight = 0
-        self._memory = memory or Pages(SUM_BYTES * size)
+        self._memory = memory or MmapBuffer(SUM_BYTES * size)
         self._sum = self._memory.tensor(torch.int64)
         self._begun = bytearray(-(-size // TILE))
         """Which tiles hold a sum: the first update writes over what is there."""
@@ -83,10 +83,10 @@ class WeightedSum:
             UpdateError: not positive, or more than was declared before the round.
         """
         with self._adding:
-            if weight < 1 or self.weight + weight > self.most_weight:
+            if weight < 1 or self.weight + weight > self.max_weight:
                 raise UpdateError(
                     f"its weight={weight} does not fit: it must be at least 1, and all weights "
-                    f"together at most {self.most_weight}, twice the examples declared at the start"
+                    f"together at most {self.max_weight}, twice the examples declared at the start"
                 )
             self.weight += weight
 
@@ -160,7 +160,7 @@ class Spool:
 
         return write
 
-    def read(self, layout: Layout) -> torch.Tensor:
+    def read(self, layout: TensorLayout) -> torch.Tensor:
         """The update, checked: a new float32 vector (N).
 
         Raises:
@@ -173,7 +173,7 @@ class Spool:
             vector[offset : offset + len(tile)] = tile
         return vector
 
-    def _check_header(self, layout: Layout) -> None:
+    def _check_header(self, layout: TensorLayout) -> None:
         size = self._file.seek(0, io.SEEK_END)
         self._file.seek(0)
         if size != layout.nbytes or self._file.read(len(layout.header)) != layout.header:
@@ -182,7 +182,7 @@ class Spool:
                 f"{layout.nbytes} are expected)"
             )
 
-    def tiles(self, layout: Layout, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def tiles(self, layout: TensorLayout, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The first `end` elements, stretch by stretch, each in the memory of the one before."""
         self._file.seek(len(layout.header))
         raw = memoryview(bytearray(4 * min(TILE, max(end, 1))))
@@ -214,7 +214,7 @@ class Spool:
         self._file.close()
 
 
-class Adding:
+class StreamingUpdate:
     """An update that is spooled, checked and added while it arrives.
 
     Guarantees:
@@ -223,7 +223,12 @@ class Adding:
     """
 
     def __init__(
-        self, spool: Spool, total: WeightedSum, layout: Layout, weight: int, scale: float = 1.0
+        self,
+        spool: Spool,
+        total: WeightedSum,
+        layout: TensorLayout,
+        weight: int,
+        scale: float = 1.0,
     ) -> None:
         """`scale`, of 0 to 1, is what it is multiplied with.
 
@@ -288,13 +293,13 @@ class Adding:
         return tile if self._scale == 1 else tile.mul_(self._scale)
 
 
-def _check(layout: Layout, offset: int, tile: torch.Tensor) -> None:
+def _check(layout: TensorLayout, offset: int, tile: torch.Tensor) -> None:
     least, most = (float(value) for value in torch.aminmax(tile))
     if not -MOST < least <= most < MOST:  # nor is nan
         raise UpdateError(_explain(layout, offset, tile))
 
 
-def _explain(layout: Layout, offset: int, tile: torch.Tensor) -> str:
+def _explain(layout: TensorLayout, offset: int, tile: torch.Tensor) -> str:
     """Which parameter holds the first bad value of a tile."""
     bad = offset + int((~(tile.abs() < 2**MAGNITUDE_BITS)).nonzero()[0, 0])
     name = next(e.name for e in layout.entries if e.offset <= bad < e.offset + e.count)

@@ -21,10 +21,10 @@ from isthmus.errors import UpdateError
 from isthmus.job import ServerOptimizer
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import build_model, count_examples, evaluate
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_server.model.mmap_buffer import Pages
+from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.model.optimizers import make_optimizer
 
 
@@ -54,8 +54,8 @@ class GlobalModel:
         self.task = task
         self.seed = seed
         self.module = build_model(task, seed)
-        self.layout = Layout.of(self.module)
-        self._pages = Pages(self.layout.nbytes)
+        self.layout = TensorLayout.of(self.module)
+        self._pages = MmapBuffer(self.layout.nbytes)
         self.resting: BinaryIO | None = None
         """The file that the model is in while its memory is given back."""
         self.payload[: len(self.layout.header)] = self.layout.header
@@ -68,7 +68,7 @@ class GlobalModel:
         self._views = {name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)}
         self._share_memory()
         self.optimizer = make_optimizer(optimizer, list(self._views.values()))
-        self._content: link_pb2.Content | None = None
+        self._content: link_pb2.Blob | None = None
         self._stored: Path | None = None
         """A file that holds what `payload` holds."""
         self._held_out: Dataset[Any] | None = None
@@ -87,7 +87,7 @@ class GlobalModel:
         return self._vector
 
     @property
-    def content(self) -> link_pb2.Content:
+    def blob(self) -> link_pb2.Blob:
         """Name and size of the encoded model."""
         if self._content is None:
             self._content = describe(self.payload)
@@ -96,7 +96,7 @@ class GlobalModel:
     @property
     def sha256(self) -> str:
         """The digest of the encoded model, in hexadecimal."""
-        return self.content.sha256.hex()
+        return self.blob.sha256.hex()
 
     @property
     def served_sha256(self) -> str:
@@ -138,7 +138,7 @@ class GlobalModel:
 
     def is_stored(self, path: Path, sha256: str) -> None:
         """What is in `payload` is in a file, and has this digest, in hexadecimal."""
-        self._content = link_pb2.Content(sha256=bytes.fromhex(sha256), size=len(self.payload))
+        self._content = link_pb2.Blob(sha256=bytes.fromhex(sha256), size=len(self.payload))
         self._stored = path
 
     def changed(self) -> None:
@@ -242,7 +242,7 @@ class GlobalModel:
         self.resting = None
 
     def _copy(self) -> memoryview:
-        pages = Pages(len(self.payload))
+        pages = MmapBuffer(len(self.payload))
         pages.view[:] = self.payload
         return pages.view
 

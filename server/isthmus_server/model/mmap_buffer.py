@@ -1,6 +1,6 @@
 """Large memory that can be given back for a while, and is cheap to get.
 
->>> pages = Pages(1000)
+>>> pages = MmapBuffer(1000)
 >>> pages.view[:3] = b"abc"
 >>> bytes(pages.view[:3]), len(pages.view)
 (b'abc', 1000)
@@ -18,7 +18,7 @@ LARGE_BYTES = 512 << 20
 _HUGE_PAGES_FROM = 64 << 20
 
 
-class Pages:
+class MmapBuffer:
     """Zeroed memory of this process alone.
 
     Where the kernel has huge pages to give, it is asked for those: a fresh page of the usual size

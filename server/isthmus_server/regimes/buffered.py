@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.job.federated import FederatedSection, buffer_name
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import Adding, Spool
+from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate
 from isthmus_server.regimes.plaintext import added
 from isthmus_server.regimes.results import AttemptFailed, FederatedResult
-from isthmus_server.regimes.secure import FOR_TRAINING, SecureAttempt, agreement
+from isthmus_server.regimes.secure import FOR_TRAINING, SecureAggregationAttempt, agreement
 from isthmus_server.storage.receipts import Receipt, Status
 from isthmus_server.transport.sanitize import check_figures, reason_of
 
@@ -69,7 +69,7 @@ class Buffered:
         self,
         round_: int,
         attempt: int,
-        model: link_pb2.Content,
+        model: link_pb2.Blob,
         cohort: Mapping[str, int],
         settings: FederatedSection,
         with_gradient: bool = False,
@@ -133,7 +133,7 @@ class Filling:
         devices: Buffered,
         round_: int,
         attempt: int,
-        model: link_pb2.Content,
+        model: link_pb2.Blob,
         cohort: Mapping[str, int],
         settings: FederatedSection,
         with_gradient: bool,
@@ -156,7 +156,7 @@ class Filling:
         self.receipts: dict[str, Receipt] = {}
         self.losses: list[tuple[float, int]] = []
         self.asked: list[_Working] = []
-        self.summing: SecureAttempt | None = None
+        self.summing: SecureAggregationAttempt | None = None
         self.summed: dict[str, int] = {}
         """How stale those are whose updates are being summed securely."""
 
@@ -204,7 +204,7 @@ class Filling:
         taken = [held.pop(name) for name in list(held)[: self.settings.cohort]]
         self.summed = {one.name: self.round - one.version for one in taken}
         name = buffer_name(federation.run_id, self.round)
-        about = link_pb2.Content(sha256=name, size=self.model.size)
+        about = link_pb2.Blob(sha256=name, size=self.model.size)
         config = agreement(federation, self.round, self.attempt, about, self.settings)
 
         def begin(agreed: bytes) -> link_pb2.Request:
@@ -213,7 +213,7 @@ class Filling:
             )
             return link_pb2.Request(agree=agree)
 
-        self.summing = SecureAttempt(federation, config, about, self.summed, begin)
+        self.summing = SecureAggregationAttempt(federation, config, about, self.summed, begin)
         try:
             result = await self.summing.run(deadline)
         except AttemptFailed as error:
@@ -288,7 +288,7 @@ class Filling:
             raise UpdateError(reason_of(reply))
         trained, layout = reply.trained, self.federation.layout
         check_figures(trained)
-        most = self.settings.buffer.most_staleness
+        most = self.settings.buffer.max_staleness
         stale = self.round - one.version
         if stale > most:
             raise UpdateError(f"it began {stale} rounds ago, and at most {most} are taken")
@@ -302,7 +302,7 @@ class Filling:
             )
         scale = self.settings.buffer.discount(stale)
         with Spool(self.federation.spool, expected=layout.nbytes) as spool:
-            adding = Adding(spool, self.total, layout, trained.examples, scale)
+            adding = StreamingUpdate(spool, self.total, layout, trained.examples, scale)
             async with added(self.federation.link, one.name, trained.result, adding):
                 self._accept(one, trained, stale)
 

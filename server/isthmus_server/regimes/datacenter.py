@@ -15,43 +15,45 @@ import torch
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.buffered import Buffered
 from isthmus_server.regimes.context import Federation
 from isthmus_server.regimes.plaintext import PlainAttempt
 from isthmus_server.regimes.results import AttemptFailed, DatacenterResult, FederatedResult
-from isthmus_server.regimes.secure import SecureAttempt, agreement
+from isthmus_server.regimes.secure import SecureAggregationAttempt, agreement
 from isthmus_server.storage.receipts import Receipt, Status
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import check_figures, in_a_line, reason_of
 
 if TYPE_CHECKING:
     from isthmus_server.flower.attempt import FlowerAttempt
-    from isthmus_server.flower.strategy_adapter import Guest
+    from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
 
 
-class Fleet:
+class FederatedRegime:
     """The federated regime."""
 
     def __init__(self, federation: Federation) -> None:
         self.federation = federation
-        self.guest: Guest | None = None
+        self.guest: FlowerStrategyAdapter | None = None
         """The Flower strategy, where the job names one."""
         settings = federation.job.federated
         if settings.flower is not None:
-            from isthmus_server.flower.strategy_adapter import Guest
+            from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
 
-            self.guest = Guest(settings, federation.layout)
+            self.guest = FlowerStrategyAdapter(settings, federation.layout)
         self.buffered = Buffered(federation) if settings.mode == "buffered" else None
-        self._running: FlowerAttempt | PlainAttempt | SecureAttempt | Buffered | None = None
+        self._running: FlowerAttempt | PlainAttempt | SecureAggregationAttempt | Buffered | None = (
+            None
+        )
 
     async def train(
         self,
         round_: int,
         attempt: int,
-        model: link_pb2.Content,
+        model: link_pb2.Blob,
         cohort: Mapping[str, int],
         settings: FederatedSection | None = None,
         start: torch.Tensor | None = None,
@@ -91,17 +93,17 @@ class Fleet:
                 return link_pb2.Request(train_local=work)
 
             config = agreement(self.federation, round_, attempt, model, settings)
-            self._running = SecureAttempt(self.federation, config, model, cohort, begin)
+            self._running = SecureAggregationAttempt(self.federation, config, model, cohort, begin)
         else:
             gathering = None
             if self.guest is not None:
                 assert start is not None
                 if self.guest.settings.app is not None:
                     return await self._train_app(round_, start, cohort, settings)
-                from isthmus_server.flower.strategy_adapter import Gathering
+                from isthmus_server.flower.strategy_adapter import UpdateCollector
 
                 begun = self.guest.begin(round_, start, settings)
-                gathering = Gathering(begun, self.federation.layout, cohort)
+                gathering = UpdateCollector(begun, self.federation.layout, cohort)
             self._running = PlainAttempt(
                 self.federation, round_, attempt, model, cohort, settings, gathering, with_gradient
             )
@@ -137,10 +139,10 @@ class Fleet:
         return [] if self._running is None else list(self._running.stopped(reason))
 
 
-class Datacenter:
+class DatacenterRegime:
     """The datacenter regime."""
 
-    def __init__(self, link: Link, job: Job, run_id: str, layout: Layout) -> None:
+    def __init__(self, link: Link, job: Job, run_id: str, layout: TensorLayout) -> None:
         self.link = link
         self.job = job
         self.run_id = run_id
@@ -154,7 +156,7 @@ class Datacenter:
         *,
         from_step: int,
         until_step: int,
-        model: link_pb2.Content | None,
+        model: link_pb2.Blob | None,
         evaluate: bool,
         hand_back: bool,
     ) -> DatacenterResult:
@@ -184,7 +186,7 @@ class Datacenter:
         *,
         from_step: int,
         until_step: int,
-        model: link_pb2.Content,
+        model: link_pb2.Blob,
     ) -> DatacenterResult:
         """The mean gradient at a published model over the batches of some steps, as the `vector`.
 
@@ -205,7 +207,7 @@ class Datacenter:
         return await self._result(name, request, "gradient", model)
 
     async def _result(
-        self, name: str, request: link_pb2.Request, what: str, model: link_pb2.Content | None
+        self, name: str, request: link_pb2.Request, what: str, model: link_pb2.Blob | None
     ) -> DatacenterResult:
         """What came of work that was sent with `model`."""
         reply, vector = await self._ask(name, request, what)
@@ -258,8 +260,8 @@ class Datacenter:
                 vector = None
                 check_figures(reply.trained)
                 if what:
-                    content = reply.trained.result if outcome == "trained" else reply.exported.model
-                    vector = await self._fetch(name, content, what)
+                    blob = reply.trained.result if outcome == "trained" else reply.exported.model
+                    vector = await self._fetch(name, blob, what)
             accepted, reason = True, ""
         except TimeoutError:
             reason = f"it did not answer within the round's {self.job.time.round_seconds:g} s"
@@ -274,14 +276,14 @@ class Datacenter:
                 self.link.settle(name, request.id, accepted, reason)
         return reply, vector
 
-    async def _fetch(self, name: str, content: link_pb2.Content, what: str) -> torch.Tensor:
-        if content.size != self.layout.nbytes:
+    async def _fetch(self, name: str, blob: link_pb2.Blob, what: str) -> torch.Tensor:
+        if blob.size != self.layout.nbytes:
             raise UpdateError(
-                f"its {what} has {content.size} bytes where this exchange set takes "
+                f"its {what} has {blob.size} bytes where this exchange set takes "
                 f"{self.layout.nbytes}"
             )
-        payload = bytearray(content.size)
-        await self.link.fetch(name, content, into(payload))
+        payload = bytearray(blob.size)
+        await self.link.fetch(name, blob, into(payload))
         vector = self.layout.decode(payload)
         if not bool(torch.isfinite(vector).all()):
             raise UpdateError(f"its {what} is not finite")

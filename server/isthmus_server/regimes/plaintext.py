@@ -16,14 +16,14 @@ from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
 from isthmus.job.federated import FederatedSection
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import Adding, Spool, WeightedSum
+from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate, WeightedSum
 from isthmus_server.regimes.results import AttemptFailed, FederatedResult
 from isthmus_server.regimes.secure import UPLOADS_AT_ONCE
 from isthmus_server.storage.receipts import UNREACHABLE, Receipt, Status, reasons
 from isthmus_server.transport.sanitize import check_figures, reason_of
 
 if TYPE_CHECKING:
-    from isthmus_server.flower.strategy_adapter import Gathering
+    from isthmus_server.flower.strategy_adapter import UpdateCollector
     from isthmus_server.regimes.context import Federation
     from isthmus_server.transport.link import Link
 
@@ -36,10 +36,10 @@ class PlainAttempt:
         federation: Federation,
         round_: int,
         attempt: int,
-        model: link_pb2.Content,
+        model: link_pb2.Blob,
         cohort: Mapping[str, int],
         settings: FederatedSection,
-        gathering: Gathering | None = None,
+        gathering: UpdateCollector | None = None,
         with_gradient: bool = False,
     ) -> None:
         """With `gathering`, a Flower strategy takes the place of the weighted mean."""
@@ -163,7 +163,7 @@ class PlainAttempt:
         async with self.uploads:
             with Spool(self.federation.spool, expected=layout.nbytes) as spool:
                 if isinstance(self.total, WeightedSum):
-                    adding = Adding(spool, self.total, layout, trained.examples)
+                    adding = StreamingUpdate(spool, self.total, layout, trained.examples)
                     async with added(self.federation.link, name, trained.result, adding):
                         self._accept(name, trained)
                 else:
@@ -171,7 +171,7 @@ class PlainAttempt:
                     await to_the_end(self._show(self.total, name, trained, spool))
 
     async def _show(
-        self, gathering: Gathering, name: str, trained: link_pb2.Trained, spool: Spool
+        self, gathering: UpdateCollector, name: str, trained: link_pb2.Trained, spool: Spool
     ) -> None:
         async with self.showing:
             self._check_wanted()
@@ -213,7 +213,7 @@ class PlainAttempt:
 
 @asynccontextmanager
 async def added(
-    link: Link, name: str, result: link_pb2.Content, adding: Adding
+    link: Link, name: str, result: link_pb2.Blob, adding: StreamingUpdate
 ) -> AsyncIterator[None]:
     """An update is fetched and in its sum within the block, and stays there if the block ends well.
 

@@ -27,13 +27,13 @@ from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
-    Consent,
+    ConsistencySignature,
     MaskedInput,
-    Release,
     RoundConfig,
     ServerSession,
     ShareKeys,
     Slot,
+    UnmaskingShares,
     decode,
 )
 from isthmus_server.model.fixed_point_sum import Spool
@@ -80,7 +80,7 @@ def agreement(
     federation: Federation,
     round_: int,
     attempt: int,
-    model: link_pb2.Content,
+    model: link_pb2.Blob,
     settings: FederatedSection,
 ) -> RoundConfig:
     """What every device of the attempt agrees to; see `RoundConfig`."""
@@ -93,7 +93,7 @@ def agreement(
         slots=(Slot(name="loss", maximum=LARGEST_LOSS),),
         **margins(settings),
         clip=settings.clip,
-        weight_max=settings.most_examples,
+        weight_max=settings.max_examples,
     )
 
 
@@ -101,7 +101,7 @@ Begin = Callable[[bytes], link_pb2.Request]
 """From the agreement to the first request of an attempt: training, or scoring."""
 
 
-class SecureAttempt:
+class SecureAggregationAttempt:
     """One attempt of a cohort.
 
     Guarantees:
@@ -114,7 +114,7 @@ class SecureAttempt:
         self,
         federation: Federation,
         config: RoundConfig,
-        model: link_pb2.Content,
+        model: link_pb2.Blob,
         cohort: Collection[str],
         begin: Begin,
     ) -> None:
@@ -159,9 +159,11 @@ class SecureAttempt:
             await self._step("sending", session.missing, mask, deadline)
             survivors = session.survivors().to_bytes()
             await self._quick("signing", {"survivors": survivors}, self._take_consent)
-            consents = session.consents().to_bytes()
-            await self._quick("releasing", {"consents": consents}, self._take_release)
-            total = await asyncio.to_thread(session.open_sum)
+            consistency_signatures = session.consistency_signatures().to_bytes()
+            await self._quick(
+                "releasing", {"consistency_signatures": consistency_signatures}, self._take_release
+            )
+            total = await asyncio.to_thread(session.unmask)
             aggregate = decode(self.config, total.vector, clients=len(total.clients))
         except AggregationAborted as error:
             raise AttemptFailed(self._explain(error), self._all_receipts(())) from error
@@ -314,14 +316,14 @@ class SecureAttempt:
         self.session.take_shares(shares)
 
     def _take_consent(self, name: str, message: bytes) -> None:
-        consent = Consent.from_bytes(message)
+        consent = ConsistencySignature.from_bytes(message)
         _same(name, consent.name)
-        self.session.take_consent(consent)
+        self.session.take_consistency_signature(consent)
 
     def _take_release(self, name: str, message: bytes) -> None:
-        release = Release.from_bytes(message)
+        release = UnmaskingShares.from_bytes(message)
         _same(name, release.name)
-        self.session.take_release(release)
+        self.session.take_unmasking_shares(release)
 
     # -- receipts ----------------------------------------------------------------------------------
 

@@ -8,20 +8,20 @@ from isthmus.job import Job
 from isthmus.transport.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.rounds.cohort_selection import Cohorts
 from isthmus_server.rounds.roster import Roster
-from isthmus_server.storage.run_state import Resume
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, Plan
-from isthmus_server.strategy.round_spec import Work, evaluates
+from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 
 
-def work_of(
+def resolve_plan(
     job: Job,
-    at: Resume,
+    at: RunState,
     roster: Roster,
     cohorts: Cohorts,
     busy: Collection[str],
     plan: Plan,
     attempt: int,
-) -> Work:
+) -> RoundSpec:
     """The next round's work; the same in every attempt if the same participants are ready.
 
     Args:
@@ -44,7 +44,7 @@ def work_of(
     if transfers:  # others would not know what comes behind the model
         busy = {*busy, *roster.able()} - set(roster.speaking(SCORES_AND_GRADIENTS))
     averages = job.strategy.served_average > 0
-    return Work(
+    return RoundSpec(
         plan=plan,
         round=round_,
         attempt=attempt,

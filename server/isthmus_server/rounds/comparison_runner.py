@@ -20,13 +20,13 @@ from isthmus_server.rounds.model_comparison import comparison, visit
 from isthmus_server.rounds.model_versions import Snapshots
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.receipts import Receipt
-from isthmus_server.storage.run_state import Resume
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.cohort import select
 from isthmus_server.strategy.policy import Compare, Comparison
 
 
-class Visitor:
+class ComparisonRunner:
     """Has devices compare models."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Visitor:
         self.clock = clock
 
     async def visit(
-        self, at: Resume, asked: Compare, bring_home: Callable[[], Awaitable[None]], *, last: bool
+        self, at: RunState, asked: Compare, bring_home: Callable[[], Awaitable[None]], *, last: bool
     ) -> dict[str, Any]:
         """One try at a comparison.
 

@@ -23,12 +23,12 @@ from isthmus.tensors.fingerprint import sent
 from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import Datacenter, Fleet
+from isthmus_server.regimes.datacenter import DatacenterRegime, FederatedRegime
 from isthmus_server.regimes.results import AttemptFailed
-from isthmus_server.rounds.assignment import work_of
+from isthmus_server.rounds.assignment import resolve_plan
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import Cohorts
-from isthmus_server.rounds.comparison_runner import Visitor
+from isthmus_server.rounds.comparison_runner import ComparisonRunner
 from isthmus_server.rounds.model_versions import Snapshots
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.rounds.trainer import Trained, Trainer
@@ -48,7 +48,7 @@ from isthmus_server.strategy.policy import (
     Stop,
     Wait,
 )
-from isthmus_server.strategy.round_spec import Work, evaluates
+from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.link import Link
 
 log = logging.getLogger(__name__)
@@ -101,8 +101,8 @@ class Coordinator:
         )
         layout = self.model.layout
         federation = Federation(link, self.job, store.run_id, layout, store.directory)
-        self.fleet = Fleet(federation)
-        self.at = store.resume_point()
+        self.fleet = FederatedRegime(federation)
+        self.at = store.run_state()
         self.snapshots = Snapshots(self.model, store.checkpoints, self.fleet.guest)
         self.snapshots.restore(self.at)
         self.roster = Roster(
@@ -118,9 +118,9 @@ class Coordinator:
             self._note,
         )
         self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
-        self.datacenter = Datacenter(link, self.job, store.run_id, layout)
+        self.datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
         self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
-        self.visitor = Visitor(store, self.roster, federation, self.snapshots, self.clock)
+        self.visitor = ComparisonRunner(store, self.roster, federation, self.snapshots, self.clock)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Coordinator:
     async def _one_attempt(
         self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
     ) -> None:
-        work = work_of(
+        work = resolve_plan(
             self.job, self.at, self.roster, self.cohorts, self.fleet.at_work, plan, attempt
         )
         self.store.plan(round_, attempt, work.to_json(), decision.seen)
@@ -310,7 +310,7 @@ class Coordinator:
 
     # -- evaluate ----------------------------------------------------------------------------------
 
-    async def _evaluate(self, work: Work, trained: Trained) -> Mapping[str, float]:
+    async def _evaluate(self, work: RoundSpec, trained: Trained) -> Mapping[str, float]:
         """Figures of the served model on the central held-out data."""
         if work.evaluate:
             return trained.datacenters[0].evaluation
@@ -320,8 +320,8 @@ class Coordinator:
 
     # -- commit ------------------------------------------------------------------------------------
 
-    def _save(self, work: Work) -> dict[str, Any]:
-        """Write what the round changed, durably; returns what `Resume` says of it."""
+    def _save(self, work: RoundSpec) -> dict[str, Any]:
+        """Write what the round changed, durably; returns what `RunState` says of it."""
         models = self.snapshots.write(work.round, work.plan, self.at.models, away=work.away)
         if work.alone and not work.plan.reset_optimizer:
             return {"models": models}
@@ -330,7 +330,7 @@ class Coordinator:
 
     def _commit(
         self,
-        work: Work,
+        work: RoundSpec,
         trained: Trained,
         evaluation: Mapping[str, float],
         saved: dict[str, Any],

@@ -20,7 +20,7 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.regimes.context import Federation
 from isthmus_server.regimes.results import AttemptFailed
-from isthmus_server.regimes.secure import SecureAttempt, margins
+from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
 from isthmus_server.rounds.model_versions import Snapshots
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.storage.receipts import Receipt, Status
@@ -94,12 +94,12 @@ async def visit(
     ]
     vectors = (snapshots.read(name, saved) for name in names)
     link, layout, spool = federation.link, federation.layout, federation.spool
-    async with published(link, layout, spool, vectors, len(names)) as content:
+    async with published(link, layout, spool, vectors, len(names)) as blob:
         work = link_pb2.Score(
             run_id=federation.run_id,
-            visit=number,
+            comparison=number,
             attempt=attempt,
-            models=content,
+            models=blob,
             candidates=candidates,
         )
         if settings.secure_aggregation:
@@ -129,15 +129,15 @@ async def _secure(
         return request
 
     config = RoundConfig(
-        run_id=paired_scores.visits_of(federation.run_id),
-        round=work.visit,
+        run_id=paired_scores.comparisons_run_id(federation.run_id),
+        round=work.comparison,
         attempt=work.attempt,
         model_hash=work.models.sha256,
         size=paired_scores.length(len(work.candidates)),
         **margins(settings),
         clip=1.0,
     )
-    result = await SecureAttempt(federation, config, work.models, cohort, begin).run()
+    result = await SecureAggregationAttempt(federation, config, work.models, cohort, begin).run()
     return Scores(result.pseudo_gradient.tolist(), result.receipts)
 
 

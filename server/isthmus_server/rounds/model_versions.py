@@ -9,11 +9,11 @@ import torch
 
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.storage.checkpoints import Checkpoints, Saved
-from isthmus_server.storage.run_state import Resume
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, INITIAL, SERVED, Plan
 
 if TYPE_CHECKING:
-    from isthmus_server.flower.strategy_adapter import Guest
+    from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
 
 
 class Snapshots:
@@ -23,7 +23,10 @@ class Snapshots:
     """
 
     def __init__(
-        self, model: GlobalModel, checkpoints: Checkpoints, guest: Guest | None = None
+        self,
+        model: GlobalModel,
+        checkpoints: Checkpoints,
+        guest: FlowerStrategyAdapter | None = None,
     ) -> None:
         """`guest` is a Flower strategy, whose state is kept with the server optimizer's."""
         self.model = model
@@ -84,7 +87,7 @@ class Snapshots:
             self.guest.add_state(tensors, numbers)
         return self.checkpoints.write_tensors(round_, tensors), numbers
 
-    def restore(self, at: Resume) -> None:
+    def restore(self, at: RunState) -> None:
         """Have everything as it was after the last commit.
 
         Raises:

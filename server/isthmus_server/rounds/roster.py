@@ -22,11 +22,11 @@ from isthmus_server.transport.sanitize import reason_of
 
 log = logging.getLogger(__name__)
 
-MOST_HOURS = 32
+MAX_HOURS = 32
 """Entries of one device's hours: they are walked before every round."""
 LONGEST_HOURS = 64
 """Characters of one entry."""
-MOST_EXAMPLES = 1 << 30
+MAX_EXAMPLES = 1 << 30
 """That a device may say it has: the bits of a sum are shared out by what its cohort says."""
 
 
@@ -74,21 +74,21 @@ class Roster:
         self._package = _installed(job, Path(run.base))
         if self._package is not None:
             package = self._package
-            run.package.content.CopyFrom(describe(package.data))
+            run.package.blob.CopyFrom(describe(package.data))
             run.package.digest, run.package.author = package.digest, package.author
 
     def start(self) -> None:
         """From now on the run is opened on everyone."""
         if self._package is not None:
-            self.link.publish(self.run.package.content, memoryview(self._package.data))
+            self.link.publish(self.run.package.blob, memoryview(self._package.data))
         self.link.on_join = self._joined
         self.link.on_leave = self._left
         for peer in list(self.link.peers.values()):
             if not peer.fresh:  # whoever is being welcomed right now comes through `on_join`
                 self._joined(peer)
 
-    async def stop(self, over: bool) -> None:
-        """Tell everyone to close the run; `over`: and the datacenters, that nobody goes on with it.
+    async def stop(self, finished: bool) -> None:
+        """Close the run at every participant; `finished` lets datacenters delete its checkpoints.
 
         They keep checkpoints of it until then; a device keeps nothing that it could let go of.
         """
@@ -99,11 +99,11 @@ class Roster:
         await asyncio.gather(*self._opening, return_exceptions=True)
         names = [*self.clients, *self.datacenters]
         closing = [
-            asyncio.create_task(self._close(name, over and name in self.datacenters))
+            asyncio.create_task(self._close(name, finished and name in self.datacenters))
             for name in names
         ]
         await asyncio.gather(*closing)
-        self.link.retract(self.run.package.content)
+        self.link.retract(self.run.package.blob)
 
     def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
         """Somebody who was expected will not come."""
@@ -258,9 +258,10 @@ class Roster:
         self.note("ready", {"participant": peer.name, "examples": ready.examples})
         self._changed.set()
 
-    async def _close(self, name: str, over: bool) -> None:
+    async def _close(self, name: str, finished: bool) -> None:
         request = link_pb2.Request(
-            id=self.link.new_id(), close=link_pb2.CloseRun(run_id=self.run.run_id, over=over)
+            id=self.link.new_id(),
+            close=link_pb2.CloseRun(run_id=self.run.run_id, finished=finished),
         )
         try:
             async with asyncio.timeout(self.link.lease_seconds):
@@ -286,8 +287,8 @@ def _check_examples(peer: Peer, opened: link_pb2.Opened) -> None:
     Raises:
         JobError: a device has more.
     """
-    if peer.role == link_pb2.CLIENT and opened.examples > MOST_EXAMPLES:
-        raise JobError(f"it has {opened.examples} examples, and {MOST_EXAMPLES} are the most")
+    if peer.role == link_pb2.CLIENT and opened.examples > MAX_EXAMPLES:
+        raise JobError(f"it has {opened.examples} examples, and {MAX_EXAMPLES} are the most")
 
 
 def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:
@@ -296,9 +297,9 @@ def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:
     Raises:
         JobError: so much text is no device's hours, or it is not of their form.
     """
-    if len(opened.hours) > MOST_HOURS or any(len(one) > LONGEST_HOURS for one in opened.hours):
+    if len(opened.hours) > MAX_HOURS or any(len(one) > LONGEST_HOURS for one in opened.hours):
         raise JobError(
-            f"its hours have more than {MOST_HOURS} entries, or one of more than {LONGEST_HOURS} "
+            f"its hours have more than {MAX_HOURS} entries, or one of more than {LONGEST_HOURS} "
             "characters; give fewer"
         )
     return tuple(Hours.parse(one) for one in opened.hours)

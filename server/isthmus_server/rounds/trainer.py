@@ -22,11 +22,11 @@ from isthmus.wire import link_pb2
 from isthmus_server.model import merge
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.mmap_buffer import LARGE_BYTES
-from isthmus_server.regimes.datacenter import Datacenter, Fleet
+from isthmus_server.regimes.datacenter import DatacenterRegime, FederatedRegime
 from isthmus_server.regimes.results import AttemptFailed, DatacenterResult, FederatedResult
 from isthmus_server.storage.receipts import Receipt
 from isthmus_server.strategy.policy import Plan
-from isthmus_server.strategy.round_spec import Work
+from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.bundle import published
 from isthmus_server.transport.link import Link
 
@@ -83,7 +83,12 @@ class Trainer:
     """Has rounds trained, and makes the next model of what comes back."""
 
     def __init__(
-        self, job: Job, link: Link, model: GlobalModel, fleet: Fleet, datacenter: Datacenter
+        self,
+        job: Job,
+        link: Link,
+        model: GlobalModel,
+        fleet: FederatedRegime,
+        datacenter: DatacenterRegime,
     ) -> None:
         self.job = job
         self.link = link
@@ -91,7 +96,7 @@ class Trainer:
         self.fleet = fleet
         self.datacenter = datacenter
 
-    async def train(self, work: Work) -> Trained:
+    async def train(self, work: RoundSpec) -> Trained:
         """Ask everyone and wait.
 
         Raises:
@@ -103,11 +108,11 @@ class Trainer:
         if work.transfers:
             return await self._transfer(work)
         alone = work.plan.regime == "datacenter"
-        async with self._published(summing=not alone) as content:
-            devices = None if alone else self._ask_devices(work, content)
+        async with self._published(summing=not alone) as blob:
+            devices = None if alone else self._ask_devices(work, blob)
             return await self._together(work, self._ask_ranks, devices)
 
-    async def _transfer(self, work: Work) -> Trained:
+    async def _transfer(self, work: RoundSpec) -> Trained:
         """One-way gradient transfer of Mixed FL (Augenstein et al. 2022).
 
         The datacenters' mean gradient at the round's model comes first, times the transfer weight;
@@ -121,16 +126,16 @@ class Trainer:
         gradient = merge.mean(parts)
         gradient.mul_(self.job.strategy.transfer_weight if weight is None else weight)
         vectors, spool = (self.model.vector, gradient), self.fleet.federation.spool
-        async with published(self.link, self.model.layout, spool, vectors, 2) as content:
+        async with published(self.link, self.model.layout, spool, vectors, 2) as blob:
             try:
-                found = await self._ask_devices(work, content)
+                found = await self._ask_devices(work, blob)
             except AttemptFailed as failed:
                 receipts = [*first.receipts, *failed.receipts]
                 raise AttemptFailed(str(failed), receipts) from failed
         ranks = [dataclasses.replace(one, vector=None) for one in first.datacenters]
         return Trained(federated=found, datacenters=ranks, gradient=gradient)
 
-    def _check_able(self, work: Work) -> None:
+    def _check_able(self, work: RoundSpec) -> None:
         """Refuse before anybody works.
 
         Raises:
@@ -159,29 +164,29 @@ class Trainer:
             )
 
     @asynccontextmanager
-    async def _published(self, *, summing: bool) -> AsyncIterator[link_pb2.Content]:
+    async def _published(self, *, summing: bool) -> AsyncIterator[link_pb2.Blob]:
         """Have the model for participants to fetch, for as long as the block lasts.
 
         A large one rests where updates are added up meanwhile, and is sent from its file: their sum
         has the memory. A Flower strategy is shown the model itself.
         """
         model = self.model
-        content = await asyncio.to_thread(lambda: model.content)
+        blob = await asyncio.to_thread(lambda: model.blob)
         try:
-            if summing and content.size >= LARGE_BYTES and self.fleet.guest is None:
+            if summing and blob.size >= LARGE_BYTES and self.fleet.guest is None:
                 await to_the_end(asyncio.to_thread(model.rest, self.fleet.federation.spool))
             resting = model.resting
-            payload = model.payload if resting is None else InFile(resting, content.size)
-            self.link.publish(content, payload)
-            yield content
+            payload = model.payload if resting is None else InFile(resting, blob.size)
+            self.link.publish(blob, payload)
+            yield blob
         finally:
-            self.link.retract(content)
+            self.link.retract(blob)
             await to_the_end(asyncio.to_thread(model.wake))
 
     async def _together(
         self,
-        work: Work,
-        ask: Callable[[str, Work], Coroutine[Any, Any, DatacenterResult]],
+        work: RoundSpec,
+        ask: Callable[[str, RoundSpec], Coroutine[Any, Any, DatacenterResult]],
         fleet: Coroutine[Any, Any, FederatedResult] | None,
     ) -> Trained:
         """Everyone at once; if one fails the others are stopped."""
@@ -203,35 +208,35 @@ class Trainer:
             datacenters=[task.result() for task in ranks],
         )
 
-    async def _ask_devices(self, work: Work, content: link_pb2.Content) -> FederatedResult:
+    async def _ask_devices(self, work: RoundSpec, blob: link_pb2.Blob) -> FederatedResult:
         return await self.fleet.train(
             work.round,
             work.attempt,
-            content,
+            blob,
             work.cohort,
             work.federated,
             None if self.fleet.guest is None else self.model.vector,
             work.transfers,
         )
 
-    async def _ask_gradient(self, name: str, work: Work) -> DatacenterResult:
+    async def _ask_gradient(self, name: str, work: RoundSpec) -> DatacenterResult:
         return await self.datacenter.mean_gradient(
             name,
             work.round,
             work.attempt,
             from_step=work.gradient_step,
             until_step=work.gradient_step + work.steps,
-            model=self.model.content,
+            model=self.model.blob,
         )
 
-    async def _ask_ranks(self, name: str, work: Work) -> DatacenterResult:
+    async def _ask_ranks(self, name: str, work: RoundSpec) -> DatacenterResult:
         return await self.datacenter.train(
             name,
             work.round,
             work.attempt,
             from_step=work.from_step,
             until_step=work.from_step + work.steps,
-            model=None if work.model_is_there else self.model.content,
+            model=None if work.model_is_there else self.model.blob,
             evaluate=work.evaluate,
             hand_back=work.hand_back,
         )
@@ -270,7 +275,7 @@ class Trainer:
 
     # -- merge -------------------------------------------------------------------------------------
 
-    def merge(self, work: Work, trained: Trained) -> None:
+    def merge(self, work: RoundSpec, trained: Trained) -> None:
         """Make the next model.
 
         A round of one datacenter is plain training: its result *is* the next model, and stays

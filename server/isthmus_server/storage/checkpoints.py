@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import UserError
-from isthmus.tensors.exchange_set import Layout
-from isthmus_server.model.mmap_buffer import Pages
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.model.mmap_buffer import MmapBuffer
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,9 @@ class Checkpoints:
                     f"the server optimizer keeps {name!r} as {tensor.dtype}, which cannot be "
                     "stored; choose another server optimizer"
                 )
-        layout = Layout.from_shapes({name: tuple(value.shape) for name, value in tensors.items()})
+        layout = TensorLayout.from_shapes(
+            {name: tuple(value.shape) for name, value in tensors.items()}
+        )
         name = f"optimizer-{round_:06d}.safetensors"
         with replacing(self.directory / name) as replaced:
             file = _Hashed(replaced)
@@ -117,7 +119,7 @@ class Checkpoints:
             raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
         _check_digest(path, payload, saved)
         length = 8 + int.from_bytes(payload[:8], "little")
-        layout = Layout.from_header(memoryview(payload)[:length])
+        layout = TensorLayout.from_header(memoryview(payload)[:length])
         return dict(layout.parts(layout.decode(payload)))
 
     def keep_only(self, files: Collection[str]) -> None:
@@ -149,7 +151,9 @@ class Written:
     def __init__(self, file: FileIO) -> None:
         """`file` has no buffer of its own."""
         self._file = file
-        self._block = Pages(_BLOCK_BYTES).view  # aligned, as what goes to a disk directly must be
+        self._block = MmapBuffer(
+            _BLOCK_BYTES
+        ).view  # aligned, as what goes to a disk directly must be
         self._filled = 0
         self._direct = getattr(os, "O_DIRECT", 0)
         """The flag for it; 0 once it is known that this file system, or machine, cannot."""

@@ -11,11 +11,11 @@ from isthmus_server.strategy.observation import past_round
 from isthmus_server.strategy.policy import PastRound
 
 if TYPE_CHECKING:
-    from isthmus_server.strategy.round_spec import Work
+    from isthmus_server.strategy.round_spec import RoundSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resume:
+class RunState:
     """Where a run stands after its last committed round.
 
     Receipts are not in it: they are in the log, and there alone.
@@ -81,7 +81,7 @@ class Resume:
             "policy_state": dict(self.policy_state),
         }
 
-    def after_visit(self, row: Mapping[str, Any]) -> Resume:
+    def after_visit(self, row: Mapping[str, Any]) -> RunState:
         """A try at a visit has ended; `row` is the log's."""
         return dataclasses.replace(
             self,
@@ -91,7 +91,7 @@ class Resume:
             policy_state=row["policy_state"],
         )
 
-    def after_failure(self, row: Mapping[str, Any]) -> Resume:
+    def after_failure(self, row: Mapping[str, Any]) -> RunState:
         """An attempt has failed; `row` is the log's."""
         return dataclasses.replace(
             self,
@@ -101,8 +101,8 @@ class Resume:
         )
 
     def after_round(
-        self, work: Work, row: Mapping[str, Any], averaged: int, saved: Mapping[str, Any]
-    ) -> Resume:
+        self, work: RoundSpec, row: Mapping[str, Any], averaged: int, saved: Mapping[str, Any]
+    ) -> RunState:
         """A round is done; `row` is the log's, `saved` what its checkpoints change here."""
         return dataclasses.replace(
             self,

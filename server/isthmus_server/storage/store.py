@@ -29,7 +29,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job, read_job
 from isthmus.system.file_lock import alone
 from isthmus_server.storage.checkpoints import Checkpoints, Saved, replacing
-from isthmus_server.storage.run_state import Resume
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import open_log
 from isthmus_server.strategy.observation import past_round
 
@@ -260,7 +260,7 @@ class Store:
         rows = self._db.execute("SELECT at, kind, data FROM events ORDER BY rowid")
         return [{"at": at, "kind": kind, **json.loads(data)} for at, kind, data in rows]
 
-    def resume_point(self) -> Resume:
+    def run_state(self) -> RunState:
         """Where the run stands."""
         newest = self._db.execute(
             "SELECT round, outcome FROM attempts WHERE state='committed' ORDER BY round DESC"
@@ -288,7 +288,7 @@ class Store:
             if visit["round"] == number + 1:
                 visits.append(visit)
         optimizer = last.get("optimizer")
-        return Resume(
+        return RunState(
             round=number,
             attempts=tried[0] if tried else 0,
             models={name: Saved(**saved) for name, saved in last.get("models", {}).items()},

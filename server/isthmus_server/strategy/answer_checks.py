@@ -15,7 +15,7 @@ from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
     KINDS,
-    MOST_KEPT,
+    MAX_KEPT,
     SERVED,
     Answer,
     Compare,
@@ -104,8 +104,8 @@ def _wrong_kept(plan: Plan, observation: Observation) -> str:
             return f"which keeps {model!r} as {name!r}, where only current or served can be kept"
     dropped = {name for name, model in plan.keep.items() if not model}
     kept = (set(observation.models) | set(plan.keep)) - fixed - dropped
-    if len(kept) > MOST_KEPT:
-        return f"which makes {len(kept)} kept models, and at most {MOST_KEPT} are kept"
+    if len(kept) > MAX_KEPT:
+        return f"which makes {len(kept)} kept models, and at most {MAX_KEPT} are kept"
     return ""
 
 

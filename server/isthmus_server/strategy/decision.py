@@ -28,7 +28,7 @@ from isthmus_server.strategy.policy import (
     Wait,
 )
 
-MOST_VISITS = 3
+MAX_VISITS = 3
 """Comparisons that a policy may ask for in one round."""
 
 
@@ -39,7 +39,7 @@ class Decision:
     answer: Plan | Stop
     seen: Mapping[str, Any]
     """The observation it was decided on, as JSON data, without the history, which is in the log;
-    with what the policy `asked` of devices, how long it `waited`, and the limits' `interventions`.
+    with what the policy `asked` of devices, how long it `waited`, and the limits' `adjustments`.
     """
 
     @classmethod
@@ -85,9 +85,9 @@ async def decide(
         held = hold(wanted, seen)
         answer = held.answer
         if isinstance(wanted, Compare):
-            if len(asked) == MOST_VISITS:
+            if len(asked) == MAX_VISITS:
                 raise JobError(
-                    f"the policy {name!r} asked for more than {MOST_VISITS} comparisons in round "
+                    f"the policy {name!r} asked for more than {MAX_VISITS} comparisons in round "
                     f"{seen.round}"
                 )
             asked.append({**dataclasses.asdict(wanted), "refused": None})
@@ -113,6 +113,6 @@ async def decide(
                 "history": None,
                 "asked": asked,
                 "waited": waited,
-                "interventions": list(held.interventions),
+                "adjustments": list(held.adjustments),
             }
             return Decision(answer=answer, seen=log)

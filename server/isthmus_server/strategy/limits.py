@@ -33,39 +33,43 @@ class Refused:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ConstrainedAnswer:
     """What became of an answer."""
 
     answer: Answer | Refused
-    interventions: tuple[str, ...] = ()
+    adjustments: tuple[str, ...] = ()
     """What was changed and why, one sentence each; empty if nothing was."""
 
 
-def hold(answer: Answer, seen: Observation) -> Held:
+def hold(answer: Answer, seen: Observation) -> ConstrainedAnswer:
     """What a policy wants after what it saw, within the job's limits."""
     if isinstance(answer, Stop):
-        return Held(answer)
+        return ConstrainedAnswer(answer)
     if seen.seconds_left is not None and seen.seconds_left <= 0:
         return _stopped(f"the run has gone on for {seen.elapsed:.0f} s, its limit")
     if isinstance(answer, Wait):
         held = _wait(answer, seen)
-        return Held(answer) if held.answer == answer else held
+        return ConstrainedAnswer(answer) if held.answer == answer else held
     if isinstance(answer, Compare):
         refusal = _no_visit(answer, seen)
-        return Held(Refused(refusal), (refusal,)) if refusal else Held(answer)
-    plan, interventions = _with_quorum(answer, seen)
+        return (
+            ConstrainedAnswer(Refused(refusal), (refusal,))
+            if refusal
+            else ConstrainedAnswer(answer)
+        )
+    plan, adjustments = _with_quorum(answer, seen)
     ending = _too_much(plan, seen)
     if ending:
-        return Held(Stop(ending), (*interventions, ending))
+        return ConstrainedAnswer(Stop(ending), (*adjustments, ending))
     for side in _sides(plan):
         if not seen.open(side):
             held = _wait(_until_open(side, seen), seen)
-            return Held(held.answer, (*interventions, *held.interventions))
+            return ConstrainedAnswer(held.answer, (*adjustments, *held.adjustments))
     if plan.regime != "datacenter" and seen.clients_ready < seen.needed:
         rest = _until_rested(seen)
         if rest is not None:
-            return Held(rest.answer, (*interventions, *rest.interventions))
-    return Held(plan, interventions)
+            return ConstrainedAnswer(rest.answer, (*adjustments, *rest.adjustments))
+    return ConstrainedAnswer(plan, adjustments)
 
 
 def _sides(plan: Plan) -> tuple[Side, ...]:
@@ -74,8 +78,8 @@ def _sides(plan: Plan) -> tuple[Side, ...]:
     return (plan.regime,)
 
 
-def _stopped(reason: str) -> Held:
-    return Held(Stop(reason), (reason,))
+def _stopped(reason: str) -> ConstrainedAnswer:
+    return ConstrainedAnswer(Stop(reason), (reason,))
 
 
 # -- what can be afforded --------------------------------------------------------------------------
@@ -141,7 +145,7 @@ def _until_open(side: Side, seen: Observation) -> Wait | Stop:
     return Wait(forecast.changes_in, f"the {side} side is outside of its window")
 
 
-def _until_rested(seen: Observation) -> Held | None:
+def _until_rested(seen: Observation) -> ConstrainedAnswer | None:
     """Until devices that are here may be asked again; None where others have to come."""
     if seen.clients_ready + seen.clients_resting < seen.needed:
         return None
@@ -154,7 +158,7 @@ def _until_rested(seen: Observation) -> Held | None:
     return _wait(Wait(max(seen.enough_in, 1.0), why), seen)
 
 
-def _wait(answer: Wait | Stop, seen: Observation) -> Held:
+def _wait(answer: Wait | Stop, seen: Observation) -> ConstrainedAnswer:
     """A wait that ends within the run's time."""
     if isinstance(answer, Stop):
         return _stopped(answer.reason)
@@ -163,4 +167,4 @@ def _wait(answer: Wait | Stop, seen: Observation) -> Held:
             f"{answer.reason}; it would have to wait for {answer.seconds:.0f} s and the run ends "
             f"in {seen.seconds_left:.0f} s"
         )
-    return Held(answer, (f"{answer.reason}: it waits for {answer.seconds:.0f} s",))
+    return ConstrainedAnswer(answer, (f"{answer.reason}: it waits for {answer.seconds:.0f} s",))

@@ -43,7 +43,7 @@ SERVED = "served"
 """The model that is handed out: an average of the iterates, or the current one."""
 INITIAL = "initial"
 """The model that the run began with."""
-MOST_KEPT = 4
+MAX_KEPT = 4
 """Models that plans may keep at a time, by names of their own."""
 
 

@@ -12,7 +12,7 @@ from isthmus_server.strategy.policy import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class RoundSpec:
     """What is to be done, as it follows from a plan."""
 
     plan: Plan

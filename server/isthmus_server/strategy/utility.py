@@ -59,7 +59,7 @@ def choose(
     known = [name for name in names if name in records]
     fresh = [name for name in names if name not in records]
     share = settings.exploration * settings.exploration_decay ** (round_ - 1)
-    share = max(share, settings.least_exploration)
+    share = max(share, settings.min_exploration)
     explored = min(len(fresh), max(math.ceil(share * wanted), wanted - len(known)))
     exploited = wanted - explored
     chosen = draw.sample(fresh, explored)

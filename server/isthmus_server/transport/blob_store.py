@@ -34,39 +34,39 @@ class Published:
         """A content, while it is served."""
         return self._broadcasts.get(sha256)
 
-    def publish(self, content: link_pb2.Content, payload: Buffer | InFile) -> None:
+    def publish(self, blob: link_pb2.Blob, payload: Buffer | InFile) -> None:
         """Serve a content until `retract`."""
-        self._broadcasts[content.sha256] = Broadcast(content.sha256, payload)
+        self._broadcasts[blob.sha256] = Broadcast(blob.sha256, payload)
 
-    def retract(self, content: link_pb2.Content) -> None:
+    def retract(self, blob: link_pb2.Blob) -> None:
         """Stop serving a content; its memory is the caller's again."""
-        self._broadcasts.pop(content.sha256, None)
+        self._broadcasts.pop(blob.sha256, None)
 
-    def send(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
+    def send(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
         """Begin to send a content; one that is on its way starts anew from where it is wanted.
 
         Raises:
             UpdateError: too many are on their way.
         """
-        before = peer.pumps.pop(want.sha256, None)
+        before = peer.pumps.pop(pull.sha256, None)
         if before is not None:
             before.cancel()
         if len(peer.pumps) >= PUMPS_EACH:
             raise UpdateError(f"more than {PUMPS_EACH} transfers were asked for at a time")
-        pump = peer.pumps[want.sha256] = stream.spawn(self._pump(peer, stream, want))
+        pump = peer.pumps[pull.sha256] = stream.spawn(self._pump(peer, stream, pull))
         running = peer.pumps
 
         def ended(task: asyncio.Task[None]) -> None:
-            if running.get(want.sha256) is task:
-                del running[want.sha256]
+            if running.get(pull.sha256) is task:
+                del running[pull.sha256]
 
         pump.add_done_callback(ended)
 
-    async def _pump(self, peer: Peer, stream: Stream, want: link_pb2.Want) -> None:
-        broadcast, peer.given = self._broadcasts.get(want.sha256), b""
+    async def _pump(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
+        broadcast, peer.given = self._broadcasts.get(pull.sha256), b""
         try:
-            for message in () if broadcast is None else broadcast.messages(want.offset):
-                if self._broadcasts.get(want.sha256) is not broadcast:
+            for message in () if broadcast is None else broadcast.messages(pull.offset):
+                if self._broadcasts.get(pull.sha256) is not broadcast:
                     broadcast = None  # retracted: the memory may already hold another model
                     break
                 await stream.send(message)
@@ -75,7 +75,7 @@ class Published:
             log.exception("a content cannot be sent to %s", peer.name)
             broadcast = None
         if broadcast is not None:
-            peer.given = want.sha256
+            peer.given = pull.sha256
             return
-        absent = link_pb2.Chunk(sha256=want.sha256, offset=want.offset, absent=True)
+        absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))

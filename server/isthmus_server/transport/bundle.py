@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.transport.link import Link
@@ -20,8 +20,8 @@ from isthmus_server.transport.link import Link
 
 @asynccontextmanager
 async def published(
-    link: Link, layout: Layout, spool: Path, vectors: Iterable[torch.Tensor], count: int
-) -> AsyncIterator[link_pb2.Content]:
+    link: Link, layout: TensorLayout, spool: Path, vectors: Iterable[torch.Tensor], count: int
+) -> AsyncIterator[link_pb2.Blob]:
     """Have so many vectors (N) for participants to fetch, for as long as the block lasts.
 
     They lie in a file under `spool`, in the page cache and not in this process's own memory.
@@ -33,15 +33,17 @@ async def published(
     with tempfile.TemporaryFile(dir=spool) as file:
         os.posix_fallocate(file.fileno(), 0, size)
         payload = memoryview(mmap.mmap(file.fileno(), size))
-        content = await asyncio.to_thread(_fill, payload, layout, vectors)
-        link.publish(content, payload)
+        blob = await asyncio.to_thread(_fill, payload, layout, vectors)
+        link.publish(blob, payload)
         try:
-            yield content
+            yield blob
         finally:
-            link.retract(content)
+            link.retract(blob)
 
 
-def _fill(payload: memoryview, layout: Layout, vectors: Iterable[torch.Tensor]) -> link_pb2.Content:
+def _fill(
+    payload: memoryview, layout: TensorLayout, vectors: Iterable[torch.Tensor]
+) -> link_pb2.Blob:
     pieces = range(0, len(payload), layout.nbytes)
     for at, vector in zip(pieces, vectors, strict=True):
         piece = payload[at : at + layout.nbytes]

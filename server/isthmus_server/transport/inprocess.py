@@ -12,7 +12,7 @@ import uuid
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.transport.blobs import Buffer, Write
-from isthmus.transport.requests import content_of, model_of
+from isthmus.transport.requests import blob_of, model_of
 from isthmus.transport.uplink import VERSION
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
@@ -90,34 +90,34 @@ class InProcessLink(Link):
 
     async def _work(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
         worker = self._workers[name]
-        content = model_of(request)
+        blob = model_of(request)
         buffer: Buffer | None = None
         try:
-            if content is not None and content.size:
-                published = self._published.get(content.sha256)
+            if blob is not None and blob.size:
+                published = self._published.get(blob.sha256)
                 if published is None:
                     raise UpdateError("the server does not hold the model any more")
-                buffer = worker.buffer(request, content.size)
+                buffer = worker.buffer(request, blob.size)
                 if buffer is not None:
                     published.fill(buffer)
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
             reply, payload = link_pb2.Reply(failure=link_pb2.Failure(reason=str(error))), None
         reply.id = request.id
-        self._done[request.id] = _Done(name, request, content_of(reply).sha256, payload)
+        self._done[request.id] = _Done(name, request, blob_of(reply).sha256, payload)
         return reply
 
-    async def fetch(self, name: str, content: link_pb2.Content, write: Write) -> None:
+    async def fetch(self, name: str, blob: link_pb2.Blob, write: Write) -> None:
         """Take what a worker handed back.
 
         Raises:
             ParticipantLost: it went away.
             UpdateError: it does not hold the content.
         """
-        if content.size == 0:
+        if blob.size == 0:
             return
         peer = self._peer(name)
-        whose = (name, content.sha256)
+        whose = (name, blob.sha256)
         held = (done.payload for done in self._done.values() if (done.name, done.sha256) == whose)
         payload = next(held, None)
         if payload is None:

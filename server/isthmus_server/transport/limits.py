@@ -55,7 +55,7 @@ ANSWERS = {
 }
 """What may come back for each kind of work, beside a failure."""
 
-SPOKEN = {"ping", "want", "chunk", "reply", "progress", "renew"}
+SPOKEN = {"ping", "pull", "chunk", "reply", "progress", "renew"}
 """What a participant may say after its hello."""
 
 

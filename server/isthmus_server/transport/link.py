@@ -155,25 +155,25 @@ class Link:
         finally:
             peer.asked.pop(request.id, None)
 
-    async def fetch(self, name: str, content: link_pb2.Content, write: Write) -> None:
+    async def fetch(self, name: str, blob: link_pb2.Blob, write: Write) -> None:
         """Pull a content from a participant, piece by piece, into `write`, perhaps in threads.
 
         Raises:
             ParticipantLost: it went away before everything was here.
             UpdateError: it does not hold the content, or what came is not what was named.
         """
-        if content.size == 0:
+        if blob.size == 0:
             return
         peer = self._peer(name)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        fetch = peer.fetches[content.sha256] = Fetch(Assembly(content, write), done)
+        fetch = peer.fetches[blob.sha256] = Fetch(Assembly(blob, write), done)
         try:
             if peer.stream is not None:
-                want = link_pb2.Want(sha256=content.sha256)
-                await peer.stream.send_quietly(link_pb2.Envelope(want=want))
+                pull = link_pb2.Pull(sha256=blob.sha256)
+                await peer.stream.send_quietly(link_pb2.Envelope(pull=pull))
             await done
         finally:
-            peer.fetches.pop(content.sha256, None)
+            peer.fetches.pop(blob.sha256, None)
             await to_the_end(fetch.idle())
 
     def settle(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
@@ -184,13 +184,13 @@ class Link:
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
             peer.tell(link_pb2.Envelope(receipt=receipt))
 
-    def publish(self, content: link_pb2.Content, payload: Buffer | InFile) -> None:
+    def publish(self, blob: link_pb2.Blob, payload: Buffer | InFile) -> None:
         """Serve a content to whoever wants it, straight from `payload`, until `retract`."""
-        self._published.publish(content, payload)
+        self._published.publish(blob, payload)
 
-    def retract(self, content: link_pb2.Content) -> None:
+    def retract(self, blob: link_pb2.Blob) -> None:
         """Stop serving a content; its memory is the caller's again. Who lacks some is told."""
-        self._published.retract(content)
+        self._published.retract(blob)
 
     def _peer(self, name: str) -> Peer:
         peer = self.peers.get(name)
@@ -262,7 +262,7 @@ class Link:
             authority=self.enrolments.authority,
             enrolment=self.enrolments.enrol(peer.name, hello.identity, end),
             instance=self._instance,
-            anew=peer.fresh,
+            is_new=peer.fresh,
         )
 
     def _start_lease(self, peer: Peer) -> None:
@@ -329,8 +329,8 @@ class Link:
             await stream.send(link_pb2.Envelope(request=request))
         for sha256, fetch in list(peer.fetches.items()):
             await fetch.idle()
-            want = link_pb2.Want(sha256=sha256, offset=fetch.assembly.offset)
-            await stream.send(link_pb2.Envelope(want=want))
+            pull = link_pb2.Pull(sha256=sha256, offset=fetch.assembly.offset)
+            await stream.send(link_pb2.Envelope(pull=pull))
 
     async def _take(self, peer: Peer, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
         if isinstance(message, Piece):
@@ -341,8 +341,8 @@ class Link:
             raise Refused(f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}")
         if kind == "chunk":
             await self._chunk(peer, message.chunk)
-        elif kind == "want":
-            self._published.send(peer, stream, message.want)
+        elif kind == "pull":
+            self._published.send(peer, stream, message.pull)
         elif kind == "reply":
             await self._reply(peer, stream, message.reply)
         elif kind == "progress":

@@ -13,7 +13,7 @@ from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.uplink import VERSION
 from isthmus.wire import link_pb2
 
-MOST_TOLD = 64
+MAX_TOLD = 64
 """Last words on requests that are kept for one participant: as many as it may have open."""
 IN_A_THREAD = 512 << 10
 """Bytes of a chunk from which on it is worth a thread's while to hash and write it."""
@@ -26,7 +26,7 @@ class Fetch:
     assembly: Assembly
     done: asyncio.Future[None]
     taking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """Held while a chunk is being written."""
+    """ConstrainedAnswer while a chunk is being written."""
 
     async def take(self, chunk: link_pb2.Chunk | Piece) -> None:
         """Write the next chunk; returns when its memory is not needed any more."""
@@ -69,7 +69,7 @@ class Peer:
         self.unsettled: set[str] = set()
         """Requests whose reply is in use."""
         self.fetches: dict[bytes, Fetch] = {}
-        self.told: deque[bytes] = deque(maxlen=MOST_TOLD)
+        self.told: deque[bytes] = deque(maxlen=MAX_TOLD)
         """Last words on its requests (receipts, cancellations), oldest first."""
         self.given = b""
         """Name of the content that was sent to it last, and to the end."""

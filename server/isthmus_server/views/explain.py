@@ -80,7 +80,7 @@ def _decisions(store: Store) -> Iterator[dict[str, Any]]:
 def _decision(
     round_: int, logged: Mapping[str, Any], committed: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    apart = ("history", "asked", "waited", "interventions")
+    apart = ("history", "asked", "waited", "adjustments")
     return {
         "round": round_,
         "seen": {name: value for name, value in logged.items() if name not in apart},
@@ -91,7 +91,7 @@ def _decision(
         "regimes": dict(Counter(row["regime"] for row in committed)),
         "asked": logged["asked"],
         "waited": logged["waited"],
-        "limits": logged["interventions"],
+        "limits": logged["adjustments"],
     }
 
 

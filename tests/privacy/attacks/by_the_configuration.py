@@ -7,7 +7,7 @@ from parties import (
 
 from attacks.registry import ALICE, meets
 from isthmus_privacy.secagg import (
-    ClientPolicy,
+    ClientRequirements,
     History,
     Slot,
 )
@@ -31,7 +31,7 @@ def a_clip_that_is_not_a_number():
 
 @meets("config-malformed")
 def a_sum_of_one():
-    client_of(clients_min=1, policy=ClientPolicy(clients_min=0))
+    client_of(clients_min=1, policy=ClientRequirements(clients_min=0))
 
 
 @meets("config-malformed")
@@ -76,7 +76,7 @@ def a_model_of_ones_own():
 
 @meets("config-below-floor")
 def a_cohort_below_the_device_s_floor():
-    client_of(policy=ClientPolicy(clients_min=4))
+    client_of(policy=ClientRequirements(clients_min=4))
 
 
 @meets("config-too-trusting")
@@ -86,12 +86,12 @@ def a_server_that_promises_nobody_is_corrupt():
 
 @meets("config-too-lossy")
 def a_server_that_plans_to_lose_most():
-    client_of(policy=ClientPolicy(dropout_permille=300))
+    client_of(policy=ClientRequirements(dropout_permille=300))
 
 
 @meets("config-noise-missing")
 def no_noise_for_a_device_that_wants_it():
-    client_of(policy=ClientPolicy(noise=True))
+    client_of(policy=ClientRequirements(noise=True))
 
 
 @meets("config-replayed")
@@ -118,6 +118,6 @@ def a_run_that_was_forgotten_over_others():
 
 @meets("participation-spent")
 def one_round_too_many():
-    history, policy = History(), ClientPolicy(participations=2)
+    history, policy = History(), ClientRequirements(participations=2)
     for round_ in range(3):
         make_client(make_config(round=round_), ALICE, history=history, policy=policy)

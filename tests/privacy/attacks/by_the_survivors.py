@@ -14,7 +14,7 @@ from attacks.crowd import Crowd
 from attacks.registry import ALICE, BOB, meets, until, without
 from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.secagg import (
-    Consents,
+    ConsistencySignatures,
     History,
     ServerStage,
     Survivors,
@@ -26,7 +26,7 @@ from isthmus_privacy.secagg import (
 def told(change, **changes):
     """Alice is told of changed survivors."""
     parties = until(ServerStage.CONSENTS, **changes)
-    parties.clients[ALICE].consent(change(parties.survivors))
+    parties.clients[ALICE].sign_survivors(change(parties.survivors))
 
 
 @meets("survivors-other-roster")
@@ -50,7 +50,7 @@ def a_survivor_that_dealt_nothing():
     parties = Parties(6, {"c00005": ServerStage.SHARES}).until(ServerStage.CONSENTS)
     everybody = Members(6, frozenset(range(6)))
     message = dataclasses.replace(parties.survivors, survivors=everybody)
-    parties.clients[ALICE].consent(message)
+    parties.clients[ALICE].sign_survivors(message)
 
 
 @meets("survivors-self-missing")
@@ -76,7 +76,7 @@ def a_server_that_loses_ones_neighbours_late():
     crowd.client.mask(crowd.inbox(), crowd.encoded())
     gone = sorted(dealt.neighbours.indices)[: crowd.gone]
     everybody = Members(len(crowd.names), frozenset(range(len(crowd.names))))
-    crowd.client.consent(
+    crowd.client.sign_survivors(
         Survivors(crowd.roster.hash(crowd.config.hash), everybody, without(everybody, *gone))
     )
 
@@ -116,7 +116,9 @@ def the_same_model_without_bob_while_the_run_is_forgotten_over_others():
 def convinced(change):
     """Alice is shown changed signatures."""
     parties = until(ServerStage.RELEASES)
-    parties.clients[ALICE].release(Consents(tuple(change(list(parties.consents.signatures)))))
+    parties.clients[ALICE].release(
+        ConsistencySignatures(tuple(change(list(parties.consistency_signatures.signatures))))
+    )
 
 
 @meets("consents-repeated")
@@ -128,7 +130,9 @@ def one_signature_counted_four_times():
 def a_signature_of_somebody_lost():
     parties = Parties(6, {"c00005": ServerStage.MASKED}).until(ServerStage.RELEASES)
     lost = identity("c00005").sign("consent", *parties.survivors.signed_fields())
-    parties.clients[ALICE].release(Consents((*parties.consents.signatures, (5, lost))))
+    parties.clients[ALICE].release(
+        ConsistencySignatures((*parties.consistency_signatures.signatures, (5, lost)))
+    )
 
 
 @meets("consents-forged")
@@ -145,10 +149,10 @@ def signatures_of_two_survivor_sets():
     )
     shown_to = {name: other if i % 2 else parties.survivors for i, name in enumerate(names(5))}
     signatures = [
-        (i, parties.clients[name].consent(shown_to[name]).signature)
+        (i, parties.clients[name].sign_survivors(shown_to[name]).signature)
         for i, name in enumerate(names(5))
     ]
-    parties.clients[ALICE].release(Consents(tuple(signatures)))
+    parties.clients[ALICE].release(ConsistencySignatures(tuple(signatures)))
 
 
 @meets("consents-too-few")
@@ -159,30 +163,30 @@ def fewer_than_the_quorum():
 @meets("client-finished")
 def a_second_unmasking():
     parties = until(ServerStage.RELEASES)
-    parties.clients[ALICE].release(parties.consents)
-    parties.clients[ALICE].release(parties.consents)
+    parties.clients[ALICE].release(parties.consistency_signatures)
+    parties.clients[ALICE].release(parties.consistency_signatures)
 
 
 @meets("client-finished")
 def an_answer_after_a_refusal():
     parties = until(ServerStage.RELEASES)
     try:
-        parties.clients[ALICE].consent(parties.survivors)
+        parties.clients[ALICE].sign_survivors(parties.survivors)
     except Exception:  # noqa: BLE001 - whatever it refused, it must be the last
-        parties.clients[ALICE].release(parties.consents)
+        parties.clients[ALICE].release(parties.consistency_signatures)
 
 
 @meets("client-out-of-order")
 def a_second_survivor_set():
     parties = until(ServerStage.CONSENTS)
-    parties.clients[ALICE].consent(parties.survivors)
+    parties.clients[ALICE].sign_survivors(parties.survivors)
     other = dataclasses.replace(
         parties.survivors, survivors=without(parties.survivors.survivors, 3)
     )
-    parties.clients[ALICE].consent(other)
+    parties.clients[ALICE].sign_survivors(other)
 
 
 @meets("client-out-of-order")
 def shares_before_any_consent():
     parties = until(ServerStage.CONSENTS)
-    parties.clients[ALICE].release(Consents(()))
+    parties.clients[ALICE].release(ConsistencySignatures(()))

@@ -15,7 +15,7 @@ from parties import (
 from attacks.registry import ALICE
 from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.secagg import (
-    ClientPolicy,
+    ClientRequirements,
     Inbox,
     MaskedInput,
     Roster,
@@ -34,7 +34,10 @@ class Crowd:
         )
         self.names = names(count)
         self.client = make_client(
-            self.config, ALICE, policy=ClientPolicy(corrupt_permille=50), directory=directory()
+            self.config,
+            ALICE,
+            policy=ClientRequirements(corrupt_permille=50),
+            directory=directory(),
         )
         adverts = {name: paper_advert(self.config, name) for name in self.names}
         adverts[ALICE] = self.client.advertise()

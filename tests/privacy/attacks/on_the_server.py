@@ -19,10 +19,10 @@ from attacks.crowd import Crowd, crowded_server, masked_on_paper, paper_shares, 
 from attacks.registry import ALICE, BOB, meets, until, without
 from isthmus_privacy.crypto.canonical import Members
 from isthmus_privacy.secagg import (
-    Consent,
-    Release,
+    ConsistencySignature,
     ServerSession,
     ServerStage,
+    UnmaskingShares,
     decode,
     encode,
 )
@@ -261,15 +261,15 @@ def hardly_any_vectors():
 def a_consent_of_somebody_lost():
     parties = Parties(6, {"c00005": ServerStage.MASKED}).until(ServerStage.CONSENTS)
     signature = identity("c00005").sign("consent", *parties.survivors.signed_fields())
-    parties.server.take_consent(Consent("c00005", signature))
+    parties.server.take_consistency_signature(ConsistencySignature("c00005", signature))
 
 
 @meets("consent-duplicate")
 def a_consent_twice():
     parties = until(ServerStage.CONSENTS)
-    consent = parties.clients[ALICE].consent(parties.survivors)
+    sign_survivors = parties.clients[ALICE].sign_survivors(parties.survivors)
     for _ in range(2):
-        parties.server.take_consent(consent)
+        parties.server.take_consistency_signature(sign_survivors)
 
 
 @meets("consent-forged")
@@ -278,7 +278,7 @@ def a_consent_to_something_else():
     other = dataclasses.replace(
         parties.survivors, survivors=without(parties.survivors.survivors, 5)
     )
-    parties.server.take_consent(parties.clients[ALICE].consent(other))
+    parties.server.take_consistency_signature(parties.clients[ALICE].sign_survivors(other))
 
 
 @meets("too-few-consents")
@@ -289,29 +289,31 @@ def hardly_any_consents():
 def given(change, who=ALICE, sign=True, lost=None):
     """Alice's shares come changed."""
     parties = Parties(6, lost).until(ServerStage.RELEASES)
-    changed = change(parties.clients[who].release(parties.consents))
+    changed = change(parties.clients[who].release(parties.consistency_signatures))
     cohort = parties.server._cohort
-    parties.server.take_release(resign(changed, who, cohort.hash) if sign else changed)
+    parties.server.take_unmasking_shares(resign(changed, who, cohort.hash) if sign else changed)
     for name in parties.left(ServerStage.RELEASES):
         if name != who:
-            parties.server.take_release(parties.clients[name].release(parties.consents))
-    parties.server.open_sum()
+            parties.server.take_unmasking_shares(
+                parties.clients[name].release(parties.consistency_signatures)
+            )
+    parties.server.unmask()
 
 
 @meets("release-stranger")
 def shares_of_somebody_lost():
     parties = Parties(6, {"c00005": ServerStage.MASKED}).until(ServerStage.RELEASES)
-    release = parties.clients[ALICE].release(parties.consents)
+    release = parties.clients[ALICE].release(parties.consistency_signatures)
     forged = dataclasses.replace(release, name="c00005")
-    parties.server.take_release(resign(forged, "c00005", parties.server._cohort.hash))
+    parties.server.take_unmasking_shares(resign(forged, "c00005", parties.server._cohort.hash))
 
 
 @meets("release-duplicate")
 def released_twice():
     parties = until(ServerStage.RELEASES)
-    release = parties.clients[ALICE].release(parties.consents)
+    release = parties.clients[ALICE].release(parties.consistency_signatures)
     for _ in range(2):
-        parties.server.take_release(release)
+        parties.server.take_unmasking_shares(release)
 
 
 @meets("release-forged")
@@ -329,7 +331,7 @@ def hardly_any_shares():
     Parties(6, dict.fromkeys(names(6)[:3], ServerStage.RELEASES)).run()
 
 
-def with_a_wrong_share(release: Release, of: int) -> Release:
+def with_a_wrong_share(release: UnmaskingShares, of: int) -> UnmaskingShares:
     shares = dict(release.shares)
     shares[of] = bytes(36)
     return dataclasses.replace(release, shares=tuple(sorted(shares.items())))
@@ -355,7 +357,7 @@ def a_vector_beyond_the_agreed_range():
         message, payload = parties.clients[name].mask(parties.inboxes[name], encoded)
         parties.server.take_masked(message, payload)
     parties.survivors = parties.server.survivors()
-    total = parties.consent().release().server.open_sum()
+    total = parties.sign_survivors().release().server.unmask()
     decode(parties.config, total.vector, clients=6)
 
 

@@ -16,7 +16,7 @@ from attacks.registry import ALICE, BOB, meets
 from isthmus_privacy.crypto.canonical import Members, tagged
 from isthmus_privacy.secagg import (
     Authority,
-    Consent,
+    ConsistencySignature,
     Directory,
     Roster,
     ServerSession,
@@ -59,12 +59,14 @@ def a_flag_of_two():
 
 @meets("message-not-canonical")
 def a_name_that_is_not_text():
-    Consent.from_bytes(Consent("Ada", bytes(64)).to_bytes().replace(b"Ada", b"\xff\xfe\xfd"))
+    ConsistencySignature.from_bytes(
+        ConsistencySignature("Ada", bytes(64)).to_bytes().replace(b"Ada", b"\xff\xfe\xfd")
+    )
 
 
 @meets("message-wrong-kind")
 def one_kind_for_another():
-    Consent.from_bytes(SURVIVORS.to_bytes())
+    ConsistencySignature.from_bytes(SURVIVORS.to_bytes())
 
 
 # -- enrolment -----------------------------------------------------------------------------------

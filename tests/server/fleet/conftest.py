@@ -20,7 +20,7 @@ from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.control import SERVICE, Control
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.runner import Runner
-from isthmus_server.control_plane.server import FleetServer
+from isthmus_server.control_plane.server import ControlPlaneServer
 
 ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 
@@ -36,7 +36,9 @@ class Fleet:
         self.stack = contextlib.AsyncExitStack()
 
     async def listen(self, lease_seconds=10.0, authority=None, queue=False):
-        self.server = FleetServer(self.state, lease_seconds=lease_seconds, authority=authority)
+        self.server = ControlPlaneServer(
+            self.state, lease_seconds=lease_seconds, authority=authority
+        )
         if queue:
             self.runner = Runner(self.server, self.state, Console(file=io.StringIO()))
             self.stack.callback(self.runner.queue.close)

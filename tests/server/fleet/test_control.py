@@ -314,7 +314,7 @@ async def test_a_job_that_cannot_be_read_is_refused(place):
         pb.SubmitRequest(job="{", key="one"),
         pb.SubmitRequest(job=place.job().model_dump_json()),
         pb.SubmitRequest(job='{"name": "later", "from_the_future": 1}', key="one"),
-        pb.SubmitRequest(job=place.job().model_dump_json() + " " * control.MOST_JOB, key="one"),
+        pb.SubmitRequest(job=place.job().model_dump_json() + " " * control.MAX_JOB, key="one"),
     ):
         with pytest.raises(Refused, match=r"cannot be read here|needs a key|is larger than 65536"):
             await place.ask("Submit", pb.SubmitReply, asked)

@@ -20,9 +20,9 @@ from isthmus.identity.membership import Membership
 from isthmus.wire import join_pb2, link_pb2
 from isthmus_server.control_plane.authority import Authority, initialise
 from isthmus_server.control_plane.commands import server
-from isthmus_server.control_plane.joining import MOST_CALLERS, Purse
+from isthmus_server.control_plane.joining import MAX_CALLERS, TokenBucket
 from isthmus_server.control_plane.registry import Registry
-from isthmus_server.control_plane.server import FleetServer
+from isthmus_server.control_plane.server import ControlPlaneServer
 
 
 async def ask(fleet, request):
@@ -106,7 +106,7 @@ async def test_a_server_of_another_authority_is_told_nothing(fleet, tmp_path, mo
     """As when somebody answers in the server's place, with a certificate for its name."""
     await fleet.listen()
     initialise(tmp_path / "thief", ["localhost", "127.0.0.1"])
-    thief = FleetServer(tmp_path / "thief")
+    thief = ControlPlaneServer(tmp_path / "thief")
     heard = []
 
     async def note(data, context):
@@ -127,7 +127,7 @@ async def test_a_thief_who_shows_the_true_authority_is_told_nothing_either(
 ):
     await fleet.listen()
     initialise(tmp_path / "thief", ["localhost", "127.0.0.1"])
-    thief = FleetServer(tmp_path / "thief")
+    thief = ControlPlaneServer(tmp_path / "thief")
     monkeypatch.setattr(thief.joining, "_authority", fleet.server.joining._authority)
     async with thief.listening("127.0.0.1", 0):
         with pytest.raises(Refused, match=r"is not the one this token is for; nothing was sent"):
@@ -212,7 +212,7 @@ async def test_a_request_that_is_too_large_is_never_read(fleet):
 
 async def test_whoever_tries_often_has_to_wait(fleet):
     await fleet.listen()
-    fleet.server.joining._purse = Purse(burst=1, per_second=0.0)
+    fleet.server.joining._purse = TokenBucket(burst=1, per_second=0.0)
     other = await fleet.member("other")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(fleet, request_of(other, fleet.token("phone-0")))
@@ -220,7 +220,7 @@ async def test_whoever_tries_often_has_to_wait(fleet):
 
 
 def test_a_purse_remembers_a_bounded_number_of_addresses():
-    purse = Purse(burst=1, per_second=0.0, addresses=10)
+    purse = TokenBucket(burst=1, per_second=0.0, addresses=10)
     for number in range(100):
         assert purse.take(str(number), 0.0)
     assert len(purse._left) == 10
@@ -242,12 +242,12 @@ async def test_two_thousand_who_begin_to_join_and_stop_do_not_stop_the_server(fl
     held = 0
     try:
         assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 3
-        await fleet.until(lambda: sum(map(_turned_away, open_)) >= 2000 - MOST_CALLERS)
+        await fleet.until(lambda: sum(map(_turned_away, open_)) >= 2000 - MAX_CALLERS)
         held = 2000 - sum(map(_turned_away, open_))
     finally:
         for caller in open_:
             caller.close()
-    assert held <= MOST_CALLERS
+    assert held <= MAX_CALLERS
     await fleet.join("phone-1", answering(examples=4))  # and there is room again
     assert (await fleet.link.ask("phone-1", train(fleet.link))).trained.examples == 4
 

@@ -46,8 +46,8 @@ async def test_members_work_over_mutual_tls(fleet):
     await fleet.listen()
     link = fleet.link
     payload = payload_of(700_000)
-    content = describe(payload)
-    link.publish(content, payload)
+    blob = describe(payload)
+    link.publish(blob, payload)
 
     async def reverse(guest, request, model):
         result = bytearray(reversed(model))
@@ -55,7 +55,7 @@ async def test_members_work_over_mutual_tls(fleet):
 
     await fleet.join("phone-0", reverse)
     await fleet.join("hall", answering(examples=9), kind="datacenter")
-    reply = await link.ask("phone-0", train(link, content))
+    reply = await link.ask("phone-0", train(link, blob))
     back = bytearray(reply.trained.result.size)
     await link.fetch("phone-0", reply.trained.result, into(back))
     assert back == bytes(reversed(payload))

@@ -239,7 +239,7 @@ def test_processes_see_each_other_s_changes_and_lose_none(tmp_path, registry):
 
 
 def test_a_participant_does_not_fill_the_registry_with_certificates(registry, monkeypatch):
-    monkeypatch.setattr(module, "MOST_CERTIFICATES", 3)
+    monkeypatch.setattr(module, "MAX_CERTIFICATES", 3)
     allow(registry, "a")
     redeem(registry)
     for serial in ("2", "3"):

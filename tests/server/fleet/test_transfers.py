@@ -28,10 +28,10 @@ async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
         fetching = asyncio.create_task(
             fleet.link.fetch("phone-0", reply.trained.result, into(back))
         )
-        want = await receive("want")
+        pull = await receive("pull")
         for start in (0, 200_000):
             data = bytes(payload[start : start + 200_000])
-            chunk = link_pb2.Chunk(sha256=want.sha256, offset=start, data=data)
+            chunk = link_pb2.Chunk(sha256=pull.sha256, offset=start, data=data)
             record.append({"chunk": chunk})
             await send(**record[-1])
             await send(**record[-1])  # while the transfer is under way
@@ -66,12 +66,12 @@ async def test_a_transfer_that_is_not_as_announced_is_refused(fleet, sizes, sent
         fetching = asyncio.create_task(
             fleet.link.fetch("phone-0", describe(bytes(200)), into(room))
         )
-        want = await receive("want")
+        pull = await receive("pull")
         for offset, size in sizes:
-            chunk = link_pb2.Chunk(sha256=want.sha256, offset=offset, data=bytes(size))
+            chunk = link_pb2.Chunk(sha256=pull.sha256, offset=offset, data=bytes(size))
             await send(chunk=chunk)
         if sizes[-1] == (100, 0):  # a chunk without bytes is as good as none
-            await send(chunk=link_pb2.Chunk(sha256=want.sha256, offset=101, data=b"x"))
+            await send(chunk=link_pb2.Chunk(sha256=pull.sha256, offset=101, data=b"x"))
             sentence = "a transfer has a gap: at byte 100, got 101"
         with pytest.raises(UpdateError, match=f"^{sentence}$"):
             await fetching
@@ -85,7 +85,7 @@ async def test_a_transfer_that_stops_is_a_loss_after_a_lease(fleet):
         fetching = asyncio.create_task(
             fleet.link.fetch("phone-0", describe(bytes(200)), into(bytearray(200)))
         )
-        want = await receive("want")
-        await send(chunk=link_pb2.Chunk(sha256=want.sha256, data=bytes(100)))
+        pull = await receive("pull")
+        await send(chunk=link_pb2.Chunk(sha256=pull.sha256, data=bytes(100)))
         with pytest.raises(ParticipantLost, match="silent for longer than the lease"):
             await fetching

@@ -110,7 +110,7 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
         (
             'boasts="b"',
             "its num-examples=1e+30 is not a number from 0 to "
-            "federated.flower.most_examples=1000000",
+            "federated.flower.max_examples=1000000",
         ),
     ],
 )

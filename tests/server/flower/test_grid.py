@@ -244,7 +244,7 @@ async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them
 
 
 async def test_replies_are_bounded_before_memory_is_taken(fleet, net):
-    await fleet.start(most_bytes=1000)
+    await fleet.start(max_bytes=1000)
 
     async def boast(guest, request, model):
         huge = link_pb2.Content(sha256=bytes(32), size=1 << 40)
@@ -254,14 +254,14 @@ async def test_replies_are_bounded_before_memory_is_taken(fleet, net):
     reply = await fleet.ask("train", "boaster")
     assert reply.error.reason == (
         "its reply has 1099511627776 bytes, and the share of each is 1000 "
-        "(federated.flower.most_bytes)"
+        "(federated.flower.max_bytes)"
     )
 
 
 async def test_a_device_takes_no_message_beyond_what_the_job_allows(net, make_job, tmp_path):
     (tmp_path / "app.py").write_text(APP)
     link = await net.listen()
-    job = make_job('federated.flower.app="app.py:app"', "federated.flower.most_bytes=100")
+    job = make_job('federated.flower.app="app.py:app"', "federated.flower.max_bytes=100")
     net.call(Agent(Participant(name="a", regime="federated"), None), "a")
     await net.until(lambda: "a" in link.peers)
     opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
@@ -272,7 +272,7 @@ async def test_a_device_takes_no_message_beyond_what_the_job_allows(net, make_jo
     work = link_pb2.FlowerMessage(run_id="run", records=content)
     reply = await link.ask("a", link_pb2.Request(id="2", flower=work))
     assert reply.failure.reason == (
-        "a message of 101 bytes was announced where federated.flower.most_bytes=100"
+        "a message of 101 bytes was announced where federated.flower.max_bytes=100"
     )
     work.run_id = "other"
     reply = await link.ask("a", link_pb2.Request(id="3", flower=work))

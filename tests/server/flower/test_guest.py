@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
 from isthmus.integrations.flower import messages  # before flwr
 from isthmus.job.federated import FederatedSection
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_server.flower.state import State, check
-from isthmus_server.flower.strategy_adapter import Gathering, Guest
+from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, UpdateCollector
 from isthmus_server.model.fixed_point_sum import Spool
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.views.report import document
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
 COHORT = dict.fromkeys("abcdefg", 10)
 
 STATELESS = [
@@ -74,7 +74,7 @@ class Round:
     def with_us(self, guest, tmp_path, order=None):
         """The pseudo-gradient that a guest makes of it, and what it remembers."""
         begun = guest.begin(1, self.start, section({"name": "FedAvg"}))
-        gathering = Gathering(begun, LAYOUT, COHORT)
+        gathering = UpdateCollector(begun, LAYOUT, COHORT)
         for name in order or self.updates:
             trained = link_pb2.Trained(
                 examples=self.examples[name], training={"loss": self.losses[name]}
@@ -142,7 +142,9 @@ def theirs(config, **more):
 def test_the_aggregate_is_what_flowers_own_function_gives(config, seed, tmp_path_factory):
     round_ = Round(seed)
     np.random.seed(seed % 2**32)
-    ours, _ = round_.with_us(Guest(section(config), LAYOUT), tmp_path_factory.getbasetemp())
+    ours, _ = round_.with_us(
+        FlowerStrategyAdapter(section(config), LAYOUT), tmp_path_factory.getbasetemp()
+    )
     np.random.seed(seed % 2**32)
     expected = round_.with_flower(theirs(config))
     assert torch.equal(ours, expected)
@@ -151,7 +153,7 @@ def test_the_aggregate_is_what_flowers_own_function_gives(config, seed, tmp_path
 
 @pytest.mark.parametrize("config", STATEFUL, **BY_NAME)
 def test_what_a_strategy_remembers_goes_on_as_in_one_that_was_never_stored(config, tmp_path):
-    guest, one = Guest(section(config), LAYOUT), theirs(config)
+    guest, one = FlowerStrategyAdapter(section(config), LAYOUT), theirs(config)
     rounds = [Round(seed) for seed in range(3)]
     for later in rounds[1:]:  # the model goes on from the round before
         later.start = rounds[0].start
@@ -164,7 +166,7 @@ def test_what_a_strategy_remembers_goes_on_as_in_one_that_was_never_stored(confi
         tensors, numbers = {}, {}
         guest.add_state(tensors, numbers)
         assert tensors or numbers
-        guest = Guest(section(config), LAYOUT)  # a new process
+        guest = FlowerStrategyAdapter(section(config), LAYOUT)  # a new process
         guest.take_state(tensors, numbers)
         assert (tensors, numbers) == ({}, {})
 
@@ -172,18 +174,18 @@ def test_what_a_strategy_remembers_goes_on_as_in_one_that_was_never_stored(confi
 def test_momentum_is_taken_from_the_rounds_model_wherever_that_was_trained(tmp_path):
     """Flower's FedAvgM steps from its own last model: a datacenter's rounds would be lost."""
     config = {"name": "FedAvgM", "options": {"server_momentum": 0.5}}
-    guest = Guest(section(config), LAYOUT)
+    guest = FlowerStrategyAdapter(section(config), LAYOUT)
     first, second = Round(1), Round(2)
     one, guest.state = first.with_us(guest, tmp_path)
     two, _ = second.with_us(guest, tmp_path)
-    plain = Guest(section({"name": "FedAvg"}), LAYOUT)
+    plain = FlowerStrategyAdapter(section({"name": "FedAvg"}), LAYOUT)
     expected = 0.5 * first.with_us(plain, tmp_path)[0] + second.with_us(plain, tmp_path)[0]
     assert torch.equal(one, first.with_us(plain, tmp_path)[0])
     torch.testing.assert_close(two, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_order_in_which_updates_come_makes_no_difference(tmp_path):
-    guest = Guest(section({"name": "FedAvg"}), LAYOUT)
+    guest = FlowerStrategyAdapter(section({"name": "FedAvg"}), LAYOUT)
     first, _ = Round(3).with_us(guest, tmp_path)
     second, _ = Round(3).with_us(guest, tmp_path, order=reversed(COHORT))
     assert torch.equal(first, second)
@@ -197,13 +199,17 @@ def test_the_noise_is_reckoned_for_no_more_than_the_quorum(tmp_path):
     }
     still = Round(1, scale=1e-6)  # Flower's clipping divides by an update's norm
     drawn = [
-        float(still.with_us(Guest(section(config), LAYOUT), tmp_path)[0].square().mean())
+        float(
+            still.with_us(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)[0]
+            .square()
+            .mean()
+        )
         for _ in range(40)
     ]
     assert math.sqrt(sum(drawn) / len(drawn)) == pytest.approx(1.0, rel=0.15)
     config["options"]["num_sampled_clients"] = 8
     with pytest.raises(JobError, match="above the quorum of 7: a round of fewer"):
-        Guest(section(config), LAYOUT)
+        FlowerStrategyAdapter(section(config), LAYOUT)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def test_the_noise_is_reckoned_for_no_more_than_the_quorum(tmp_path):
 )
 def test_a_strategy_that_cannot_be_used_is_one_sentence(strategy, says):
     with pytest.raises(JobError) as refused:
-        Guest(section(strategy), LAYOUT)
+        FlowerStrategyAdapter(section(strategy), LAYOUT)
     assert says in str(refused.value)
     assert str(refused.value).startswith("federated.flower.strategy")
     assert "\n" not in str(refused.value)
@@ -236,15 +242,15 @@ def test_a_strategy_that_cannot_be_used_is_one_sentence(strategy, says):
 
 def test_updates_that_would_not_fit_into_memory_are_refused_at_the_start():
     needs = 7 * LAYOUT.nbytes
-    Guest(section({"name": "Krum"}, most_bytes=needs), LAYOUT)
+    FlowerStrategyAdapter(section({"name": "Krum"}, max_bytes=needs), LAYOUT)
     with pytest.raises(JobError, match=f"7 of this model take {needs} bytes"):
-        Guest(section({"name": "Krum"}, most_bytes=needs - 1), LAYOUT)
+        FlowerStrategyAdapter(section({"name": "Krum"}, max_bytes=needs - 1), LAYOUT)
 
 
 def test_a_strategy_that_fails_fails_the_round_with_its_name_and_its_reason(tmp_path):
     config = {"name": "Bulyan", "options": {"num_malicious_nodes": 2}}
     with pytest.raises(RoundFailed) as failed:
-        Round(1).with_us(Guest(section(config), LAYOUT), tmp_path)
+        Round(1).with_us(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)
     assert str(failed.value) == (
         "the strategy Bulyan failed on 7 updates: it made no model of them; Insufficient replies, "
         "skipping Bulyan aggregation: Required at least 11 (4*num_malicious_nodes + 3), but "
@@ -253,7 +259,7 @@ def test_a_strategy_that_fails_fails_the_round_with_its_name_and_its_reason(tmp_
 
 
 def test_a_loss_below_0_is_why_q_fedavg_fails(tmp_path):
-    guest, one = Guest(section(STATELESS[-2]), LAYOUT), Round(1)
+    guest, one = FlowerStrategyAdapter(section(STATELESS[-2]), LAYOUT), Round(1)
     one.losses["c"] = -0.5
     with pytest.raises(RoundFailed, match="QFedAvg takes no loss below 0, and 1 of 7 devices"):
         one.with_us(guest, tmp_path)
@@ -282,7 +288,7 @@ def test_whatever_somebodys_strategy_does_is_one_sentence(body, says, tmp_path, 
         f"        {body}\n"
     )
     with pytest.raises(RoundFailed) as failed:
-        Round(1).with_us(Guest(section({"name": f"{name}:Mine"}), LAYOUT), tmp_path)
+        Round(1).with_us(FlowerStrategyAdapter(section({"name": f"{name}:Mine"}), LAYOUT), tmp_path)
     assert str(failed.value).startswith("the strategy Mine failed on 7 updates: ")
     assert says in str(failed.value)
 
@@ -316,8 +322,8 @@ def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for
 @pytest.mark.parametrize("examples", [0, 21])
 def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
     settings = section({"name": "FedAvg"})
-    begun = Guest(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
-    gathering = Gathering(begun, LAYOUT, COHORT)
+    begun = FlowerStrategyAdapter(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
+    gathering = UpdateCollector(begun, LAYOUT, COHORT)
     with Spool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
         gathering.take("a", link_pb2.Trained(examples=examples), spool)
 

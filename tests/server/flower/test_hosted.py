@@ -7,7 +7,7 @@ import torch
 
 from isthmus.errors import JobError, UserError
 from isthmus.integrations.flower import messages
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_clients.flower.hosted import client_app
 from isthmus_server.flower.server_run import server_app
 
@@ -91,7 +91,7 @@ async def test_a_hosted_job_comes_to_what_our_own_devices_come_to(hosted, place,
         assert theirs["metrics"] == pytest.approx(row["metrics"], rel=1e-5)
     payload = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())
     length = 8 + int.from_bytes(payload[:8], "little")
-    layout = Layout.from_header(payload[:length])
+    layout = TensorLayout.from_header(payload[:length])
     expected = bytearray((tmp_path / "ours" / "model.safetensors").read_bytes())
     torch.testing.assert_close(layout.decode(payload), layout.decode(expected))
 

@@ -6,10 +6,10 @@ import torch
 
 from isthmus.errors import UpdateError
 from isthmus.integrations.flower import messages  # before flwr
-from isthmus.tensors.exchange_set import Layout
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.flower.replies import check, odd_ones
 
-LAYOUT = Layout.from_shapes({"bias": (3,), "weight": (3, 2)})
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 2)})
 ARRAYS = {"bias": np.ones(3, "f4"), "weight": np.ones((3, 2), "f4")}
 FIGURES = {"num-examples": 20, "train_loss": 0.5, "norms": [1.0, 2.0]}
 
@@ -21,9 +21,9 @@ def reply(arrays=ARRAYS, figures=FIGURES, **more):
     )
 
 
-def weight_of(records, most_examples=1000):
+def weight_of(records, max_examples=1000):
     scratch = torch.empty(LAYOUT.size)
-    return check(records, LAYOUT, scratch, weighted_by="num-examples", most_examples=most_examples)
+    return check(records, LAYOUT, scratch, weighted_by="num-examples", max_examples=max_examples)
 
 
 def foreign():
@@ -72,7 +72,7 @@ def test_a_reply_that_a_strategy_would_fail_on_is_refused(records, says):
 
 @pytest.mark.parametrize("weight", [1000.5, 1001, 1e30])
 def test_no_device_weighs_more_than_the_job_lets_it(weight):
-    with pytest.raises(UpdateError, match=r"from 0 to .*most_examples=1000$"):
+    with pytest.raises(UpdateError, match=r"from 0 to .*max_examples=1000$"):
         weight_of(reply(figures={"num-examples": weight}))
     assert weight_of(reply(figures={"num-examples": 1000})) == 1000
 

@@ -27,7 +27,7 @@ class Fixed:
 
 
 class Alternate:
-    """Datacenter, federated, datacenter, ..."""
+    """DatacenterRegime, federated, datacenter, ..."""
 
     def __init__(self, strategy: StrategySection) -> None:
         no_settings(strategy)
