@@ -231,7 +231,7 @@ async def _ask(service: Service, request: link_pb2.Request, model: bytes | None)
     started = time.monotonic()
     await service.work(request, buffer, lambda progress: None)
     seconds = time.monotonic() - started
-    service.settled(request, True, "")
+    service.acknowledged(request, True, "")
     return seconds
 
 

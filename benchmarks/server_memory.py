@@ -103,7 +103,7 @@ class Device:
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         return link_pb2.Reply(failure=link_pb2.Failure(reason=f"no {kind} here")), None
 
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+    def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         if not accepted:
             print(f"an update was refused: {reason}", file=sys.stderr)
 

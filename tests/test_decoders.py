@@ -220,7 +220,7 @@ def test_whatever_a_caller_says_the_others_are_served():
                 assert await call.code() != grpc.StatusCode.UNKNOWN, await call.details()
             request = train(net.link)
             assert (await net.link.ask("guest", request)).trained.examples == 7
-            net.link.settle("guest", request.id, True)
+            net.link.acknowledge("guest", request.id, True)
 
         @settings(max_examples=30)
         @given(ENVELOPES)

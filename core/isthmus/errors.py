@@ -12,7 +12,7 @@ The tree::
     ├── PeerMisbehaved                  a message that honest software never sends
     └── LinkError                       the link to a participant
         ├── ParticipantLost             gone for longer than its lease, or started anew
-        └── Refused                     the other side said no, and why
+        └── AdmissionRefused                     the other side said no, and why
 
 A `UserError` reaches a person as its message alone: what was wrong, where, what to do.
 
@@ -76,5 +76,5 @@ class ParticipantLost(LinkError):
         self.reached = reached
 
 
-class Refused(LinkError):
+class AdmissionRefused(LinkError):
     """The other side answered, and the answer was no."""

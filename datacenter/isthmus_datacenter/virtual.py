@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, load_task, user_code
 from isthmus.task.scoring import (
@@ -75,9 +75,9 @@ class VirtualDatacenter:
             return link_pb2.Reply(exported=exported), payload
         if kind == "close":
             return link_pb2.Reply(closed=link_pb2.Closed()), None
-        raise Refused(f"a virtual datacenter does not do {kind!r}")
+        raise AdmissionRefused(f"a virtual datacenter does not do {kind!r}")
 
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+    def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """There is nothing to keep."""
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:

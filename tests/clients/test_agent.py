@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
@@ -51,7 +51,7 @@ async def test_open_train_close(agent, opening):
     assert blob.obj is model  # the update took the model's place
     assert reply.trained.result == describe(model)
     assert LAYOUT.decode(model).any()
-    agent.settled(train(), True, "")
+    agent.acknowledged(train(), True, "")
     close = link_pb2.Request(close=link_pb2.CloseRun(run_id="run"))
     reply, _ = await agent.work(close, None, ignore)
     assert reply.WhichOneof("outcome") == "closed"
@@ -69,7 +69,7 @@ async def test_memory_is_given_for_exactly_one_model_of_an_open_run(agent, openi
     assert len(agent.buffer(train(), LAYOUT.nbytes)) == LAYOUT.nbytes
 
 
-async def test_the_next_model_takes_the_memory_of_an_update_that_is_settled(agent, opening):
+async def test_the_next_model_takes_the_memory_of_an_update_that_is_acknowledged(agent, opening):
     await agent.work(opening(), None, ignore)
     model = agent.buffer(train(), LAYOUT.nbytes)
     model[:] = LAYOUT.encode(torch.zeros(LAYOUT.size))
@@ -77,7 +77,7 @@ async def test_the_next_model_takes_the_memory_of_an_update_that_is_settled(agen
     meanwhile = agent.buffer(train(id_="other"), LAYOUT.nbytes)
     meanwhile[:] = bytes(LAYOUT.nbytes)
     assert describe(blob) == reply.trained.result  # the server may still want it
-    agent.settled(train(), True, "")
+    agent.acknowledged(train(), True, "")
     assert agent.buffer(train(id_="next"), LAYOUT.nbytes) is model
     assert agent.buffer(train(id_="next but one"), LAYOUT.nbytes) is not model
 
@@ -168,7 +168,7 @@ async def test_a_run_that_cannot_be_opened_leaves_none_half_open(agent, opening)
 
 async def test_a_client_does_not_do_the_datacenters_work(agent):
     request = link_pb2.Request(train_steps=link_pb2.TrainSteps())
-    with pytest.raises(Refused, match="an edge client does not do 'train_steps'"):
+    with pytest.raises(AdmissionRefused, match="an edge client does not do 'train_steps'"):
         await agent.work(request, None, ignore)
 
 
@@ -188,4 +188,4 @@ async def test_cancelled_work_stops_while_the_link_stays_alive(agent, opening):
     agent.cancel(train(), "")
     with pytest.raises(TaskError, match="does not want this round's update any more"):
         await working
-    agent.settled(train(), False, "too late: nobody waits for it")
+    agent.acknowledged(train(), False, "too late: nobody waits for it")

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tests.server.conftest import Net, until
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.commands import client
@@ -59,7 +59,9 @@ async def test_a_server_that_refuses_ends_the_client():
     link = Link(10.0)
     port = await link.start()
     try:
-        with pytest.raises(Refused, match=r"a hello needs a name and an instance of 1 to 128 ch"):
+        with pytest.raises(
+            AdmissionRefused, match=r"a hello needs a name and an instance of 1 to 128 ch"
+        ):
             await serve(
                 f"127.0.0.1:{port}", Agent(Participant(name="x" * 200, regime="federated"), None)
             )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
@@ -72,12 +72,14 @@ def test_only_the_jobs_it_names_are_opened(guard, make_job):
     held = guard('jobs = ["keyboard-*", "table"]\n[privacy]\nsecure_aggregation = false')
     held.check_job(make_job())
     held.check_job(make_job("name=keyboard-en"))
-    with pytest.raises(Refused, match=r"does not allow the job 'camera'; allowed: keyboard-\*, t"):
+    with pytest.raises(
+        AdmissionRefused, match=r"does not allow the job 'camera'; allowed: keyboard-\*, t"
+    ):
         held.check_job(make_job("name=camera"))
 
 
 def test_an_update_in_plain_is_refused_unless_the_owner_says_otherwise(guard, make_job):
-    with pytest.raises(Refused, match="its owner insists on secure aggregation"):
+    with pytest.raises(AdmissionRefused, match="its owner insists on secure aggregation"):
         guard("").check_job(make_job())
     guard("").check_job(make_job("federated.secure_aggregation=true"))
 
@@ -102,7 +104,7 @@ def test_it_works_in_its_hours_only(guard, hours, after, open_):
     if open_:
         held.check_work(10)
     else:
-        with pytest.raises(Refused, match=r"its owner's hours are "):
+        with pytest.raises(AdmissionRefused, match=r"its owner's hours are "):
             held.check_work(10)
 
 
@@ -116,13 +118,13 @@ def supply(folder, name, **files):
 
 def test_it_works_on_mains_power_only(guard, tmp_path):
     held = guard("charging_only = true")
-    with pytest.raises(Refused, match="on mains power only"):  # it cannot tell
+    with pytest.raises(AdmissionRefused, match="on mains power only"):  # it cannot tell
         held.check_work(10)
     mains = supply(tmp_path, "AC", type="Mains", online=1)
     supply(tmp_path, "BAT0", type="Battery", status="Charging")
     held.check_work(10)
     (mains / "online").write_text("0\n")
-    with pytest.raises(Refused, match="on mains power only"):
+    with pytest.raises(AdmissionRefused, match="on mains power only"):
         held.check_work(10)
 
 
@@ -145,13 +147,13 @@ def test_it_works_on_unmetered_networks_only(guard, tmp_path, monkeypatch, said,
     if works:
         held.check_work(10)
     else:
-        with pytest.raises(Refused, match="on unmetered networks only"):
+        with pytest.raises(AdmissionRefused, match="on unmetered networks only"):
             held.check_work(10)
 
 
 def test_what_cannot_be_asked_counts_as_metered(guard, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Refused, match="on unmetered networks only"):
+    with pytest.raises(AdmissionRefused, match="on unmetered networks only"):
         guard("unmetered_only = true").check_work(10)
 
 
@@ -159,21 +161,21 @@ def test_what_was_used_today_survives_the_process_and_not_the_day(guard):
     text = "rounds_per_day = 2\nbytes_per_day = 100"
     guard(text).check_work(10)
     guard(text).check_work(10)
-    with pytest.raises(Refused, match="its owner allows 2 rounds a day"):
+    with pytest.raises(AdmissionRefused, match="its owner allows 2 rounds a day"):
         guard(text).check_work(10)
     guard.clock.at += 24 * HOUR
     guard(text).check_work(50)  # as many bytes go as come
-    with pytest.raises(Refused, match="its owner allows 100 bytes a day"):
+    with pytest.raises(AdmissionRefused, match="its owner allows 100 bytes a day"):
         guard(text).check_work(1)
 
 
 def test_a_count_that_cannot_be_read_or_written_stops_work(guard, tmp_path):
     (tmp_path / "usage.json").write_text("{")
-    with pytest.raises(Refused, match="what it used today cannot be read"):
+    with pytest.raises(AdmissionRefused, match="what it used today cannot be read"):
         guard("rounds_per_day = 2").check_work(1)
     (tmp_path / "usage.json").unlink()
     held = Guard(Policy(rounds_per_day=2), tmp_path / "gone" / "usage.json")
-    with pytest.raises(Refused, match="cannot write down what it used"):
+    with pytest.raises(AdmissionRefused, match="cannot write down what it used"):
         held.check_work(1)
 
 
@@ -186,15 +188,15 @@ async def test_a_server_is_told_why(guard, write_task, make_job, tmp_path):
     await agent.work(link_pb2.Request(open=work), None, lambda progress: None)
     request = link_pb2.Request(train_local=link_pb2.TrainLocal(run_id="run"))
     agent.buffer(request, LAYOUT.nbytes)
-    with pytest.raises(Refused, match="its owner allows 1 rounds a day"):
+    with pytest.raises(AdmissionRefused, match="its owner allows 1 rounds a day"):
         agent.buffer(request, LAYOUT.nbytes)
     insisting = Agent(Participant(name="b", regime="federated"), None, guard=guard(""))
-    with pytest.raises(Refused, match="its owner insists on secure aggregation"):
+    with pytest.raises(AdmissionRefused, match="its owner insists on secure aggregation"):
         insisting.buffer(request, LAYOUT.nbytes)
     flower = link_pb2.Request(flower=link_pb2.FlowerMessage(run_id="run"))
-    with pytest.raises(Refused, match="its owner insists on secure aggregation"):
+    with pytest.raises(AdmissionRefused, match="its owner insists on secure aggregation"):
         insisting.buffer(flower, 0)
-    with pytest.raises(Refused, match="its owner insists on secure aggregation"):
+    with pytest.raises(AdmissionRefused, match="its owner insists on secure aggregation"):
         await insisting.work(link_pb2.Request(open=work), None, lambda progress: None)
 
 

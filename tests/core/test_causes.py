@@ -2,7 +2,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from isthmus.transport.grpc_errors import cause
+from isthmus.transport.grpc_errors import short_message
 from isthmus.transport.uplink import METHOD
 
 TO_ALL = "failed to connect to all addresses; last error: "
@@ -43,7 +43,7 @@ TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007
     ],
 )
 def test_what_grpc_says_comes_down_to_a_few_words(details, words):
-    assert cause(details) == words
+    assert short_message(details) == words
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ async def test_what_grpc_says_now_is_known(address, words):
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as told:
             await channel.stream_stream(METHOD)().read()
-    assert cause(told.value.details()) == words
+    assert short_message(told.value.details()) == words

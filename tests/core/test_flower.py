@@ -78,7 +78,7 @@ def test_a_process_can_be_one_in_which_messages_are_made():
 def test_flowers_log_is_kept_from_the_terminal_and_its_warnings_are_kept(capfd):
     log = logging.getLogger("flwr")
     before = list(log.handlers)
-    with messages.hushed() as warnings:
+    with messages.captured_warnings() as warnings:
         log.info("a round")
         log.warning("too  few\nreplies")
     assert warnings == ["too few replies"]

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task.commands import task
 from isthmus.task.packages import install, installed, new_author, pack, read, read_author
 
@@ -65,14 +65,16 @@ def test_an_installed_folder_is_what_its_author_signed_or_it_is_not(package, tmp
         (target / path).unlink(missing_ok=True)
         if data is not None:
             (target / path).write_bytes(data)
-        with pytest.raises(Refused, match=rf"{path} is not what the author of 'keyboard' signed"):
+        with pytest.raises(
+            AdmissionRefused, match=rf"{path} is not what the author of 'keyboard' signed"
+        ):
             installed(tasks, "keyboard")
         (target / path).unlink(missing_ok=True)
         if before is not None:
             (target / path).write_bytes(before)
     assert (target / "data/words.txt").read_bytes() == words
     (target / ".package").write_bytes(package[:-1])
-    with pytest.raises(Refused, match="this is not a package of a task"):
+    with pytest.raises(AdmissionRefused, match="this is not a package of a task"):
         installed(tasks, "keyboard")
     (target / ".package").unlink()
     for name in ("keyboard", "another", "..", ""):
@@ -94,7 +96,9 @@ def test_a_newer_package_takes_the_place_of_an_older_one(folder, package, tmp_pa
 
 def test_an_author_nobody_approved_is_refused(package, tmp_path):
     other = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
-    with pytest.raises(Refused, match=r"is by the author [0-9a-f]{64}, who is not approved here"):
+    with pytest.raises(
+        AdmissionRefused, match=r"is by the author [0-9a-f]{64}, who is not approved here"
+    ):
         install(read(package), tmp_path / "tasks", [other])
     assert not (tmp_path / "tasks").exists()
 
@@ -134,7 +138,7 @@ def other_author(table):
     ],
 )
 def test_a_package_that_was_changed_is_refused(package, change, sentence):
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(AdmissionRefused, match=sentence):
         read(rewritten(package, change))
 
 
@@ -144,7 +148,7 @@ def test_no_change_goes_unnoticed(data):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w"):
         pass
-    with pytest.raises(Refused):
+    with pytest.raises(AdmissionRefused):
         read(data.draw(st.binary(max_size=300) | st.just(out.getvalue())))
 
 
@@ -158,7 +162,7 @@ def test_damage_is_refused_or_changes_nothing(tmp_path_factory, data):
     package[at] ^= data.draw(st.integers(1, 255))
     try:
         found = read(bytes(package))
-    except Refused:
+    except AdmissionRefused:
         return
     assert (found.name, found.author) == ("keyboard", PUBLIC)
     assert dict(found.files) == {"task.py": FILES["task.py"]}
@@ -167,10 +171,10 @@ def test_damage_is_refused_or_changes_nothing(tmp_path_factory, data):
 def test_a_directory_of_a_million_entries_is_not_read():
     directory = b"PK\x01\x02" + bytes(42)
     end = b"PK\x05\x06" + bytes(8) + (46 << 20).to_bytes(4, "little") + bytes(6)
-    with pytest.raises(Refused, match=f"its directory of {46 << 20} bytes is too large"):
+    with pytest.raises(AdmissionRefused, match=f"its directory of {46 << 20} bytes is too large"):
         read(directory * (1 << 20) + end)
     hidden = end[:16] + end[:4] + bytes(2)  # its last field looks like the end of another
-    with pytest.raises(Refused, match=f"its directory of {46 << 20} bytes is too large"):
+    with pytest.raises(AdmissionRefused, match=f"its directory of {46 << 20} bytes is too large"):
         read(directory * (1 << 20) + hidden)
 
 

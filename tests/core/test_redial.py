@@ -9,28 +9,28 @@ from isthmus.transport.uplink import Uplink
 
 @given(st.integers(1, 100_000), st.floats(0.1, 60.0))
 def test_pauses_grow_to_the_longest_and_no_further(tries, longest):
-    redial = Backoff(longest)
-    redial.tries = tries
-    pause = redial.pause()
+    backoff = Backoff(longest)
+    backoff.tries = tries
+    pause = backoff.pause()
     assert 0.02 < pause <= longest
     if tries > 15:
         assert pause >= longest / 2
 
 
 def test_a_link_that_held_begins_everything_anew():
-    redial = Backoff(60.0)
-    assert sum(redial.broke(held=0.0) for _ in range(1000)) == 10
-    assert redial.pause() >= 30.0
-    assert redial.broke(held=HELD_SECONDS + 1)  # and is told of at once
-    assert redial.pause() <= 0.05
+    backoff = Backoff(60.0)
+    assert sum(backoff.broke(held=0.0) for _ in range(1000)) == 10
+    assert backoff.pause() >= 30.0
+    assert backoff.broke(held=HELD_SECONDS + 1)  # and is told of at once
+    assert backoff.pause() <= 0.05
 
 
 def test_a_server_that_drops_a_participant_at_once_is_left_alone_more_and_more():
-    redial = Backoff(inspect.signature(Uplink).parameters["longest_pause"].default)
+    backoff = Backoff(inspect.signature(Uplink).parameters["longest_pause"].default)
     at, tries = 0.0, [0.0]
     while at < 3600.0:
-        redial.broke(held=0.0)
-        pause = redial.pause()
+        backoff.broke(held=0.0)
+        pause = backoff.pause()
         assert pause <= 1.2 * at + 0.05  # who is back after a short break is back soon
         at += pause
         tries.append(at)

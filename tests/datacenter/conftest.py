@@ -109,7 +109,7 @@ class Driver:
             buffer[:] = model
         reply, payload = await self.service.work(request, buffer, lambda progress: None)
         blob = None if payload is None else bytes(payload)
-        self.service.settled(request, True, "")
+        self.service.acknowledged(request, True, "")
         return reply, blob
 
     def open(self, run_id: str, setup: Setup) -> int:

@@ -161,7 +161,7 @@ def test_room_is_made_for_exactly_one_model_of_the_open_run(opened: tuple[Servic
     assert len(service.buffer(asking(), nbytes)) == nbytes
     (file,) = (service.state / "exchange").iterdir()
     assert file.stat().st_blocks * 512 >= nbytes  # on the disk, and not only promised
-    service.settled(asking(), False, "cancelled before its model was here")
+    service.acknowledged(asking(), False, "cancelled before its model was here")
     assert not list((service.state / "exchange").iterdir())
 
 

@@ -45,7 +45,7 @@ import asyncio, json, sys
 from pathlib import Path
 import grpc, grpc.aio
 from isthmus.identity import joining, tls
-from isthmus.errors import Refused
+from isthmus.errors import AdmissionRefused
 from isthmus.transport.uplink import METHOD
 from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import Authority, initialise
@@ -67,7 +67,7 @@ async def say_hello(channel):
 async def join(token):
     try:
         await joining.join(joined, token, Path("taken"), "client")
-    except Refused as error:
+    except AdmissionRefused as error:
         return str(error)
     return "it was let in"
 

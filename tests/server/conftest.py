@@ -52,7 +52,7 @@ class Guest:
         self.progress = progress
         return await self.answer(self, request, model)
 
-    def settled(self, request, accepted, reason):
+    def acknowledged(self, request, accepted, reason):
         self.receipts.append((accepted, reason))
 
     def cancel(self, request, reason):
@@ -247,9 +247,9 @@ class Device:
         self.turn = turn
         self.faults = faults
         self.hold = hold
-        self.buffer, self.settled, self.cancel = (
+        self.buffer, self.acknowledged, self.cancel = (
             self.agent.buffer,
-            self.agent.settled,
+            self.agent.acknowledged,
             self.agent.cancel,
         )
         self.identity, self.welcomed = self.agent.identity, self.agent.welcomed

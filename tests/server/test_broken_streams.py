@@ -123,7 +123,7 @@ async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
     assert held.written == [0]
 
 
-async def test_a_content_is_not_sent_on_after_it_was_settled(net, monkeypatch):
+async def test_a_content_is_not_sent_on_after_it_was_acknowledged(net, monkeypatch):
     monkeypatch.setattr(peer, "IN_A_THREAD", 1)
     link = await net.listen()
     payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
@@ -132,13 +132,13 @@ async def test_a_content_is_not_sent_on_after_it_was_settled(net, monkeypatch):
     held = HeldWrite()
     fetching = asyncio.create_task(link.fetch("a", reply.trained.result, held))
     await held.begun.wait()
-    link.settle("a", reply.id, True)
+    link.acknowledge("a", reply.id, True)
     await net.until(lambda: guest.receipts)
     held.released.set()
     for _ in range(64):  # replies and chunks take turns
         asked = train(link)
         await link.ask("a", asked)
-        link.settle("a", asked.id, True)
+        link.acknowledge("a", asked.id, True)
     fetching.cancel()
     await asyncio.gather(fetching, return_exceptions=True)
     assert 0 < len(held.written) < 32
@@ -167,7 +167,7 @@ async def test_who_was_away_for_longer_than_a_lease_holds_on_to_nothing(net):
     link = await net.listen(LEASE)
     wire, port = await net.wire()
     guest = await net.join("a", answering(b"result"), port)
-    await link.ask("a", train(link))  # never settled
+    await link.ask("a", train(link))  # never acknowledged
     wire.cut(for_good=True)
     await net.until(lambda: "a" not in link.peers)
     wire.refusing = False
@@ -182,7 +182,7 @@ async def test_a_server_that_was_started_anew_gets_answers_to_its_own_requests_o
     wire, port = await net.wire()
     guest = await net.join("a", answering(examples=3), port)
     done = train(link)
-    await link.ask("a", done)  # never settled
+    await link.ask("a", done)  # never acknowledged
     guest.answer = waiting(answering(examples=4), released)
     running = train(link)
     asking = asyncio.create_task(link.ask("a", running))
@@ -236,15 +236,15 @@ async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net
         await net.until(lambda: link.peers["a"].stream is None)
     else:
         wire.limits["down"] = wire.carried[0]["down"] + 10  # and then they are swallowed
-    link.settle("a", requests[0].id, True)
-    link.settle("a", requests[1].id, False, "out of step")
+    link.acknowledge("a", requests[0].id, True)
+    link.acknowledge("a", requests[1].id, False, "out of step")
     if break_ == "while it is told":
         await wire.stalled.wait()
     assert guest.receipts == []
     wire.cut()
     await net.until(lambda: len(guest.receipts) == 2)
     wire.cut()
-    link.settle("a", requests[2].id, True)
+    link.acknowledge("a", requests[2].id, True)
     await net.until(lambda: len(guest.receipts) == 3)
     assert guest.receipts == [(True, ""), (False, "out of step"), (True, "")]
     assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
@@ -390,7 +390,7 @@ async def test_a_reply_that_comes_twice_is_used_once(net):
         pull = await receive("pull")
         await send(chunk=link_pb2.Chunk(sha256=pull.sha256, data=b"x"))
         await fetching
-        link.settle("raw", request.id, True)
+        link.acknowledge("raw", request.id, True)
         assert (await receive("receipt")).accepted
         await send(reply=reply)
         assert not (await receive("receipt")).accepted

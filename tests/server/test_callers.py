@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from tests.server.work import answering, train
 
-from isthmus.errors import Refused
+from isthmus.errors import AdmissionRefused
 from isthmus.transport import uplink
 from isthmus.transport.blobs import describe
 from isthmus.transport.uplink import METHOD
@@ -38,7 +38,7 @@ async def test_another_version_of_the_link_is_refused_for_good(net, monkeypatch)
     await net.listen()
     monkeypatch.setattr(uplink, "VERSION", 9)
     monkeypatch.setattr(uplink, "OLDEST_VERSION", 8)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(AdmissionRefused) as caught:
         await net.call(None, "a")
     assert str(caught.value) == (
         "the server refused 'a': link version 8 to 9 is spoken there and 1 to 2 here; "
@@ -129,7 +129,7 @@ async def test_a_reply_to_a_request_that_no_server_made_is_not_remembered(net):
             grpc.StatusCode.INVALID_ARGUMENT,
             "it answered a request that no server has made",
         )
-        assert not link.peers["raw"].told
+        assert not link.peers["raw"].outbox
 
 
 async def test_chunks_and_replies_nobody_asked_for_are_passed_over(net):

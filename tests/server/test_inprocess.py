@@ -12,7 +12,7 @@ class Echo:
     """A worker that hands the model back, each byte one higher."""
 
     def __init__(self):
-        self.settled_with = []
+        self.acknowledgements = []
         self.cancelled = []
         self.going = asyncio.Event()
         self.may_go = asyncio.Event()
@@ -30,8 +30,8 @@ class Echo:
             model[i] += 1
         return link_pb2.Reply(trained=link_pb2.Trained(result=describe(model))), model
 
-    def settled(self, request, accepted, reason):
-        self.settled_with.append((request.id, accepted, reason))
+    def acknowledged(self, request, accepted, reason):
+        self.acknowledgements.append((request.id, accepted, reason))
 
     def cancel(self, request, reason):
         self.cancelled.append(request.id)
@@ -60,8 +60,8 @@ async def test_a_model_goes_out_and_a_result_comes_back(link):
     back = bytearray(reply.trained.result.size)
     await link.fetch("a", reply.trained.result, into(back))
     assert back == b"\x02\x03"
-    link.settle("a", asked.id, True)
-    assert link.worker.settled_with == [(asked.id, True, "")]
+    link.acknowledge("a", asked.id, True)
+    assert link.worker.acknowledgements == [(asked.id, True, "")]
     with pytest.raises(UpdateError, match="does not hold"):
         await link.fetch("a", reply.trained.result, into(back))
 

@@ -45,7 +45,7 @@ async def test_asking_somebody_who_is_not_here(net):
         await link.ask("nobody", train(link))
     with pytest.raises(ParticipantLost, match=r"^nobody is not connected$"):
         await link.fetch("nobody", describe(b"x"), into(bytearray(1)))
-    link.settle("nobody", "r1", True)
+    link.acknowledge("nobody", "r1", True)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ async def test_contents_cross_in_both_directions(net, size):
     back = bytearray(reply.trained.result.size)
     await link.fetch("a", reply.trained.result, into(back))
     assert back == bytes(reversed(payload))
-    link.settle("a", request.id, True)
+    link.acknowledge("a", request.id, True)
     await net.until(lambda: guest.receipts == [(True, "")])
 
 

@@ -32,7 +32,7 @@ class Device:
     def __init__(self, name, turn):
         self.agent = Agent(Participant(name=name, regime="federated"), None)
         self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
-        self.buffer, self.settled = self.agent.buffer, self.agent.settled
+        self.buffer, self.acknowledged = self.agent.buffer, self.agent.acknowledged
         self.cancel = self.agent.cancel
         self.turn = turn
         self.silent_at = None
@@ -221,7 +221,7 @@ async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
 
 async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(place, monkeypatch):
     sending = set()
-    before = [set(peer.unsettled) for peer in place.net.link.peers.values()]
+    before = [set(peer.unacknowledged) for peer in place.net.link.peers.values()]
 
     async def never(name, blob, write):
         sending.add(name)
@@ -233,7 +233,7 @@ async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(plac
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    assert [peer.unsettled for peer in place.net.link.peers.values()] == before
+    assert [peer.unacknowledged for peer in place.net.link.peers.values()] == before
 
 
 async def test_an_attempt_ends_at_the_deadline_that_it_is_given(place, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.errors import UserError
-from isthmus.system.file_lock import alone
+from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.storage.receipts import Receipt, attempt_row
 from isthmus_server.storage.store import Store
@@ -341,7 +341,10 @@ def test_one_process_at_a_time_goes_on_with_a_run_and_others_read_it(create, cra
 def test_of_two_who_begin_a_run_together_one_does(make_job, tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
-    with alone(directory / "lock", ""), pytest.raises(UserError, match=r"^another process runs "):
+    with (
+        file_lock(directory / "lock", ""),
+        pytest.raises(UserError, match=r"^another process runs "),
+    ):
         Store.create(
             directory, make_job(), tmp_path
         )  # while the other has not written its job.json

@@ -11,7 +11,7 @@ from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
-from isthmus_server.strategy.limits import Refused, hold
+from isthmus_server.strategy.limits import LimitRefusal, hold
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import KINDS, Forecast, PastRound
 
@@ -97,7 +97,7 @@ answers = st.one_of(
 def within_limits(answer, seen):
     """Assert that nothing is begun that a limit forbids; written apart from `hold`."""
     over = seen.seconds_left is not None and seen.seconds_left <= 0
-    if isinstance(answer, Stop | Refused):
+    if isinstance(answer, Stop | LimitRefusal):
         assert answer.reason
         return
     assert not over
@@ -232,17 +232,17 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
         (
             Compare(("current", "served"), 9, "x"),
             {},
-            Refused("9 devices are to be asked and 8 are ready"),
+            LimitRefusal("9 devices are to be asked and 8 are ready"),
         ),
         (
             Compare(("current", "served"), 8, "x"),
             {"forecast": {"federated": NIGHT}},
-            Refused("devices cannot be asked outside of their window"),
+            LimitRefusal("devices cannot be asked outside of their window"),
         ),
         (
             Compare(("current", "served"), 8, "x"),
             {"budget": 0.3},
-            Refused("asking 8 devices costs 0.32 and 0.3 is left"),
+            LimitRefusal("asking 8 devices costs 0.32 and 0.3 is left"),
         ),
     ],
 )

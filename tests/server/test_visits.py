@@ -63,7 +63,11 @@ class Unable:
         self.device = device
         self.times = times
         self.identity, self.welcomed = device.identity, device.welcomed
-        self.buffer, self.settled, self.cancel = device.buffer, device.settled, device.cancel
+        self.buffer, self.acknowledged, self.cancel = (
+            device.buffer,
+            device.acknowledged,
+            device.cancel,
+        )
 
     async def work(self, request, model, progress):
         if request.WhichOneof("work") == "score" and self.times:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from isthmus.errors import Refused, UpdateError
+from isthmus.errors import AdmissionRefused, UpdateError
 from isthmus.identity.membership import Membership
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
@@ -112,7 +112,7 @@ class Agent:
 
         Raises:
             UpdateError: no such run is open, or the size is not that of its models.
-            Refused: its owner does not allow it.
+            AdmissionRefused: its owner does not allow it.
         """
         kind = request.WhichOneof("work")
         if kind == "open":
@@ -186,7 +186,7 @@ class Agent:
             self._apps.pop(request.close.run_id, None)
             self._kept = self._sent = self._spare = None
             return link_pb2.Reply(closed=link_pb2.Closed()), None
-        raise Refused(f"an edge client does not do {kind!r}")
+        raise AdmissionRefused(f"an edge client does not do {kind!r}")
 
     async def _paced(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
         """Work on a thread, with no more of a core than the owner gives."""
@@ -200,7 +200,7 @@ class Agent:
 
         return await asyncio.to_thread(run)
 
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+    def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Its memory is for the next model."""
         self._stopped.discard(request.id)
         if self._sent is not None and self._sent[0] == request.id:
@@ -370,7 +370,7 @@ async def serve(address: str, agent: Agent, membership: Membership | None = None
     """Dial in and work until cancelled.
 
     Raises:
-        Refused: the server does not want this device.
+        AdmissionRefused: the server does not want this device.
         UserError: the server is on another machine, and this device has not joined it.
     """
     uplink = Uplink(

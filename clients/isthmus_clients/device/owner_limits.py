@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from isthmus.errors import JobError, Refused, UserError
+from isthmus.errors import AdmissionRefused, JobError, UserError
 from isthmus.identity.tls import private_file
 from isthmus.job import Job
 from isthmus.job.section import DAYS, Hours, Section, sentences
@@ -140,11 +140,13 @@ class Guard:
         """Refuse to open a run of a job.
 
         Raises:
-            Refused: its owner does not allow it.
+            AdmissionRefused: its owner does not allow it.
         """
         if not any(fnmatch.fnmatchcase(job.name, pattern) for pattern in self.policy.jobs):
             allowed = ", ".join(self.policy.jobs) or "none"
-            raise Refused(f"its owner does not allow the job {job.name!r}; allowed: {allowed}")
+            raise AdmissionRefused(
+                f"its owner does not allow the job {job.name!r}; allowed: {allowed}"
+            )
         if not job.federated.secure_aggregation:
             self.check_plain()
 
@@ -152,16 +154,16 @@ class Guard:
         """Refuse to let anything out that is not masked.
 
         Raises:
-            Refused: its owner insists on secure aggregation.
+            AdmissionRefused: its owner insists on secure aggregation.
         """
         if self.policy.privacy.secure_aggregation:
-            raise Refused("its owner insists on secure aggregation, and this is without")
+            raise AdmissionRefused("its owner insists on secure aggregation, and this is without")
 
     def check_work(self, size: int) -> None:
         """Refuse a round, or note that it takes place: `size` bytes come, and as many go.
 
         Raises:
-            Refused: not now, or not today any more.
+            AdmissionRefused: not now, or not today any more.
         """
         self._check_now()
         self._use(1, 2 * size)
@@ -170,7 +172,7 @@ class Guard:
         """Refuse that `size` bytes of code come, or note it.
 
         Raises:
-            Refused: not now, or not today any more.
+            AdmissionRefused: not now, or not today any more.
         """
         self._check_now()
         self._use(0, size)
@@ -179,11 +181,11 @@ class Guard:
         policy, now = self.policy, self.now()
         hours = [Hours.parse(one) for one in policy.hours]
         if hours and not any(_is_open(one, now) for one in hours):
-            raise Refused(f"its owner's hours are {', '.join(policy.hours)} (UTC)")
+            raise AdmissionRefused(f"its owner's hours are {', '.join(policy.hours)} (UTC)")
         if policy.charging_only and not self._charging():
-            raise Refused("its owner lets it work on mains power only")
+            raise AdmissionRefused("its owner lets it work on mains power only")
         if policy.unmetered_only and not _unmetered():
-            raise Refused("its owner lets it work on unmetered networks only")
+            raise AdmissionRefused("its owner lets it work on unmetered networks only")
 
     def _use(self, more_rounds: int, more_bytes: int) -> None:
         policy = self.policy
@@ -193,14 +195,16 @@ class Guard:
         rounds, used = self._used(today)
         rounds, used = rounds + more_rounds, used + more_bytes
         if policy.rounds_per_day is not None and rounds > policy.rounds_per_day:
-            raise Refused(f"its owner allows {policy.rounds_per_day} rounds a day")
+            raise AdmissionRefused(f"its owner allows {policy.rounds_per_day} rounds a day")
         if policy.bytes_per_day is not None and used > policy.bytes_per_day:
-            raise Refused(f"its owner allows {policy.bytes_per_day} bytes a day")
+            raise AdmissionRefused(f"its owner allows {policy.bytes_per_day} bytes a day")
         said = json.dumps({"day": today, "rounds": rounds, "bytes": used})
         try:
             private_file(self._usage, said.encode())
         except OSError as error:
-            raise Refused(f"it cannot write down what it used ({error.strerror})") from None
+            raise AdmissionRefused(
+                f"it cannot write down what it used ({error.strerror})"
+            ) from None
 
     def _used(self, today: str) -> tuple[int, int]:
         try:
@@ -209,7 +213,7 @@ class Guard:
         except FileNotFoundError:
             return 0, 0
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise Refused(f"what it used today cannot be read ({error})") from None
+            raise AdmissionRefused(f"what it used today cannot be read ({error})") from None
 
     def _charging(self) -> bool:
         try:

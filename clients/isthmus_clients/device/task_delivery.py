@@ -10,7 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
-from isthmus.errors import Refused
+from isthmus.errors import AdmissionRefused
 from isthmus.job import read_job
 from isthmus.task import packages
 from isthmus.transport.blobs import Buffer
@@ -26,7 +26,7 @@ def wanted(work: link_pb2.OpenRun, tasks: Path | None, guard: Guard | None) -> b
     What was installed by hand is the owner's and stays; so does what is by another author.
 
     Raises:
-        Refused: its owner does not allow it, and has not installed the task either.
+        AdmissionRefused: its owner does not allow it, and has not installed the task either.
         JobError: the job cannot be read.
     """
     if tasks is None or guard is None:  # this server has started this device
@@ -36,7 +36,7 @@ def wanted(work: link_pb2.OpenRun, tasks: Path | None, guard: Guard | None) -> b
     name, author = packages.name_of(job), offer.author.hex()
     try:
         here = packages.installed(tasks, name)
-    except Refused:  # the owner has changed it, and made it theirs
+    except AdmissionRefused:  # the owner has changed it, and made it theirs
         return False
     if here is None and (tasks / name).exists():
         return False
@@ -45,13 +45,13 @@ def wanted(work: link_pb2.OpenRun, tasks: Path | None, guard: Guard | None) -> b
     if author not in policy.authors:
         if here is not None:
             return False
-        raise Refused(
+        raise AdmissionRefused(
             f"its owner has not installed {name!r}, nor allowed packages of the author {author} "
             "(authors, in policy.toml)"
         )
     _check_digest(offer.digest, guard)
     if offer.blob.size > packages.MAX_BYTES:
-        raise Refused(f"a package of {offer.blob.size} bytes is larger than any")
+        raise AdmissionRefused(f"a package of {offer.blob.size} bytes is larger than any")
     guard.check_fetch(offer.blob.size)
     return True
 
@@ -62,8 +62,8 @@ def admit(
     """Ask the owner's policy before anything of a job is loaded; install first what was fetched.
 
     Raises:
-        Refused: its owner does not allow the job, or its task, or what came is no package, or
-            not the one that was offered.
+        AdmissionRefused: its owner does not allow the job, or its task, or what came is no package,
+            or not the one that was offered.
         UserError: it cannot be installed.
         JobError: the job cannot be read.
     """
@@ -79,7 +79,7 @@ def admit(
     if guard.policy.digests:
         package = packages.installed(tasks, name)
         if package is None:
-            raise Refused(
+            raise AdmissionRefused(
                 f"its owner allows tasks by their digests (digests, in policy.toml), and {name!r} "
                 "was not installed from a package"
             )
@@ -89,7 +89,9 @@ def admit(
 def _install(offer: link_pb2.Package, data: bytes, name: str, tasks: Path, guard: Guard) -> None:
     package = packages.read(data)
     if (package.name, package.digest, package.author) != (name, offer.digest, offer.author):
-        raise Refused(f"the package that came for {name!r} is not the one that was offered")
+        raise AdmissionRefused(
+            f"the package that came for {name!r} is not the one that was offered"
+        )
     packages.install(package, tasks, [bytes.fromhex(key) for key in guard.policy.authors])
     log.info("fetched and installed %s of the author %s", name, package.author.hex())
     folder = (tasks / name).resolve()
@@ -101,4 +103,4 @@ def _install(offer: link_pb2.Package, data: bytes, name: str, tasks: Path, guard
 def _check_digest(digest: bytes, guard: Guard) -> None:
     allowed = guard.policy.digests
     if allowed and digest.hex() not in allowed:
-        raise Refused(f"its owner does not allow the task of digest {digest.hex()}")
+        raise AdmissionRefused(f"its owner does not allow the task of digest {digest.hex()}")

@@ -18,7 +18,7 @@ from isthmus.integrations.flower.messages import (
     ErrorCode,
     Message,
     RecordDict,
-    hushed,
+    captured_warnings,
     load_app,
     message,
     node_of,
@@ -96,7 +96,7 @@ class FlowerRun:
             group=work.group,
         )
         try:
-            with hushed(), user_code("the app"):
+            with captured_warnings(), user_code("the app"):
                 reply = self.app(asked, self.context)
             failure = _failure_of(reply)
         except TaskError as error:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from isthmus.errors import Refused, TaskError, UpdateError
+from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.scoring import build_same_model, check_optimizer, count_examples
@@ -158,9 +158,9 @@ class VirtualDevice:
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores)), None
         if kind == "close":
             return link_pb2.Reply(closed=link_pb2.Closed()), None
-        raise Refused(f"a virtual device does not do {kind!r}")
+        raise AdmissionRefused(f"a virtual device does not do {kind!r}")
 
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+    def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """There is nothing to keep."""
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
@@ -184,7 +184,7 @@ class _Part:
 def _check_plain(agreement: bytes) -> None:
     """Devices of one process have no secrets from each other."""
     if agreement:
-        raise Refused(
+        raise AdmissionRefused(
             "virtual devices send their updates in plain; set "
             "federated.secure_aggregation = false to simulate"
         )

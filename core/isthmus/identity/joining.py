@@ -28,10 +28,10 @@ import grpc.aio
 from cryptography import x509
 from google.protobuf.message import DecodeError
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, check_issued, prepare
-from isthmus.transport.grpc_errors import cause
+from isthmus.transport.grpc_errors import short_message
 from isthmus.wire import join_pb2
 
 VERSION = 1
@@ -101,7 +101,7 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
 
     Raises:
         UserError: the address or the directory cannot be used.
-        Refused: the server said no, or is not the one the token is for.
+        AdmissionRefused: the server said no, or is not the one the token is for.
     """
     host, port = _parse_url(url)
     key, identity = await asyncio.to_thread(prepare, directory)
@@ -121,11 +121,11 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
     try:
         reply = join_pb2.JoinReply.FromString(answer)
     except DecodeError:
-        raise Refused("the server's answer to the join makes no sense") from None
+        raise AdmissionRefused("the server's answer to the join makes no sense") from None
     certificate = tls.read_certificate(reply.certificate)
     check_issued(certificate, authority, kind, public)
     if certificate.public_key() != key.public_key():
-        raise Refused("the certificate that came is not for the key we asked with")
+        raise AdmissionRefused("the certificate that came is not for the key we asked with")
     return await asyncio.to_thread(
         lambda: Membership.save(
             directory,
@@ -147,9 +147,9 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
     try:
         authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
     except DecodeError:
-        raise Refused("what answers there is not an Isthmus server") from None
+        raise AdmissionRefused("what answers there is not an Isthmus server") from None
     if tls.fingerprint(authority) != token.fingerprint or not tls.issued_by(leaf, authority):
-        raise Refused(
+        raise AdmissionRefused(
             f"the server at {host}:{port} is not the one this token is for; nothing was sent to it"
         )
     names = _names_of(leaf)
@@ -190,7 +190,7 @@ def _names_of(certificate: x509.Certificate) -> list[str]:
     except (x509.ExtensionNotFound, ValueError):
         found = []
     if not found:
-        raise Refused("what answers there is not an Isthmus server")
+        raise AdmissionRefused("what answers there is not an Isthmus server")
     return found
 
 
@@ -220,7 +220,7 @@ async def _call(
             except grpc.aio.AioRpcError as error:
                 busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
                 if error.code() not in busy or attempt == _TRIES - 1:
-                    raise Refused(_why_not(address, error)) from None
+                    raise AdmissionRefused(_why_not(address, error)) from None
             else:
                 assert isinstance(answer, bytes)
                 return answer
@@ -233,7 +233,7 @@ def _why_not(address: str, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return (
             f"nobody lets participants in at {address}: joining has a port of its own, the one "
-            f"after that of the link; {cause(error.details() or '')}"
+            f"after that of the link; {short_message(error.details() or '')}"
         )
     return f"the server at {address} said no: {error.details()}"
 

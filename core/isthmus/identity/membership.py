@@ -18,9 +18,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
-from isthmus.system.file_lock import alone
+from isthmus.system.file_lock import file_lock
 
 RENEW_AT = 2 / 3
 """A certificate is renewed when this share of its life is over."""
@@ -64,7 +64,7 @@ class Membership:
                 "join a server first: isthmus client (or datacenter, or operator) join HOST:PORT "
                 "TOKEN"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, Refused) as error:
+        except (OSError, ValueError, KeyError, TypeError, AdmissionRefused) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"the membership in {directory} cannot be used: {error}") from None
@@ -128,11 +128,11 @@ class Membership:
         """What to dial with: our certificate, and trust in the authority's alone.
 
         Raises:
-            Refused: the certificate is over, so that no server would let us in.
+            AdmissionRefused: the certificate is over, so that no server would let us in.
         """
         end = self.certificate.not_valid_after_utc
         if time.time() > end.timestamp():
-            raise Refused(
+            raise AdmissionRefused(
                 f"the certificate of {self.name!r} ended on {end:%Y-%m-%d %H:%M} UTC; "
                 "join again with a new token"
             )
@@ -151,14 +151,14 @@ class Membership:
         """Keep the certificate (PEM) that came for the last `next_request`.
 
         Raises:
-            Refused: it is not for that key, or for somebody else, or by another authority.
+            AdmissionRefused: it is not for that key, or for somebody else, or by another authority.
         """
         certificate, key = tls.read_certificate(data), self._next_key
         if key is None or certificate.public_key() != key.public_key():
-            raise Refused("the renewed certificate is not for the key we asked with")
+            raise AdmissionRefused("the renewed certificate is not for the key we asked with")
         check_issued(certificate, self.authority, self.kind, self.identity_public)
         if tls.subject_of(certificate).name != self.name:
-            raise Refused("the renewed certificate is somebody else's")
+            raise AdmissionRefused("the renewed certificate is somebody else's")
         path = self.directory / _CREDENTIALS
         tls.private_file(path, tls.key_pem(key) + tls.pem(certificate))
         self.key, self.certificate, self._next_key = key, certificate, None
@@ -175,7 +175,7 @@ class Membership:
             UserError: another one does.
         """
         said = f"another process runs as {self.name!r} from {self.directory}"
-        return alone(self.directory / "lock", said)
+        return file_lock(self.directory / "lock", said)
 
 
 @contextlib.contextmanager
@@ -218,13 +218,13 @@ def check_issued(
     """Check a certificate that a server made for us.
 
     Raises:
-        Refused: it is not by the authority, or does not say what we asked for.
+        AdmissionRefused: it is not by the authority, or does not say what we asked for.
     """
     if not tls.issued_by(certificate, authority):
-        raise Refused("the server's authority did not sign the certificate it sent")
+        raise AdmissionRefused("the server's authority did not sign the certificate it sent")
     subject = tls.subject_of(certificate)
     if (subject.kind, subject.identity) != (kind, identity):
-        raise Refused(f"the certificate that came is not one of this {kind}")
+        raise AdmissionRefused(f"the certificate that came is not one of this {kind}")
 
 
 def check_dialling(address: str, kind: str, name: str, membership: Membership | None) -> None:

@@ -27,7 +27,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 
 KINDS = ("client", "datacenter", "operator")
 """What a certificate can be for."""
@@ -112,7 +112,7 @@ def subject_of(certificate: x509.Certificate) -> Subject:
     """Read a participant's certificate; whether it is genuine is for TLS, or `issued_by`, to say.
 
     Raises:
-        Refused: it is not a participant's.
+        AdmissionRefused: it is not a participant's.
     """
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -122,9 +122,9 @@ def subject_of(certificate: x509.Certificate) -> Subject:
         kind, _, name = role.removeprefix(_ROLE_URI).partition(":")
         key = bytes.fromhex(identity.removeprefix(_IDENTITY_URI))
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
-        raise Refused("this certificate is not one of a participant") from None
+        raise AdmissionRefused("this certificate is not one of a participant") from None
     if kind not in KINDS or not _NAME.fullmatch(name) or len(key) != 32:
-        raise Refused("this certificate is not one of a participant")
+        raise AdmissionRefused("this certificate is not one of a participant")
     return Subject(
         kind=kind,
         name=name,
@@ -147,12 +147,12 @@ def read_certificate(data: bytes) -> x509.Certificate:
     """A certificate from PEM.
 
     Raises:
-        Refused: it is none.
+        AdmissionRefused: it is none.
     """
     try:
         return x509.load_pem_x509_certificate(data)
     except ValueError:
-        raise Refused("this is not a certificate") from None
+        raise AdmissionRefused("this is not a certificate") from None
 
 
 def private_file(path: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ from isthmus.errors import UserError
 
 
 @contextlib.contextmanager
-def alone(path: Path, taken: str) -> Iterator[None]:
+def file_lock(path: Path, taken: str) -> Iterator[None]:
     """Hold the lock on a file, which is made if it is not there, while the block lasts.
 
     Raises:

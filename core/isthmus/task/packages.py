@@ -27,7 +27,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity.tls import check_private, checked_name, private_file
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ def read(data: bytes) -> Package:
     """Check a package; nothing in it is executed, and nothing is written.
 
     Raises:
-        Refused: it is none, was changed, or is not signed by its author.
+        AdmissionRefused: it is none, was changed, or is not signed by its author.
     """
     if len(data) > MAX_BYTES:
-        raise Refused(f"a package of {len(data)} bytes is larger than {MAX_BYTES}")
+        raise AdmissionRefused(f"a package of {len(data)} bytes is larger than {MAX_BYTES}")
     try:
         _check_directory(data)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -176,7 +176,7 @@ def read(data: bytes) -> Package:
             files = {path: archive.read(entries[path]) for path in about}
             name = checked_name(table["name"])
     except InvalidSignature:
-        raise Refused("the package is not signed by the author it names") from None
+        raise AdmissionRefused("the package is not signed by the author it names") from None
     except (
         zipfile.BadZipFile,
         NotImplementedError,  # raised by zipfile for a compression that it does not know
@@ -188,10 +188,12 @@ def read(data: bytes) -> Package:
         TypeError,
         AttributeError,
     ) as error:
-        raise Refused(f"this is not a package of a task: {error}") from None
+        raise AdmissionRefused(f"this is not a package of a task: {error}") from None
     for path, blob in files.items():
         if hashlib.sha256(blob).hexdigest() != about[path]["sha256"]:
-            raise Refused(f"the package was changed: {path!r} is not what its author signed")
+            raise AdmissionRefused(
+                f"the package was changed: {path!r} is not what its author signed"
+            )
     return Package(name, author, digest, files, data)
 
 
@@ -199,11 +201,11 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
     """Unpack a package into a directory of tasks, under its name; returns its folder.
 
     Raises:
-        Refused: its author is not one of the approved.
+        AdmissionRefused: its author is not one of the approved.
         UserError: the directory cannot be used.
     """
     if package.author not in approved:
-        raise Refused(
+        raise AdmissionRefused(
             f"{package.name!r} is by the author {package.author.hex()}, who is not approved here"
         )
     target = tasks / package.name
@@ -235,7 +237,7 @@ def installed(tasks: Path, name: str) -> Package | None:
     """The package that a folder of tasks was unpacked from; None for files put there by hand.
 
     Raises:
-        Refused: the folder's files are not those of its package any more.
+        AdmissionRefused: the folder's files are not those of its package any more.
         UserError: it cannot be read.
     """
     folder = tasks / name
@@ -256,7 +258,7 @@ def installed(tasks: Path, name: str) -> Package | None:
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error.strerror}") from None
     if changed:
-        raise Refused(
+        raise AdmissionRefused(
             f"{folder / changed[0]} is not what the author of {name!r} signed; install it again"
         )
     return package

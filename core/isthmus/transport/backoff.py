@@ -4,8 +4,8 @@ This is exponential backoff with jitter, slow to grow: a pause is about 0.6 of h
 been no link, so that all are back soon after a short break. The longest is for a server that lets
 everybody in and drops them: where that is a minute, 5,000 devices dial about 110 times a second.
 
->>> redial = Backoff(longest_pause=60.0)
->>> told = [redial.broke(held=0.0) for _ in range(100)]
+>>> backoff = Backoff(longest_pause=60.0)
+>>> told = [backoff.broke(held=0.0) for _ in range(100)]
 >>> [tries + 1 for tries, said in enumerate(told) if said]
 [1, 2, 4, 8, 16, 32, 64]
 """

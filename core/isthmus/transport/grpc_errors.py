@@ -1,7 +1,7 @@
 """Why nobody is reached, in few words of ours: gRPC's are many and change.
 
->>> cause("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9400: Failed to "
-...       "connect to remote host: Connection refused")
+>>> short_message("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9400: "
+...               "Failed to connect to remote host: Connection refused")
 'nothing listens there (connection refused)'
 """
 
@@ -27,7 +27,7 @@ _KNOWN = (
 )
 
 
-def cause(details: str) -> str:
+def short_message(details: str) -> str:
     """What the details of an `UNAVAILABLE` come down to; unknown ones without their preamble."""
     for pattern, words in _KNOWN:
         found = re.search(pattern, details)

@@ -18,11 +18,11 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from isthmus.errors import IsthmusError, Refused, UpdateError
+from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
-from isthmus.transport.grpc_errors import cause
+from isthmus.transport.grpc_errors import short_message
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream
@@ -62,7 +62,7 @@ _WELCOME_SECONDS = 30.0
 """For a server that was reached to say something."""
 
 _MAX_REQUESTS = 64
-"""Requests of one server that are not settled: it asks for one thing at a time, or a few."""
+"""Requests of one server that are not acknowledged: it asks for one thing at a time, or a few."""
 
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages about the same work."""
@@ -146,10 +146,10 @@ class Uplink:
         """Serve until cancelled.
 
         Raises:
-            Refused: the server does not want this participant, with its reason.
+            AdmissionRefused: the server does not want this participant, with its reason.
         """
         self._loop = asyncio.get_running_loop()
-        redial = Backoff(self.longest_pause)
+        backoff = Backoff(self.longest_pause)
         try:
             while True:
                 self._linked_at = math.inf
@@ -158,21 +158,21 @@ class Uplink:
                     why = "the server ended the stream"
                 except grpc.aio.AioRpcError as error:
                     if error.code() in _FINAL:
-                        raise Refused(
+                        raise AdmissionRefused(
                             f"the server refused {self.name!r}: {error.details()}"
                         ) from None
                     why = error.details() or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
-                        why = cause(why)
+                        why = short_message(why)
                 except (TimeoutError, UpdateError, *GONE) as error:
                     why = str(error) or "silence"
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise asyncio.CancelledError  # gRPC's error had taken its place
-                if redial.broke(held=time.monotonic() - self._linked_at):
-                    more = f" ({redial.tries} tries so far)" if redial.tries > 1 else ""
+                if backoff.broke(held=time.monotonic() - self._linked_at):
+                    more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s: %s%s", self.address, why, more)
-                await asyncio.sleep(redial.pause())
+                await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
                 if job.task is not None:
@@ -218,7 +218,9 @@ class Uplink:
         if not welcome.lease_seconds > 0:
             raise UpdateError(f"the server's welcome has lease_seconds={welcome.lease_seconds}")
         if self.membership is not None and welcome.authority != self.membership.enroller:
-            raise Refused("the server names another authority than the one that was joined")
+            raise AdmissionRefused(
+                "the server names another authority than the one that was joined"
+            )
         if self._welcome is not None and welcome.instance != self._welcome.instance:
             self._forget("the server was started anew")
         elif welcome.is_new:
@@ -231,9 +233,9 @@ class Uplink:
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             if job.task is not None and job.reply is None:
-                self.worker.cancel(job.request, reason)  # settled when it has stopped
+                self.worker.cancel(job.request, reason)  # acknowledged when it has stopped
             else:
-                self.worker.settled(job.request, False, reason)
+                self.worker.acknowledged(job.request, False, reason)
 
     async def _renew(self, stream: Stream, membership: Membership) -> None:
         """Ask for the next certificate when most of this one's life is over, until it is here."""
@@ -253,9 +255,9 @@ class Uplink:
             return
         try:
             if not renewed.certificate:
-                raise Refused(renewed.reason)
+                raise AdmissionRefused(renewed.reason)
             await asyncio.to_thread(membership.renewed, renewed.certificate)
-        except (Refused, OSError) as error:
+        except (AdmissionRefused, OSError) as error:
             log.warning("the certificate of %s was not renewed: %s", self.name, error)
             return
         end = membership.certificate.not_valid_after_utc
@@ -281,7 +283,7 @@ class Uplink:
                     job.reply is None or not job.reply.HasField("failure")
                 ):
                     log.info("%s: its result was not used: %s", self.name, receipt.reason)
-                self.worker.settled(job.request, receipt.accepted, receipt.reason)
+                self.worker.acknowledged(job.request, receipt.accepted, receipt.reason)
         elif kind == "renewed":
             await self._renewed(message.renewed)
         elif kind == "cancel":
@@ -290,7 +292,7 @@ class Uplink:
             # It still waits for its model; or its reply did not arrive, and never will.
             if job is not None and (job.task is None or job.reply is not None):
                 del self._jobs[message.cancel.id]
-                self.worker.settled(job.request, False, reason)
+                self.worker.acknowledged(job.request, False, reason)
             elif job is not None:
                 self.worker.cancel(job.request, reason)
         # Anything else is a ping, or news from a newer server that is no business of ours.
@@ -362,7 +364,7 @@ class Uplink:
 
     async def _answer(self, job: _Job, reply: link_pb2.Reply, payload: Buffer | None) -> None:
         if self._jobs.get(job.request.id) is not job:
-            self.worker.settled(job.request, False, "whoever asked is gone")
+            self.worker.acknowledged(job.request, False, "whoever asked is gone")
             return
         reply.id = job.request.id
         job.payload = payload
@@ -392,7 +394,7 @@ class Uplink:
             if blob_of(job.reply).sha256 == pull.sha256:
                 for message in chunks(pull.sha256, job.payload, offset=pull.offset):
                     if self._jobs.get(job.request.id) is not job:
-                        return  # settled: its memory may hold something else by now
+                        return  # acknowledged: its memory may hold something else by now
                     await stream.send(message)
                 return
         absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)

@@ -28,12 +28,12 @@ class Worker(Protocol):
         """Do the work; `model` is the buffer given before, filled, and the worker's to keep.
 
         Returns the reply (its id is filled in by the caller) and the content that goes with it,
-        which stays untouched until `settled`. An `IsthmusError` becomes a `Failure` reply with
+        which stays untouched until `acknowledged`. An `IsthmusError` becomes a `Failure` reply with
         its sentence.
         """
         ...
 
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+    def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """What became of a request: neither its model nor its result is needed any more."""
         ...
 

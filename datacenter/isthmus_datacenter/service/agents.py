@@ -107,7 +107,7 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
     `leaving` says whether this node was told to go: the service hears of it, finishes what it can
     and ends the generation; after that this returns.
     """
-    redial = Backoff(_REDIAL_SECONDS)
+    backoff = Backoff(_REDIAL_SECONDS)
     with AgentForkServer("fork") as template:
         node = _Node(template, leaving)
         while not leaving():
@@ -118,9 +118,9 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
                 node.serve(control)
             except dist.DistError:
                 # No service, not yet or not any more: ranks without one are of no use.
-                if redial.broke(held=time.monotonic() - connected):
+                if backoff.broke(held=time.monotonic() - connected):
                     log.info("no service at %s:%d; this node waits for it", host, port)
-                time.sleep(redial.pause())  # nobody tells when a service is there again
+                time.sleep(backoff.pause())  # nobody tells when a service is there again
 
 
 class _Node:

@@ -111,7 +111,7 @@ class Service:
         """Hold the link to the server and work until cancelled.
 
         Raises:
-            Refused: the server does not want this participant.
+            AdmissionRefused: the server does not want this participant.
             UserError: the server is on another machine, and this one has not joined it.
         """
         uplink = Uplink(address, self.name, link_pb2.DATACENTER, self, membership=membership)
@@ -221,7 +221,7 @@ class Service:
             self._unwanted.discard(request.id)
             self._crossing.drop_model(request.id)
 
-    def settled(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
+    def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """The files of the request are not needed any more: its model may not even have come."""
         self._crossing.drop_model(request.id)
         self._crossing.drop_result(request.id)

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Authority:
             raise UserError(
                 f"{directory} holds no server; make one: isthmus server init {directory}"
             ) from None
-        except (OSError, ValueError, Refused) as error:
+        except (OSError, ValueError, AdmissionRefused) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"the keys in {directory} cannot be read: {error}") from None
@@ -153,7 +153,7 @@ class Authority:
         What the request says about its subject is not looked at.
 
         Raises:
-            Refused: the request makes no sense, or its maker does not hold the key.
+            AdmissionRefused: the request makes no sense, or its maker does not hold the key.
         """
         try:
             asked = x509.load_der_x509_csr(request)
@@ -161,9 +161,11 @@ class Authority:
                 raise ValueError("it is not signed with its key")
             key = asked.public_key()
         except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
-            raise Refused(f"the signing request cannot be used: {error}") from None
+            raise AdmissionRefused(f"the signing request cannot be used: {error}") from None
         if not isinstance(key, tls.PublicKey) or key.curve.name != "secp256r1":
-            raise Refused("the signing request cannot be used: its key is not ECDSA on P-256")
+            raise AdmissionRefused(
+                "the signing request cannot be used: its key is not ECDSA on P-256"
+            )
         # Names beside the key and the identity are the token's, whatever was asked for.
         wanted = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
         certificate = (

@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from rich.console import Console
 
-from isthmus.errors import IsthmusError, Refused
+from isthmus.errors import AdmissionRefused, IsthmusError
 from isthmus.identity import tls
 from isthmus.job import read_job
 from isthmus.wire import operator_pb2
@@ -70,9 +70,9 @@ class Control:
         self, asked: operator_pb2.SubmitRequest, operator: tls.Subject
     ) -> operator_pb2.SubmitReply:
         if not 0 < len(asked.key) <= 64:
-            raise Refused("a submission needs a key of 1 to 64 characters")
+            raise AdmissionRefused("a submission needs a key of 1 to 64 characters")
         if len(asked.job) > MAX_JOB:
-            raise Refused(
+            raise AdmissionRefused(
                 f"a job of {len(asked.job)} characters is larger than {MAX_JOB}; have the task "
                 "read from a file of its own what is so large"
             )
@@ -146,12 +146,12 @@ class Control:
         certificate = certificate_of(context)
         try:
             if certificate is None:
-                raise Refused("this server wants a certificate")
+                raise AdmissionRefused("this server wants a certificate")
             subject = tls.subject_of(tls.read_certificate(certificate))
             if subject.kind != "operator":
-                raise Refused(f"{subject.name!r} is a {subject.kind}, and not an operator")
+                raise AdmissionRefused(f"{subject.name!r} is a {subject.kind}, and not an operator")
             self.members.registry.check(subject)
-        except Refused as error:
+        except AdmissionRefused as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
             raise AssertionError("it was aborted") from error
         calls = self._calls.get(subject.name, 0)
@@ -188,13 +188,13 @@ async def _first(requests: AsyncIterator[bytes]) -> bytes:
     """The one message of a call.
 
     Raises:
-        Refused: it does not come.
+        AdmissionRefused: it does not come.
     """
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
-        raise Refused("a call without a request") from None
+        raise AdmissionRefused("a call without a request") from None
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:

@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from google.protobuf.message import DecodeError
 
-from isthmus.errors import Refused
+from isthmus.errors import AdmissionRefused
 from isthmus.identity import tls
 from isthmus.identity.joining import MAX_JOIN_BYTES, SECRET_BYTES, VERSION, Token, statement
 from isthmus.wire import join_pb2
@@ -112,7 +112,7 @@ class JoinService:
             reply = await self.admit(join_pb2.JoinRequest.FromString(data))
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no request to join")
-        except Refused as error:
+        except AdmissionRefused as error:
             log.info("a join from %s was refused: %s", _address(context.peer()), error)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return reply.SerializeToString()
@@ -121,22 +121,24 @@ class JoinService:
         """Exchange a token for a certificate.
 
         Raises:
-            Refused: with the reason; nothing has changed then.
+            AdmissionRefused: with the reason; nothing has changed then.
         """
         if asked.version != VERSION:
-            raise Refused(
+            raise AdmissionRefused(
                 f"version {asked.version} of joining is spoken there and {VERSION} here; "
                 "upgrade the older side"
             )
         if asked.kind not in tls.KINDS or len(asked.secret) != SECRET_BYTES:
-            raise Refused("this request to join makes no sense")
+            raise AdmissionRefused("this request to join makes no sense")
         certifier = self.members.certifier
         fingerprint = tls.fingerprint(certifier.certificate)
         said = statement(fingerprint, asked.kind, asked.secret, asked.signing_request)
         try:
             Ed25519PublicKey.from_public_bytes(asked.identity).verify(asked.proof, said)
         except (InvalidSignature, ValueError):
-            raise Refused("this request to join is not signed by its identity key") from None
+            raise AdmissionRefused(
+                "this request to join is not signed by its identity key"
+            ) from None
 
         def redeem(registry: Registry) -> tuple[str, bytes]:
             return registry.redeem(

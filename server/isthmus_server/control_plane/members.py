@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import Authority
@@ -54,19 +54,21 @@ class Members(Enrolments):
         """Check that a hello and the certificate of its connection are one participant's.
 
         Raises:
-            Refused: they are not, or it is not a participant now.
+            AdmissionRefused: they are not, or it is not a participant now.
         """
         if certificate is None:
-            raise Refused("this server wants a certificate")
+            raise AdmissionRefused("this server wants a certificate")
         subject = tls.subject_of(tls.read_certificate(certificate))
         role = link_pb2.Role.Name(hello.role).lower()
         if (role, hello.name) != (subject.kind, subject.name):
-            raise Refused(
+            raise AdmissionRefused(
                 f"the certificate is of the {subject.kind} {subject.name!r}, and the hello says "
                 f"{role} {hello.name!r}"
             )
         if hello.identity != subject.identity:
-            raise Refused(f"the identity key of {subject.name!r} is not the one it joined with")
+            raise AdmissionRefused(
+                f"the identity key of {subject.name!r} is not the one it joined with"
+            )
         self.registry.check(subject)
         return subject
 
@@ -88,7 +90,7 @@ class Members(Enrolments):
         """Run a change of the registry on the thread that is for it.
 
         Raises:
-            Refused: `change` said so, or the registry cannot be written.
+            AdmissionRefused: `change` said so, or the registry cannot be written.
         """
 
         def run() -> _T:
@@ -98,7 +100,7 @@ class Members(Enrolments):
                 return change(self._writing)
             except (sqlite3.Error, UserError) as error:
                 log.error("the registry in %s cannot be written: %s", self.directory, error)
-                raise Refused(
+                raise AdmissionRefused(
                     "the server cannot write its registry now; its log says why"
                 ) from error
 
@@ -120,6 +122,6 @@ class Members(Enrolments):
                 continue
             try:
                 self.registry.check(subject)
-            except Refused as error:
+            except AdmissionRefused as error:
                 link.cut(peer.name, str(error))
         self._seen = version  # not before: what failed is looked at again

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity.membership import Membership, default_state
 from isthmus.job import Job, load_job, write_job
-from isthmus.transport.grpc_errors import cause
+from isthmus.transport.grpc_errors import short_message
 from isthmus.transport.uplink import CHANNEL_OPTIONS
 from isthmus.wire import operator_pb2 as pb
 
@@ -48,7 +48,7 @@ class Server:
 
         Raises:
             UserError: nobody has joined from here.
-            Refused: the server says no, or is not there.
+            AdmissionRefused: the server says no, or is not there.
         """
         self.member = Membership(state)
         if self.member.kind != "operator":
@@ -76,7 +76,7 @@ class Server:
         """Queue a job, once even where the server's first answer is lost; returns its id.
 
         Raises:
-            Refused: the server says no, or did not answer twice.
+            AdmissionRefused: the server says no, or did not answer twice.
         """
         asked = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex)
         data = asked.SerializeToString()
@@ -102,17 +102,17 @@ class Server:
         except grpc.RpcError as error:
             raise self._said_no(error) from None
 
-    def _said_no(self, error: grpc.RpcError, unsure: str = "") -> Refused:
+    def _said_no(self, error: grpc.RpcError, unsure: str = "") -> AdmissionRefused:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            said = f" is not there now: {cause(details)}"
+            said = f" is not there now: {short_message(details)}"
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             said = " did not answer in time"
         else:
             said = f": {details}"
-        return Refused(f"the server at {self.member.server}{said}{doubt}")
+        return AdmissionRefused(f"the server at {self.member.server}{said}{doubt}")
 
 
 @click.group()

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.job import Job, read_job
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
@@ -90,13 +90,15 @@ class Queue:
         """Put a job at the end.
 
         Raises:
-            Refused: too many wait.
+            AdmissionRefused: too many wait.
         """
         known = self._find("submitted_by=? AND key=?", (by, key))
         if known:
             return known[0]
         if len(self._find("state='queued'")) >= MAX_WAITING:
-            raise Refused(f"{MAX_WAITING} jobs wait already; cancel some, or try again later")
+            raise AdmissionRefused(
+                f"{MAX_WAITING} jobs wait already; cancel some, or try again later"
+            )
         row = (job.name, job.model_dump_json(), by, key, time.time())
         number = self._db.execute(
             "INSERT INTO jobs (name, job, submitted_by, key, submitted_at, state, reason) "
@@ -126,13 +128,13 @@ class Queue:
         """One job.
 
         Raises:
-            Refused: there is none with that id.
+            AdmissionRefused: there is none with that id.
         """
         name, _, number = id_.rpartition("-")
         if number.isascii() and number.isdigit() and len(number) < 18:
             for entry in self._find("number=? AND name=?", (int(number), name)):
                 return entry
-        raise Refused(f"there is no job {id_!r}; `isthmus jobs` lists those there are")
+        raise AdmissionRefused(f"there is no job {id_!r}; `isthmus jobs` lists those there are")
 
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[Entry]:
         rows = self._db.execute(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 
 _SCHEMA = """
@@ -122,8 +122,8 @@ class Registry:
         answer may have been lost; the caller has shown that it holds `identity`.
 
         Raises:
-            Refused: the token is unknown, over or used, is for something else, or the name or the
-                identity is taken. Nothing has changed then.
+            AdmissionRefused: the token is unknown, over or used, is for something else, or the name
+                or the identity is taken. Nothing has changed then.
         """
         with self._transaction():
             now = time.time()
@@ -132,22 +132,24 @@ class Registry:
                 (digest,),
             ).fetchone()
             if row is None:
-                raise Refused("this token is not known here, or was made too long ago")
+                raise AdmissionRefused("this token is not known here, or was made too long ago")
             name, for_kind, expires, used, certificate = row
             if used is not None:
                 if now < used + REPEAT_SECONDS and self._is_in(name, identity):
                     return name, certificate
-                raise Refused("this token has been used; ask the operator for another")
+                raise AdmissionRefused("this token has been used; ask the operator for another")
             if now >= expires:
-                raise Refused("this token is over; ask the operator for another")
+                raise AdmissionRefused("this token is over; ask the operator for another")
             if kind != for_kind:
-                raise Refused(f"this token is of the kind {for_kind!r}, not {kind!r}")
+                raise AdmissionRefused(f"this token is of the kind {for_kind!r}, not {kind!r}")
             try:
                 self._refuse_taken(name)
             except UserError as error:
-                raise Refused(str(error)) from None
+                raise AdmissionRefused(str(error)) from None
             if self._knows(identity):
-                raise Refused("this identity belongs to a participant already, or was revoked")
+                raise AdmissionRefused(
+                    "this identity belongs to a participant already, or was revoked"
+                )
             certificate, subject = issue(name)
             self._db.execute(
                 "INSERT OR REPLACE INTO participants VALUES (?, ?, ?, ?, NULL)",
@@ -166,35 +168,37 @@ class Registry:
         """Whether a certificate's holder is a participant now.
 
         Raises:
-            Refused: it is revoked, over, or not known, with the reason.
+            AdmissionRefused: it is revoked, over, or not known, with the reason.
         """
         if time.time() > subject.not_after:
-            raise Refused(f"the certificate of {subject.name!r} is over; join again")
+            raise AdmissionRefused(f"the certificate of {subject.name!r} is over; join again")
         row = self._db.execute(
             "SELECT p.kind, p.identity, p.revoked, c.serial FROM participants p "
             "LEFT JOIN certificates c ON c.serial=? AND c.name=p.name WHERE p.name=?",
             (subject.serial, subject.name),
         ).fetchone()
         if row is None:
-            raise Refused(f"{subject.name!r} is not a participant here")
+            raise AdmissionRefused(f"{subject.name!r} is not a participant here")
         kind, identity, revoked, serial = row
         if revoked is not None:
-            raise Refused(f"{subject.name!r} has been revoked")
+            raise AdmissionRefused(f"{subject.name!r} has been revoked")
         if serial is None or (kind, identity) != (subject.kind, subject.identity):
-            raise Refused(f"this certificate of {subject.name!r} is not valid any more")
+            raise AdmissionRefused(f"this certificate of {subject.name!r} is not valid any more")
 
     def renew(self, old: tls.Subject, issue: Issue) -> bytes:
         """Make the next certificate (PEM) of a participant.
 
         Raises:
-            Refused: it is not one any more, or has more of them than anybody needs.
+            AdmissionRefused: it is not one any more, or has more of them than anybody needs.
         """
         with self._transaction():
             self.check(old)
             query = "SELECT count(*) FROM certificates WHERE name=? AND not_after>?"
             (good,) = self._db.execute(query, (old.name, time.time())).fetchone()
             if good >= MAX_CERTIFICATES:
-                raise Refused(f"{old.name!r} has {good} certificates that are good; use one")
+                raise AdmissionRefused(
+                    f"{old.name!r} has {good} certificates that are good; use one"
+                )
             certificate, subject = issue(old.name)
             self._add_certificate(subject, time.time())
             return certificate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from isthmus.errors import IsthmusError, Refused, UserError
+from isthmus.errors import AdmissionRefused, IsthmusError, UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
 from isthmus_server.control_plane.queue import ENDED, Entry, Queue, State
@@ -179,7 +179,7 @@ class Runner:
 
         Raises:
             UserError: it could not run here.
-            Refused: too many wait.
+            AdmissionRefused: too many wait.
         """
         self._check(job)
         entry = self.queue.submit(job, by, key)
@@ -190,15 +190,15 @@ class Runner:
         """Take a job out of the queue, or stop it; what its run has committed stays.
 
         Raises:
-            Refused: there is no such job, or it has ended.
+            AdmissionRefused: there is no such job, or it has ended.
         """
         entry = self.queue.get(id_)
         if entry.state in ENDED:
-            raise Refused(f"{id_} has ended already: {entry.state}")
+            raise AdmissionRefused(f"{id_} has ended already: {entry.state}")
         if self._running is not None and self._running[0] == entry.number:
             self._cancelled = self._running[1].cancel()
             if not self._cancelled:
-                raise Refused(f"{id_} has ended just now")
+                raise AdmissionRefused(f"{id_} has ended just now")
             if self._coordinator is not None:
                 self._coordinator.over = True
         self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
@@ -221,7 +221,7 @@ class Runner:
         """What each round came to so far; with `follow`, and then to the job's end.
 
         Raises:
-            Refused: there is no such job.
+            AdmissionRefused: there is no such job.
         """
         last = 0
         while True:

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from isthmus.identity import tls
-from isthmus.system.file_lock import alone
+from isthmus.system.file_lock import file_lock
 from isthmus_server.control_plane.authority import Authority
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
@@ -69,7 +69,7 @@ class ControlPlaneServer:
         """
         _allow_many_files()
         directory = self.members.directory
-        with alone(directory / "lock", f"another server runs from {directory}"):
+        with file_lock(directory / "lock", f"another server runs from {directory}"):
             async with self._open(host, port):
                 yield
 

@@ -225,7 +225,7 @@ class LinkGrid(OneRun):
             if not self._published[records.sha256]:
                 self.link.retract(records)
             if reply is not None:
-                self.link.settle(name, request.id, not failure, failure)
+                self.link.acknowledge(name, request.id, not failure, failure)
         return dataclasses.replace(answer, bytes_out=records.size)
 
     async def _read(

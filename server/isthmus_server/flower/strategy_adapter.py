@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
 from isthmus.integrations.flower.messages import (
     SERVER_NODE,
-    hushed,
+    captured_warnings,
     identify,
     message,
     read_record,
@@ -93,7 +93,7 @@ class FlowerStrategyAdapter:
 
     def make(self, quorum: int) -> Strategy:
         """A new one, that remembers nothing."""
-        with hushed():
+        with captured_warnings():
             return make(
                 self.settings.strategy,
                 quorum,
@@ -203,7 +203,7 @@ class Round:
     def _on(self, what: str) -> Iterator[list[str]]:
         """Whatever the strategy's code raises is a failed round, with its name."""
         try:
-            with hushed() as warnings:
+            with captured_warnings() as warnings:
                 yield warnings
         except Exception as error:
             reason = " ".join(str(error).split())

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.errors import UserError
-from isthmus.system.file_lock import alone
+from isthmus.system.file_lock import file_lock
 
 _PREFIX = "isthmus-"
 _SOCKET, _LOCK = "link", "lock"
@@ -40,7 +40,7 @@ def private_socket() -> Iterator[str]:
                 f"{private} is too long a path for a socket; set TMPDIR to a folder with a shorter "
                 "one, or give --address 127.0.0.1:0"
             )
-        with alone(Path(private) / _LOCK, f"another process has {private}"):
+        with file_lock(Path(private) / _LOCK, f"another process has {private}"):
             yield address
 
 
@@ -52,7 +52,7 @@ def _take_away_the_dead() -> None:
             old = time.time() - about.st_mtime > _YOUNG_SECONDS
             held = {each.name for each in left.iterdir()} if ours and old else set()
             if _LOCK in held and held <= {_SOCKET, _LOCK}:
-                with alone(lock, "its run goes on"):
+                with file_lock(lock, "its run goes on"):
                     (left / _SOCKET).unlink(missing_ok=True)
                     lock.unlink()
                     left.rmdir()

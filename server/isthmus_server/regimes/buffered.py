@@ -95,7 +95,7 @@ class Buffered:
         await asyncio.gather(*tasks, return_exceptions=True)
         for one in self.working.values():
             if one.reply is not None:
-                self.federation.link.settle(one.name, one.request.id, False, "the run is over")
+                self.federation.link.acknowledge(one.name, one.request.id, False, "the run is over")
         self.working.clear()
         self.held.clear()
 
@@ -281,7 +281,7 @@ class Filling:
             receipt = self.receipts.get(one.name)
             refused = receipt is not None and receipt.status != "accepted"
             reason = receipt.reason if receipt is not None else ""
-            self.federation.link.settle(one.name, one.request.id, not refused, reason)
+            self.federation.link.acknowledge(one.name, one.request.id, not refused, reason)
 
     async def _add(self, one: _Working, reply: link_pb2.Reply) -> None:
         if reply.WhichOneof("outcome") != "trained":

@@ -273,7 +273,7 @@ class DatacenterRegime:
             raise self._failed(name, "rejected", reason) from error
         finally:
             if reply is not None:
-                self.link.settle(name, request.id, accepted, reason)
+                self.link.acknowledge(name, request.id, accepted, reason)
         return reply, vector
 
     async def _fetch(self, name: str, blob: link_pb2.Blob, what: str) -> torch.Tensor:

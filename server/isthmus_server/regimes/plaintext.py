@@ -137,7 +137,7 @@ class PlainAttempt:
         if reply.WhichOneof("outcome") != "trained":
             reason = reason_of(reply)
             self.receipts[name] = self._receipt(name, "rejected", reason, sent=True)
-            link.settle(name, request.id, False, reason)
+            link.acknowledge(name, request.id, False, reason)
             return
         try:
             await self._take(name, reply.trained)
@@ -150,7 +150,7 @@ class PlainAttempt:
             receipt = self.receipts.get(name)
             accepted = receipt is not None and receipt.status == "accepted"
             reason = receipt.reason if receipt is not None else "the round is over"
-            link.settle(name, request.id, accepted, reason)
+            link.acknowledge(name, request.id, accepted, reason)
 
     async def _take(self, name: str, trained: link_pb2.Trained) -> None:
         check_figures(trained)

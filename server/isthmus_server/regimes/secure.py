@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from isthmus.errors import (
+    AdmissionRefused,
     AggregationAborted,
     ParticipantLost,
     PeerMisbehaved,
-    Refused,
     UpdateError,
 )
 from isthmus.job.federated import FederatedSection
@@ -188,7 +188,7 @@ class SecureAggregationAttempt:
 
         async def one(name: str) -> None:
             request, stepped = await self._ask(name, message)
-            self.federation.link.settle(name, request.id, True)
+            self.federation.link.acknowledge(name, request.id, True)
             take(name, stepped.message)
 
         deadline = asyncio.get_running_loop().time() + self.federation.job.time.lease_seconds
@@ -243,14 +243,14 @@ class SecureAggregationAttempt:
         except ParticipantLost as lost:
             # Who has trained was reached, even if it is gone when the next step begins.
             self._drop(name, str(lost), started=lost.reached or name in self.seconds)
-        except (PeerMisbehaved, Refused, UpdateError) as error:
+        except (PeerMisbehaved, AdmissionRefused, UpdateError) as error:
             self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
 
     async def _train(self, name: str) -> None:
         request = self.begin(self.config.to_bytes())
         request.id = self.federation.link.new_id()
         reply = await self._reply(name, request, "trained")
-        self.federation.link.settle(name, request.id, True)
+        self.federation.link.acknowledge(name, request.id, True)
         check_figures(reply.trained)
         advert = AdvertiseKeys.from_bytes(reply.trained.secure)
         _same(name, advert.name)
@@ -275,8 +275,8 @@ class SecureAggregationAttempt:
         reply = await self.federation.link.ask(name, request)
         if reply.WhichOneof("outcome") != kind:
             reason = reason_of(reply)
-            self.federation.link.settle(name, request.id, False, reason)
-            raise Refused(reason)
+            self.federation.link.acknowledge(name, request.id, False, reason)
+            raise AdmissionRefused(reason)
         return reply
 
     async def _upload(self, name: str, message: dict[str, bytes]) -> None:
@@ -291,7 +291,7 @@ class SecureAggregationAttempt:
             raise
         finally:
             # Also when it was too slow: until it is told, a device keeps its vector.
-            self.federation.link.settle(name, request.id, accepted, reason)
+            self.federation.link.acknowledge(name, request.id, accepted, reason)
 
     async def _add(self, name: str, stepped: link_pb2.SecureStepped) -> None:
         masked = MaskedInput.from_bytes(stepped.message)

@@ -201,7 +201,7 @@ class _PlainVisit:
             wrong = f"it scored {len(scores)} models of {len(self.work.candidates)}"
         elif not all(0 <= score <= 1 for score in scores):
             wrong = f"its scores {scores} are not all from 0 to 1"
-        link.settle(name, request.id, not wrong, wrong)
+        link.acknowledge(name, request.id, not wrong, wrong)
         if wrong:
             self._note(name, "rejected", wrong)
             return

@@ -241,7 +241,7 @@ class Roster:
             reply = await self.link.ask(peer.name, request)
         except ParticipantLost:
             return  # `_left` has noted it, or it never was ready
-        self.link.settle(peer.name, request.id, True)
+        self.link.acknowledge(peer.name, request.id, True)
         if reply.WhichOneof("outcome") != "opened":
             reason = reason_of(reply)
             self.decline(peer.name, peer.role, reason)
@@ -269,7 +269,7 @@ class Roster:
         except (ParticipantLost, TimeoutError) as error:
             log.debug("%s did not close the run: %s", name, error)
         else:
-            self.link.settle(name, request.id, True)
+            self.link.acknowledge(name, request.id, True)
 
 
 def _installed(job: Job, base: Path) -> packages.Package | None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job import Job, read_job
-from isthmus.system.file_lock import alone
+from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.checkpoints import Checkpoints, Saved, replacing
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import open_log
@@ -359,4 +359,4 @@ class Store:
 
 
 def _alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:
-    return alone(directory / "lock", f"another process runs {directory} already")
+    return file_lock(directory / "lock", f"another process runs {directory} already")

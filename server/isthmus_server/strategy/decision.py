@@ -18,7 +18,7 @@ from typing import Any
 from isthmus.errors import JobError, RoundFailed
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.strategy.answer_checks import checked_answer
-from isthmus_server.strategy.limits import Refused, hold
+from isthmus_server.strategy.limits import LimitRefusal, hold
 from isthmus_server.strategy.policy import (
     Compare,
     Observation,
@@ -96,10 +96,10 @@ async def decide(
                 await visit(answer)
                 continue
             except RoundFailed as error:
-                answer = Refused(str(error))
+                answer = LimitRefusal(str(error))
         if isinstance(wanted, Compare):
             asked[-1]["refused"] = answer.reason  # of a Stop as well
-        if isinstance(answer, Refused):
+        if isinstance(answer, LimitRefusal):
             refused.append(answer.reason)
         elif isinstance(answer, Wait):
             wait = {"seconds": answer.seconds, "reason": answer.reason}

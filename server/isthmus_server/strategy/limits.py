@@ -26,7 +26,7 @@ _SLACK = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused:
+class LimitRefusal:
     """A visit that cannot be made; the policy is asked again and told why."""
 
     reason: str
@@ -36,7 +36,7 @@ class Refused:
 class ConstrainedAnswer:
     """What became of an answer."""
 
-    answer: Answer | Refused
+    answer: Answer | LimitRefusal
     adjustments: tuple[str, ...] = ()
     """What was changed and why, one sentence each; empty if nothing was."""
 
@@ -53,7 +53,7 @@ def hold(answer: Answer, seen: Observation) -> ConstrainedAnswer:
     if isinstance(answer, Compare):
         refusal = _no_visit(answer, seen)
         return (
-            ConstrainedAnswer(Refused(refusal), (refusal,))
+            ConstrainedAnswer(LimitRefusal(refusal), (refusal,))
             if refusal
             else ConstrainedAnswer(answer)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from isthmus.errors import Refused
+from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Authority
@@ -35,7 +35,7 @@ class Enrolments:
         """Let a participant in, whose verified certificate (PEM) is given if TLS asked for one.
 
         Raises:
-            Refused: it may not come in, with the reason.
+            AdmissionRefused: it may not come in, with the reason.
         """
         return None
 
@@ -50,6 +50,6 @@ class Enrolments:
         """The participant's next certificate (PEM) for a signing request (DER).
 
         Raises:
-            Refused: it gets none.
+            AdmissionRefused: it gets none.
         """
-        raise Refused("nobody has certificates here")
+        raise AdmissionRefused("nobody has certificates here")

@@ -22,7 +22,7 @@ from isthmus_server.transport.peer import Peer
 
 @dataclasses.dataclass(frozen=True)
 class _Done:
-    """A request whose result is not settled yet."""
+    """A request whose result is not acknowledged yet."""
 
     name: str
     request: link_pb2.Request
@@ -125,9 +125,9 @@ class InProcessLink(Link):
         peer.bytes_in += len(payload)
         write(0, memoryview(payload))
 
-    def settle(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
+    def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Tell a worker what became of its reply."""
         done = self._done.pop(request_id, None)
         worker = self._workers.get(name)
         if worker is not None and done is not None:
-            worker.settled(done.request, accepted, reason)
+            worker.acknowledged(done.request, accepted, reason)

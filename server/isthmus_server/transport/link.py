@@ -17,7 +17,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from isthmus.errors import ParticipantLost, Refused, UpdateError, UserError
+from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
 from isthmus.identity.tls import Subject, is_loopback, is_socket
 from isthmus.transport.blobs import Assembly, Buffer, InFile, Piece, Write
 from isthmus.transport.heartbeats import Heartbeats
@@ -147,8 +147,8 @@ class Link:
                 await peer.stream.send_quietly(link_pb2.Envelope(request=request))
             return await future
         except asyncio.CancelledError:
-            if request.id in peer.unsettled:
-                self.settle(name, request.id, False, "too late: nobody waits for it")
+            if request.id in peer.unacknowledged:
+                self.acknowledge(name, request.id, False, "too late: nobody waits for it")
             else:
                 peer.tell(link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
             raise
@@ -176,11 +176,11 @@ class Link:
             peer.fetches.pop(blob.sha256, None)
             await to_the_end(fetch.idle())
 
-    def settle(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
+    def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Tell a participant what became of its reply, so that it can let go of its content."""
         peer = self.peers.get(name)
         if peer is not None:
-            peer.unsettled.discard(request_id)
+            peer.unacknowledged.discard(request_id)
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
             peer.tell(link_pb2.Envelope(receipt=receipt))
 
@@ -234,7 +234,7 @@ class Link:
                     await self._resume(peer, stream)
                 while (message := await stream.receive()) is not None:
                     await self._take(peer, stream, message)
-        except Refused as error:
+        except AdmissionRefused as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except UpdateError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -323,8 +323,8 @@ class Link:
 
     async def _resume(self, peer: Peer, stream: Stream) -> None:
         """After a reconnection: tell again what is over, and ask again for what is pending."""
-        for told in list(peer.told):
-            await stream.send(told)
+        for message in list(peer.outbox):
+            await stream.send(message)
         for request, _ in list(peer.asked.values()):
             await stream.send(link_pb2.Envelope(request=request))
         for sha256, fetch in list(peer.fetches.items()):
@@ -338,7 +338,9 @@ class Link:
             return
         kind = message.WhichOneof("body")
         if kind is not None and kind not in SPOKEN:
-            raise Refused(f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}")
+            raise AdmissionRefused(
+                f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}"
+            )
         if kind == "chunk":
             await self._chunk(peer, message.chunk)
         elif kind == "pull":
@@ -352,7 +354,7 @@ class Link:
             await stream.send(link_pb2.Envelope(renewed=await self._renew(peer, message.renew)))
 
     async def _reply(self, peer: Peer, stream: Stream, reply: link_pb2.Reply) -> None:
-        if reply.id in peer.unsettled:
+        if reply.id in peer.unacknowledged:
             return  # after a break it was asked again, just when it replied
         asked = peer.asked.get(reply.id)
         if len(reply.id) > LONGEST_ID:
@@ -360,8 +362,8 @@ class Link:
         if asked is None:
             # Waiting here, so that whoever sends many and reads nothing is not read either.
             late = link_pb2.Receipt(id=reply.id, reason="too late: nobody waits for it")
-            peer.told.append(link_pb2.Envelope(receipt=late).SerializeToString())
-            await stream.send_quietly(peer.told[-1])
+            peer.outbox.append(link_pb2.Envelope(receipt=late).SerializeToString())
+            await stream.send_quietly(peer.outbox[-1])
             return
         request, waiting = asked
         outcome = reply.WhichOneof("outcome")
@@ -369,17 +371,17 @@ class Link:
             reason = f"it answered something else than was asked: {outcome!r}"
             reply = link_pb2.Reply(id=reply.id, failure=link_pb2.Failure(reason=reason))
         if not waiting.done():
-            peer.unsettled.add(reply.id)
+            peer.unacknowledged.add(reply.id)
             waiting.set_result(reply)
 
     async def _renew(self, peer: Peer, renew: link_pb2.Renew) -> link_pb2.Renewed:
         try:
             if peer.subject is None:
-                raise Refused("nobody has certificates here")
+                raise AdmissionRefused("nobody has certificates here")
             certificate, peer.subject = await self.enrolments.renew(
                 peer.subject, renew.signing_request
             )
-        except Refused as error:
+        except AdmissionRefused as error:
             return link_pb2.Renewed(reason=str(error))
         subject = peer.subject
         log.info("%s has a new certificate until %s", peer.name, time.ctime(subject.not_after))

@@ -13,7 +13,7 @@ from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.uplink import VERSION
 from isthmus.wire import link_pb2
 
-MAX_TOLD = 64
+MAX_OUTBOX = 64
 """Last words on requests that are kept for one participant: as many as it may have open."""
 IN_A_THREAD = 512 << 10
 """Bytes of a chunk from which on it is worth a thread's while to hash and write it."""
@@ -66,10 +66,10 @@ class Peer:
         """Of the link, as both sides speak it."""
         self.stream: Stream | None = None
         self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
-        self.unsettled: set[str] = set()
+        self.unacknowledged: set[str] = set()
         """Requests whose reply is in use."""
         self.fetches: dict[bytes, Fetch] = {}
-        self.told: deque[bytes] = deque(maxlen=MAX_TOLD)
+        self.outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
         """Last words on its requests (receipts, cancellations), oldest first."""
         self.given = b""
         """Name of the content that was sent to it last, and to the end."""
@@ -90,7 +90,7 @@ class Peer:
         participant that has heard it passes over what it hears again.
         """
         data = message.SerializeToString()
-        self.told.append(data)
+        self.outbox.append(data)
         if self.stream is not None:
             self.stream.spawn(self.stream.send_quietly(data))
 

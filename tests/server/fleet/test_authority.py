@@ -7,7 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus_server.control_plane.authority import Authority, initialise
 
@@ -93,7 +93,7 @@ def test_a_certificate_says_who_somebody_is_whatever_was_asked_for(state):
     ids=["nothing", "noise", "ed25519", "another curve", "not signed by its key", "no known key"],
 )
 def test_a_signing_request_that_cannot_be_used_is_refused(state, request_):
-    with pytest.raises(Refused, match=r"^the signing request cannot be used: "):
+    with pytest.raises(AdmissionRefused, match=r"^the signing request cannot be used: "):
         Authority(state).issue(request_, kind="client", name="phone-0", identity=bytes(32))
 
 

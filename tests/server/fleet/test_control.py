@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from tests.conftest import TABLE
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.device.agent import Agent
@@ -135,7 +135,9 @@ async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(place):
     for log in (place.state / "runs" / id_).glob("run.sqlite*"):
         log.write_bytes(b"this is no database, but long enough to look like one" * 100)
     assert await place.states() == {id_: "failed"}
-    with pytest.raises(Refused, match=f"the run in .*{id_} cannot be read: file is not a database"):
+    with pytest.raises(
+        AdmissionRefused, match=f"the run in .*{id_} cannot be read: file is not a database"
+    ):
         await asyncio.to_thread(
             lambda: list(Server(place.me.directory).events(pb.LogsRequest(id=id_)))
         )
@@ -186,7 +188,7 @@ async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(place, monkey
     states = await place.states()
     assert states == {running: "cancelled", waiting: "cancelled", last: "finished"}
     assert overs == [True, True]  # both runs that had begun: nobody goes on with them
-    with pytest.raises(Refused, match=f"{running} has ended already: cancelled"):
+    with pytest.raises(AdmissionRefused, match=f"{running} has ended already: cancelled"):
         await place.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
 
 
@@ -217,7 +219,7 @@ async def test_who_was_told_that_a_job_is_cancelled_is_right_whatever_happens_ne
     await place.until(lambda: place.runner._running is not None)
     place.runner.cancel(running)
     assert place.runner.queue.get(running).state == "cancelled"  # before its run has been ended
-    with pytest.raises(Refused, match=f"{running} has ended already: cancelled"):
+    with pytest.raises(AdmissionRefused, match=f"{running} has ended already: cancelled"):
         place.runner.cancel(running)
     serving = place.guests[0]
     serving.cancel()
@@ -258,7 +260,7 @@ async def test_a_command_whose_answer_is_lost_queues_its_job_once(place, monkeyp
         entry = real(*asked)
         if len(lost) < 1:
             lost.append(entry.id)
-            raise Refused("lost on the way")
+            raise AdmissionRefused("lost on the way")
         return entry
 
     async def lose(context, error):
@@ -278,7 +280,7 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
     sentence = (
         r"^the server at .* did not answer in time; it may have the job: see `isthmus jobs` be"
     )
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(AdmissionRefused, match=sentence):
         await asyncio.to_thread(server.submit, place.job())
 
 
@@ -304,7 +306,7 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place
 async def test_a_job_that_could_not_run_here_is_refused_when_it_is_submitted(
     place, change, sentence
 ):
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(AdmissionRefused, match=sentence):
         await place.submit(place.job(change))
     assert await place.states() == {}
 
@@ -316,7 +318,9 @@ async def test_a_job_that_cannot_be_read_is_refused(place):
         pb.SubmitRequest(job='{"name": "later", "from_the_future": 1}', key="one"),
         pb.SubmitRequest(job=place.job().model_dump_json() + " " * control.MAX_JOB, key="one"),
     ):
-        with pytest.raises(Refused, match=r"cannot be read here|needs a key|is larger than 65536"):
+        with pytest.raises(
+            AdmissionRefused, match=r"cannot be read here|needs a key|is larger than 65536"
+        ):
             await place.ask("Submit", pb.SubmitReply, asked)
 
 
@@ -334,9 +338,9 @@ async def test_a_participant_does_not_act_as_an_operator(place, kind):
         ("Cancel", pb.CancelRequest(id="table-1")),
         ("Renew", pb.RenewRequest()),
     ):
-        with pytest.raises(Refused, match=f"'other' is a {kind}, and not an operator"):
+        with pytest.raises(AdmissionRefused, match=f"'other' is a {kind}, and not an operator"):
             await place.ask(method, pb.SubmitReply, asked, other)
-    with pytest.raises(Refused, match=f"'other' is a {kind}, and not an operator"):
+    with pytest.raises(AdmissionRefused, match=f"'other' is a {kind}, and not an operator"):
         await asyncio.to_thread(
             lambda: list(Server(other.directory).events(pb.LogsRequest(id="table-1")))
         )
@@ -369,9 +373,9 @@ async def test_an_operator_who_is_revoked_is_not_heard_any_more(place):
     following = asyncio.create_task(following)
     await place.until(lambda: place.server.link.beside is not None)
     place.registry().revoke("me")
-    with pytest.raises(Refused, match="'me' has been revoked"):
+    with pytest.raises(AdmissionRefused, match="'me' has been revoked"):
         await place.states()
-    with pytest.raises(Refused, match="'me' has been revoked"):
+    with pytest.raises(AdmissionRefused, match="'me' has been revoked"):
         await following
 
 
@@ -383,7 +387,7 @@ async def test_who_follows_a_log_is_told_that_the_server_was_stopped(place):
     )
     await place.until(lambda: place.control._calls)
     await place.close()
-    with pytest.raises(Refused, match=r"localhost:\d+ is not there now: it was stopped$"):
+    with pytest.raises(AdmissionRefused, match=r"localhost:\d+ is not there now: it was stopped$"):
         await following
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from tests.server.work import answering, train
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, tls
 from isthmus.identity.joining import JOIN, Token
 from isthmus.identity.membership import Membership
@@ -90,7 +90,9 @@ async def test_a_token_is_used_once(fleet):
     await fleet.listen()
     token = fleet.token("phone-0")
     await joining.join(fleet.url, token, fleet.folder / "one", "client")
-    with pytest.raises(Refused, match="this token has been used; ask the operator for another"):
+    with pytest.raises(
+        AdmissionRefused, match="this token has been used; ask the operator for another"
+    ):
         await joining.join(fleet.url, token, fleet.folder / "two", "client")
     assert len(fleet.server.members.registry.participants()) == 1
 
@@ -98,7 +100,9 @@ async def test_a_token_is_used_once(fleet):
 async def test_a_token_is_worth_nothing_for_another_kind(fleet):
     await fleet.listen()
     for kind in ("datacenter", "operator"):
-        with pytest.raises(Refused, match=f"this token is of the kind 'client', not '{kind}'"):
+        with pytest.raises(
+            AdmissionRefused, match=f"this token is of the kind 'client', not '{kind}'"
+        ):
             await joining.join(fleet.url, fleet.token("a"), fleet.folder / kind, kind)
 
 
@@ -115,7 +119,9 @@ async def test_a_server_of_another_authority_is_told_nothing(fleet, tmp_path, mo
 
     monkeypatch.setattr(thief.joining, "_join", note)
     async with thief.listening("127.0.0.1", 0):
-        with pytest.raises(Refused, match=r"is not the one this token is for; nothing was sent"):
+        with pytest.raises(
+            AdmissionRefused, match=r"is not the one this token is for; nothing was sent"
+        ):
             await joining.join(
                 f"localhost:{thief.join_port}", fleet.token("a"), fleet.folder / "a", "client"
             )
@@ -130,7 +136,9 @@ async def test_a_thief_who_shows_the_true_authority_is_told_nothing_either(
     thief = ControlPlaneServer(tmp_path / "thief")
     monkeypatch.setattr(thief.joining, "_authority", fleet.server.joining._authority)
     async with thief.listening("127.0.0.1", 0):
-        with pytest.raises(Refused, match=r"is not the one this token is for; nothing was sent"):
+        with pytest.raises(
+            AdmissionRefused, match=r"is not the one this token is for; nothing was sent"
+        ):
             await joining.join(
                 f"localhost:{thief.join_port}", fleet.token("a"), fleet.folder / "a", "client"
             )
@@ -141,11 +149,11 @@ async def test_an_answer_that_was_lost_is_asked_for_again(fleet, monkeypatch):
     token, folder = fleet.token("phone-0"), fleet.folder / "phone-0"
 
     def lose(*args, **kept):
-        raise Refused("the power went off")
+        raise AdmissionRefused("the power went off")
 
     with monkeypatch.context() as patch:
         patch.setattr(Membership, "save", lose)
-        with pytest.raises(Refused, match="the power went off"):
+        with pytest.raises(AdmissionRefused, match="the power went off"):
             await joining.join(fleet.url, token, folder, "client")
     with pytest.raises(UserError, match="holds no membership"):
         Membership(folder)
@@ -300,7 +308,9 @@ def test_a_registry_that_is_damaged_is_one_sentence_to_who_types(fleet, words):
 async def test_whoever_joins_at_the_links_port_is_told_of_the_other(fleet, tmp_path, monkeypatch):
     await fleet.listen()
     monkeypatch.setattr(joining, "_TRIES", 1)
-    with pytest.raises(Refused, match=r"^nobody lets participants in at .* the one after that of"):
+    with pytest.raises(
+        AdmissionRefused, match=r"^nobody lets participants in at .* the one after that of"
+    ):
         await joining.join(fleet.address, fleet.token("phone-0"), tmp_path / "state", "client")
 
 
@@ -351,7 +361,7 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
     forged = Authority(fleet.folder / "thief").issue(request, **ours)[0]
     wrong.append((forged, "authority did not sign"))
     for pem, sentence in wrong:
-        with pytest.raises(Refused, match=sentence):
+        with pytest.raises(AdmissionRefused, match=sentence):
             member.renewed(pem)
     assert (member.directory / "credentials.pem").read_bytes() == before
     member.renewed(certifier.issue(request, **ours)[0])
@@ -368,7 +378,9 @@ async def test_a_registry_that_cannot_be_written_is_one_sentence_and_may_work_ag
 
     with monkeypatch.context() as patched:
         patched.setattr(Registry, "redeem", full)
-        with pytest.raises(Refused, match=r"said no: the server cannot write its registry now"):
+        with pytest.raises(
+            AdmissionRefused, match=r"said no: the server cannot write its registry now"
+        ):
             await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
     assert "database or disk is full" in caplog.text
     member = await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
@@ -392,7 +404,7 @@ async def test_a_revocation_is_looked_for_until_it_was_seen(fleet, monkeypatch):
 
     monkeypatch.setattr(Registry, "check", fails_once)
     fleet.registry().revoke("phone-0")
-    with pytest.raises(Refused, match="'phone-0' has been revoked"):
+    with pytest.raises(AdmissionRefused, match="'phone-0' has been revoked"):
         await asyncio.wait_for(guest.link, 10)
     assert failures == ["phone-0"]
 

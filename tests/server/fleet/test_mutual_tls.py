@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 from tests.server.work import answering, payload_of, train, waiting
 
-from isthmus.errors import ParticipantLost, Refused, UserError
+from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership
 from isthmus.transport.blobs import describe, into
@@ -189,7 +189,9 @@ async def test_a_device_whose_certificate_is_over_says_so_and_ends(fleet):
     life = datetime.timedelta(seconds=0)
     await fleet.listen(authority=Authority(fleet.state, participant_life=life))
     member = await fleet.member("phone-0")
-    with pytest.raises(Refused, match=r"the certificate of 'phone-0' ended on .* join again with"):
+    with pytest.raises(
+        AdmissionRefused, match=r"the certificate of 'phone-0' ended on .* join again with"
+    ):
         await fleet.dial(member)
 
 
@@ -245,7 +247,9 @@ async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
     fleet.registry().revoke("phone-0")
     with pytest.raises(ParticipantLost, match=r"^'phone-0' has been revoked$"):
         await asking
-    with pytest.raises(Refused, match="the server refused 'phone-0': 'phone-0' has been revoked"):
+    with pytest.raises(
+        AdmissionRefused, match="the server refused 'phone-0': 'phone-0' has been revoked"
+    ):
         await guest.link
     assert left == [("phone-0", "'phone-0' has been revoked")]
     assert fleet.link.peers.keys() == {"phone-1"}
@@ -327,7 +331,9 @@ async def test_a_server_that_names_another_enroller_is_refused(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     member.enroller = bytes(32)
-    with pytest.raises(Refused, match="the server names another authority than the one that was"):
+    with pytest.raises(
+        AdmissionRefused, match="the server names another authority than the one that was"
+    ):
         await fleet.dial(member)
 
 

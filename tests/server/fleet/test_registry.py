@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from isthmus.errors import Refused, UserError
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus_server.control_plane import registry as module
 from isthmus_server.control_plane.registry import Registry
@@ -55,7 +55,7 @@ def test_of_many_who_use_a_token_at_the_same_time_one_gets_the_name(tmp_path, re
         ready.wait()
         try:
             got.append(redeem(mine, identity=bytes([number]) * 32, serial=str(number))[0])
-        except Refused as error:
+        except AdmissionRefused as error:
             got.append(str(error))
         mine.close()
 
@@ -73,10 +73,10 @@ def test_whoever_joined_can_ask_again_for_a_while(registry, monkeypatch):
     allow(registry, "a")
     redeem(registry)
     assert redeem(registry, serial="2") == ("a", b"certificate")
-    with pytest.raises(Refused, match="this token has been used"):
+    with pytest.raises(AdmissionRefused, match="this token has been used"):
         redeem(registry, identity=b"j" * 32)
     monkeypatch.setattr(module, "REPEAT_SECONDS", 0.0)
-    with pytest.raises(Refused, match="this token has been used"):
+    with pytest.raises(AdmissionRefused, match="this token has been used"):
         redeem(registry)
 
 
@@ -84,7 +84,7 @@ def test_a_join_that_was_revoked_meanwhile_is_not_repeated(registry):
     allow(registry, "a")
     redeem(registry)
     registry.revoke("a")
-    with pytest.raises(Refused, match="this token has been used"):
+    with pytest.raises(AdmissionRefused, match="this token has been used"):
         redeem(registry)
 
 
@@ -97,14 +97,14 @@ def test_a_join_that_was_revoked_meanwhile_is_not_repeated(registry):
 )
 def test_a_token_that_does_not_fit_is_refused_and_stays(registry, how, sentence):
     allow(registry, "a")
-    with pytest.raises(Refused, match=f"^{sentence}$"):
+    with pytest.raises(AdmissionRefused, match=f"^{sentence}$"):
         redeem(registry, **how)
     assert redeem(registry)[0] == "a"
 
 
 def test_a_token_that_is_over_is_refused(registry):
     allow(registry, "a", seconds=-1)
-    with pytest.raises(Refused, match="this token is over"):
+    with pytest.raises(AdmissionRefused, match="this token is over"):
         redeem(registry)
 
 
@@ -112,9 +112,9 @@ def test_a_join_that_fails_half_way_leaves_the_token(registry):
     allow(registry, "a")
 
     def fail(name):
-        raise Refused("no certificate for you")
+        raise AdmissionRefused("no certificate for you")
 
-    with pytest.raises(Refused, match="no certificate for you"):
+    with pytest.raises(AdmissionRefused, match="no certificate for you"):
         registry.redeem(b"t", "client", b"i" * 32, fail)
     assert registry.participants() == []
     assert redeem(registry)[0] == "a"
@@ -126,13 +126,13 @@ def test_a_name_is_one_participant_until_it_is_revoked(registry):
     redeem(registry)
     with pytest.raises(UserError, match="'a' is a participant already; revoke it first"):
         allow(registry, "a", digest=b"third")
-    with pytest.raises(Refused, match="'a' is a participant already"):
+    with pytest.raises(AdmissionRefused, match="'a' is a participant already"):
         redeem(registry, digest=b"second", identity=b"j" * 32, serial="2")
     registry.revoke("a")  # the second token is worthless with it
     allow(registry, "a", digest=b"fourth")
     assert redeem(registry, digest=b"fourth", identity=b"j" * 32, serial="4")[0] == "a"
     registry.check(subject("a", serial="4", identity=b"j" * 32))
-    with pytest.raises(Refused, match="not valid any more"):
+    with pytest.raises(AdmissionRefused, match="not valid any more"):
         registry.check(subject("a"))
 
 
@@ -143,7 +143,9 @@ def test_a_revoked_identity_never_comes_back(registry):
     assert registry.revoked_identities() == {b"i" * 32}
     for name in ("a", "b"):
         allow(registry, name, digest=name.encode())
-        with pytest.raises(Refused, match="this identity belongs to a participant already, or was"):
+        with pytest.raises(
+            AdmissionRefused, match="this identity belongs to a participant already, or was"
+        ):
             redeem(registry, digest=name.encode(), serial="9")
 
 
@@ -151,7 +153,7 @@ def test_one_identity_cannot_have_two_names(registry):
     allow(registry, "a")
     allow(registry, "b", digest=b"b")
     redeem(registry)
-    with pytest.raises(Refused, match="this identity belongs to a participant already"):
+    with pytest.raises(AdmissionRefused, match="this identity belongs to a participant already"):
         redeem(registry, digest=b"b", serial="2")
 
 
@@ -168,7 +170,7 @@ def test_one_identity_cannot_have_two_names(registry):
 def test_a_certificate_that_is_not_in_the_registry_is_not_valid(registry, shown, sentence):
     allow(registry, "a")
     redeem(registry)
-    with pytest.raises(Refused, match=f"^{sentence}$"):
+    with pytest.raises(AdmissionRefused, match=f"^{sentence}$"):
         registry.check(subject(**{"name": "a", **shown}))
 
 
@@ -180,16 +182,16 @@ def test_renewal_keeps_the_old_certificate_until_its_end(registry):
     registry.check(subject("a", serial="2"))
     registry.revoke("a")
     for serial in ("1", "2"):
-        with pytest.raises(Refused, match="'a' has been revoked"):
+        with pytest.raises(AdmissionRefused, match="'a' has been revoked"):
             registry.check(subject("a", serial=serial))
-        with pytest.raises(Refused, match="'a' has been revoked"):
+        with pytest.raises(AdmissionRefused, match="'a' has been revoked"):
             registry.renew(subject("a", serial=serial), issuing(serial="3"))
 
 
 def test_revoking_before_anybody_joined_makes_the_token_worthless(registry):
     allow(registry, "a")
     registry.revoke("a")
-    with pytest.raises(Refused, match="this token is not known here"):
+    with pytest.raises(AdmissionRefused, match="this token is not known here"):
         redeem(registry)
 
 
@@ -244,7 +246,7 @@ def test_a_participant_does_not_fill_the_registry_with_certificates(registry, mo
     redeem(registry)
     for serial in ("2", "3"):
         registry.renew(subject("a"), issuing(serial=serial))
-    with pytest.raises(Refused, match=r"^'a' has 3 certificates that are good; use one$"):
+    with pytest.raises(AdmissionRefused, match=r"^'a' has 3 certificates that are good; use one$"):
         registry.renew(subject("a"), issuing(serial="4"))
 
 

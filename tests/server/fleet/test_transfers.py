@@ -37,7 +37,7 @@ async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
             await send(**record[-1])  # while the transfer is under way
         await fetching
         assert back == payload
-        fleet.link.settle("phone-0", request.id, True)
+        fleet.link.acknowledge("phone-0", request.id, True)
         assert (await receive("receipt")).accepted
         counted = fleet.link.peers["phone-0"].bytes_in
         for body in record:

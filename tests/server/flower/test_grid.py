@@ -180,7 +180,7 @@ async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name
     def start(grid):
         np.random.seed(3)  # Flower's noise
         random.seed(3)  # and the order in which it asks nodes
-        with messages.hushed():
+        with messages.captured_warnings():
             return make(name).start(grid, initial_arrays=model(), num_rounds=2, timeout=30)
 
     result = await asyncio.to_thread(start, fleet.grid)

@@ -112,7 +112,7 @@ class Round:
             )
             for name, update in self.updates.items()
         ]
-        with messages.hushed():
+        with messages.captured_warnings():
             list(
                 strategy.configure_train(
                     1, record(self.start), ConfigRecord(), Cohort([2, 3, 4, 5, 6, 7, 8])
@@ -132,7 +132,7 @@ def theirs(config, **more):
     if "inner" in config:
         more["num_sampled_clients"] = 7
         options["strategy"] = theirs(config["inner"])
-    with messages.hushed():
+    with messages.captured_warnings():
         return getattr(strategy, config["name"])(**options, **more)
 
 
@@ -296,7 +296,7 @@ def test_whatever_somebodys_strategy_does_is_one_sentence(body, says, tmp_path, 
 def test_a_strategy_whose_memory_cannot_be_stored_is_refused_before_the_run():
     from flwr.serverapp.strategy import FedAvg
 
-    with messages.hushed():
+    with messages.captured_warnings():
         strategy = FedAvg()
     strategy.model = object()
     with pytest.raises(UserError, match="FedAvg keeps a object in 'model', which cannot be stored"):
@@ -396,5 +396,5 @@ async def test_a_datacenters_rounds_between_are_kept(with_ranks):
 def test_state_is_only_what_changed():
     from flwr.serverapp.strategy import FedAvg
 
-    with messages.hushed():
+    with messages.captured_warnings():
         assert State.of(FedAvg(), FedAvg()) == State()

@@ -71,7 +71,7 @@ def hosted(write_task, tmp_path):
         config = {"directory": str(tmp_path / "out"), **(config or {})}
         grid = InPlace(client_app(path), config, **more)
         context = messages.Context(1, 1, {}, messages.RecordDict(), config)
-        with messages.hushed():
+        with messages.captured_warnings():
             server_app(path)(grid, context)
         return json.loads((tmp_path / "out" / "report.json").read_text()), grid
 

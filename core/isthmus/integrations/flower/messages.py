@@ -124,7 +124,7 @@ def load_app(source: str, key: str, *, base: Path) -> ClientApp:
     return app
 
 
-class _Hush(logging.Handler):
+class _WarningCapture(logging.Handler):
     """Takes the place of Flower's handlers for as long as any thread wants it to."""
 
     def __init__(self) -> None:
@@ -153,24 +153,24 @@ class _Hush(logging.Handler):
                 log.handlers, log.propagate = self.before
 
 
-_HUSH = _Hush()
+_CAPTURE = _WarningCapture()
 
 
 @contextmanager
-def hushed() -> Iterator[list[str]]:
+def captured_warnings() -> Iterator[list[str]]:
     """Keep Flower's log, which narrates every round, from the terminal.
 
     Gives what it warns of in this thread.
     """
     log = logging.getLogger("flwr")
-    outer, heard = getattr(_HUSH.here, "heard", None), list[str]()
-    _HUSH.enter(log)
-    _HUSH.here.heard = heard
+    outer, heard = getattr(_CAPTURE.here, "heard", None), list[str]()
+    _CAPTURE.enter(log)
+    _CAPTURE.here.heard = heard
     try:
         yield heard
     finally:
-        _HUSH.here.heard = outer
-        _HUSH.leave(log)
+        _CAPTURE.here.heard = outer
+        _CAPTURE.leave(log)
 
 
 def message(
