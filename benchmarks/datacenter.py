@@ -42,7 +42,7 @@ from isthmus.task import load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.service.service import DatacenterService
 from isthmus_datacenter.training.profile import DENSE_BF16
 
 HERE = Path(__file__).parent
@@ -204,7 +204,7 @@ async def _through_the_service(scratch: Path, repeats: int) -> tuple[int, bytes,
     model = build_model(task, job.seed)
     layout = TensorLayout.of(model)
     blob = bytes(layout.encode(layout.gather(model)))
-    service = Service("benchmark", 2, scratch / "state")
+    service = DatacenterService("benchmark", 2, scratch / "state")
     ask = partial(_ask, service)
     try:
         service.start()
@@ -222,7 +222,7 @@ async def _through_the_service(scratch: Path, repeats: int) -> tuple[int, bytes,
     return layout.size, blob, statistics.median(taken[1:])
 
 
-async def _ask(service: Service, request: link_pb2.Request, model: bytes | None) -> float:
+async def _ask(service: DatacenterService, request: link_pb2.Request, model: bytes | None) -> float:
     """Seconds from the request with its model to the reply with another one."""
     buffer = None
     if model is not None:

@@ -30,8 +30,7 @@ from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
-from isthmus_datacenter.service.control_store import Command
-from isthmus_datacenter.training.agreement import ControlSignal
+from isthmus_datacenter.service.messages import Command, ControlSignal
 from isthmus_datacenter.training.engine import Engine, Place
 
 HERE = Path(__file__).parent
@@ -127,7 +126,7 @@ class Ours:
             op="train", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
-        said = self.engine.train(command, lambda report: None, lambda: ControlSignal.GO_ON)
+        said = self.engine.train(command, lambda report: None, lambda: ControlSignal.CONTINUE)
         return float(said["seconds"])  # type: ignore[arg-type]  # an object to mypy
 
 

@@ -36,7 +36,7 @@ from isthmus_datacenter.checkpointing.model_file import load_shards, store_shard
 from isthmus_datacenter.parallel.model_shard import local
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.training.agreement import ControlSignal
+from isthmus_datacenter.service.messages import ControlSignal
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.optimizer import Updater
 
@@ -110,7 +110,7 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
         False,
     )
     passes = ForwardBackward(task, share, rank, device, len(batch))
-    passes.run(batch, batch, 1.0, lambda: ControlSignal.GO_ON)
+    passes.run(batch, batch, 1.0, lambda: ControlSignal.CONTINUE)
     gradients = sum(local(each).nbytes for each in share.gradients().values())
     updater.step(1.0)
     parameters = sum(local(each).nbytes for each in share.parameters().values())

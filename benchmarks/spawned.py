@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from isthmus_datacenter.service.fork_server import IMPORTED
+from isthmus_datacenter.service.fork_server import PRELOADED_MODULE
 
 Device = Literal["cpu", "cuda"]
 
@@ -35,7 +35,7 @@ def on_ranks(
         # Imported once and forked, ranks on processors start at once; CUDA wants new processes.
         method = "forkserver" if device == "cpu" else "spawn"
         if method == "forkserver":
-            multiprocessing.get_context(method).set_forkserver_preload([IMPORTED])
+            multiprocessing.get_context(method).set_forkserver_preload([PRELOADED_MODULE])
         torch.multiprocessing.start_processes(
             _member,
             args=(ranks, device, Path(scratch), work, arguments),

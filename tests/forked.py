@@ -17,14 +17,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from isthmus.system.process import die_with_parent
-from isthmus_datacenter.service.fork_server import IMPORTED
+from isthmus_datacenter.service.fork_server import PRELOADED_MODULE
 
 _LOADED = [
     "isthmus.cli",
     "isthmus.task.scoring",
     "isthmus_clients.commands",
     "isthmus_server.local.session",
-    IMPORTED,
+    PRELOADED_MODULE,
     # What each rank would import for itself when its first block is compiled.
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",

@@ -227,13 +227,18 @@ def _serve(
     # Before torch is imported: its store warns about every wait that ends without an answer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service.fork_server import AgentForkServer
-    from isthmus_datacenter.service.service import Service
+    from isthmus_datacenter.service.service import DatacenterService
 
-    alone = contextlib.nullcontext() if member is None else member.locked()
-    with alone, AgentForkServer("fork") if nodes is None else contextlib.nullcontext() as template:
+    lock = contextlib.nullcontext() if member is None else member.locked()
+    with (
+        lock,
+        AgentForkServer("fork") if nodes is None else contextlib.nullcontext() as fork_server,
+    ):
         if member is not None:
             tasks = tasks or member.tasks
-        service = Service(name, ranks, state, data, tasks=tasks, nodes=nodes, template=template)
+        service = DatacenterService(
+            name, ranks, state, data, tasks=tasks, nodes=nodes, fork_server=fork_server
+        )
         asyncio.run(_until_told(service, service.serve(server, member), grace))
 
 

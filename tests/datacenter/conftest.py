@@ -18,7 +18,7 @@ from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.service.service import DatacenterService
 
 HERE = Path(__file__).parent
 
@@ -86,7 +86,7 @@ def setup_() -> Any:
 class Driver:
     """Asks a service for things, one at a time, as the link does."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: DatacenterService) -> None:
         self.service = service
         self._runner = asyncio.Runner()
         self._count = 0
@@ -140,7 +140,7 @@ def start_(tmp_path: Path) -> Iterator[Any]:
     started: list[Driver] = []
 
     def start(state: Path | None = None, ranks: int = 2, **more: Any) -> Driver:
-        driver = Driver(Service("own", ranks, state or tmp_path / "state", **more))
+        driver = Driver(DatacenterService("own", ranks, state or tmp_path / "state", **more))
         started.append(driver)
         driver.service.start()
         return driver
@@ -153,7 +153,7 @@ def start_(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """A service with two ranks, shared by all tests; each opens runs of its own."""
-    driver = Driver(Service("shared", 2, tmp_path_factory.mktemp("datacenter")))
+    driver = Driver(DatacenterService("shared", 2, tmp_path_factory.mktemp("datacenter")))
     driver.service.start()
     yield driver
     driver.close()

@@ -24,8 +24,8 @@ from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.replicas import Replicas
-from isthmus_datacenter.service.control_store import Command
-from isthmus_datacenter.training.agreement import AgreedError, ControlSignal
+from isthmus_datacenter.service.messages import Command, ControlSignal
+from isthmus_datacenter.training.agreement import AgreedError
 from isthmus_datacenter.training.data import Order
 from isthmus_datacenter.training.engine import Engine, Place
 from isthmus_datacenter.training.mean_gradient import mean_gradient
@@ -58,7 +58,7 @@ def train(
     shard_everything()
     return [
         engine(rank, opened, state).train(
-            Command(**command), lambda report: None, lambda: ControlSignal.GO_ON
+            Command(**command), lambda report: None, lambda: ControlSignal.CONTINUE
         )
         for opened, command, state in works
     ]
@@ -70,7 +70,9 @@ def gradients(
     """Mean gradients: `(how to open the run, what to do, state)`."""
     shard_everything()
     return [
-        mean_gradient(engine(rank, opened, state), Command(**command), lambda: ControlSignal.GO_ON)
+        mean_gradient(
+            engine(rank, opened, state), Command(**command), lambda: ControlSignal.CONTINUE
+        )
         for opened, command, state in works
     ]
 
@@ -205,7 +207,7 @@ def beside_one_process(
             result.write_bytes(layout.header + bytes(4 * layout.size))
         made = engine(rank, {**opened, "layout": layout.header.decode("latin-1")}, f"{result}.d")
         command = Command(op="train", run_id="run", until_step=steps, result=str(result))
-        made.train(command, lambda report: None, lambda: ControlSignal.GO_ON)
+        made.train(command, lambda report: None, lambda: ControlSignal.CONTINUE)
         _train_alone(task, model, dataclasses.replace(made.order, ranks=1, batch_size=batch), steps)
         together = layout.decode(bytearray(result.read_bytes()))
         found.append((float((together - layout.gather(model)).abs().max()), made.note))

@@ -15,7 +15,7 @@ import pytest
 from tests.warm_ranks import Ranks
 
 from isthmus.task.scoring import build_model
-from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.service.service import DatacenterService
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
@@ -105,13 +105,13 @@ def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> 
         coordinator = Coordinator(store, link)
         running = asyncio.create_task(coordinator.run())
         try:
-            service = Service("dc", 2, tmp_path / "state")
+            service = DatacenterService("dc", 2, tmp_path / "state")
             serving = asyncio.create_task(service.serve(address))
             await asyncio.wait_for(working.wait(), 120.0)
             service.leave(8.0)  # too few seconds for half of them to be waited for
             await serving
             hurry.touch()
-            service = Service("dc", 2, tmp_path / "state")
+            service = DatacenterService("dc", 2, tmp_path / "state")
             serving = asyncio.create_task(service.serve(address))
             await running
             return bytes(coordinator.model.payload)

@@ -15,7 +15,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
-from isthmus_datacenter.training.agreement import ControlSignal
+from isthmus_datacenter.service.messages import ControlSignal
 from isthmus_datacenter.training.data import Order
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.optimizer import Updater
@@ -153,7 +153,7 @@ def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(setup: A
     passes = ForwardBackward(task, share, 0, torch.device("cpu"), 4)
     with pytest.raises(TaskError, match=r"^loss\(\) does not depend on what is trained; is some"):
         passes.run(
-            torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: ControlSignal.GO_ON
+            torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: ControlSignal.CONTINUE
         )
 
 

@@ -272,9 +272,9 @@ def test_a_node_says_that_it_waits_for_its_service(
         tries.append(port)
         raise dist.DistNetworkError("connection refused")
 
-    monkeypatch.setattr(agents, "Template", contextlib.nullcontext)
-    monkeypatch.setattr(agents.Control, "connect", nobody)
-    monkeypatch.setattr(agents, "_REDIAL_SECONDS", 0.0)
+    monkeypatch.setattr(agents, "AgentForkServer", contextlib.nullcontext)
+    monkeypatch.setattr(agents.ControlStore, "connect", nobody)
+    monkeypatch.setattr(agents, "MAX_RECONNECT_SECONDS", 0.0)
     with caplog.at_level("INFO"):
         agents.serve_node("head", 29400, lambda: len(tries) == 9)
     assert caplog.messages == ["no service at head:29400; this node waits for it"] * 4
@@ -293,15 +293,14 @@ def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any, tmp_path: P
             one.open("nodes", made)
         assert driver.train("nodes", 0, 4, hand_back=True) is not None
         warm.train("nodes", 0, 4)
-        group = driver.service._group
-        attempt = driver.run(group._ready_attempt())
-        pids = group._control.pids(attempt, 2)
+        group = driver.service.group
+        pids = driver.run(group.rank_pids())
         os.kill(pids[1], signal.SIGKILL)
         _, blob = driver.train("nodes", 4, 8, hand_back=True)
         assert blob == warm.train("nodes", 4, 8, hand_back=True)[1]
         # A node that is told to go tells the service, which ends in good order.
         os.kill(agents[0][0].pid, signal.SIGTERM)
-        until(lambda: driver.run(group.must_leave()))
+        until(lambda: driver.run(group.is_leave_requested()))
     finally:
         for process, _ in agents:
             process.kill()
@@ -326,11 +325,11 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
         train = link_pb2.TrainSteps(run_id="leaving", until_step=200)
         request = link_pb2.Request(id="last", train_steps=train)
         running = asyncio.create_task(driver.service.work(request, None, lambda progress: None))
-        while driver.service._working is None:  # noqa: ASYNC110 - it tells nobody
+        while not driver.service.running:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
         assert not running.done()
         driver.service.leave(200.0)
-        await driver.service._left()
+        await driver.service.wait_to_leave()
         assert running.done()
         late = link_pb2.Request(id="late", train_steps=train)
         with pytest.raises(TimeoutError):  # whoever refused would be asked again, and again

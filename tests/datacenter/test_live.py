@@ -13,8 +13,8 @@ from torch import nn
 
 import isthmus_datacenter.training.live_progress
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.control_store import Report
-from isthmus_datacenter.service.logs import keep_latest
+from isthmus_datacenter.service.logs import delete_old_logs
+from isthmus_datacenter.service.messages import ProgressReport
 from isthmus_datacenter.training.live_progress import Live
 from isthmus_datacenter.training.profile import Profile, count_flops
 
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_reports_are_of_what_came_since_the_last(clock: Clock) -> None:
-    told: list[Report] = []
+    told: list[ProgressReport] = []
     live = Live(told.append, 100, 8, CPU)
     total = torch.zeros((), dtype=torch.float64)
     for step in range(1, 9):
@@ -53,12 +53,14 @@ def test_reports_are_of_what_came_since_the_last(clock: Clock) -> None:
 
 
 def test_a_round_that_goes_on_reports_the_whole(clock: Clock) -> None:
-    told: list[Report] = []
+    told: list[ProgressReport] = []
     live = Live(told.append, 100, 8, CPU, done=40, summed=1000.0)
     clock.now += 1.0
     live.step(torch.tensor(1030.0, dtype=torch.float64), 10, 10)
     assert told == [
-        Report(steps=41, total_steps=100, loss=3.0, examples_per_second=8.0, units_per_second=10.0)
+        ProgressReport(
+            steps=41, total_steps=100, loss=3.0, examples_per_second=8.0, units_per_second=10.0
+        )
     ]
 
 
@@ -133,7 +135,7 @@ def test_the_output_of_the_last_ten_generations_is_kept(tmp_path: Path) -> None:
         (tmp_path / f"agent-{number}.log").touch()
         (tmp_path / f"generation-{number}_x1y2" / "attempt_0").mkdir(parents=True)
     (tmp_path / "notes.txt").touch()
-    keep_latest(tmp_path, beside=8)
+    delete_old_logs(tmp_path, starting_generation=8)
     expected = {f"agent-{number}.log" for number in (8, *range(10, 20))}
     expected |= {f"generation-{number}_x1y2" for number in (8, *range(10, 20))}
     assert {path.name for path in tmp_path.iterdir()} == expected | {"notes.txt"}

@@ -15,8 +15,8 @@ from tests import forked
 from isthmus.errors import IsthmusError
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below one, read from /proc."""
+def parents() -> dict[int, int]:
+    """The parent of every process, read from /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -25,9 +25,15 @@ def descendants(pid: int) -> list[int]:
                 parents[int(entry.name)] = int(fields[1])
             except OSError:
                 continue
+    return parents
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    table = parents()
     found = [pid]
     for known in found:
-        found.extend(child for child, parent in parents.items() if parent == known)
+        found.extend(child for child, parent in table.items() if parent == known)
     return found[1:]
 
 
@@ -62,10 +68,10 @@ def test_a_fresh_service_goes_on_where_another_was(
     assert fresh.train("resumed", 6, 9, hand_back=True)[1] == undisturbed
     assert fresh.export("resumed", 9) == undisturbed
 
-    agent = fresh.service._group._agent
-    ranks = descendants(agent.pid)
-    assert len(ranks) == 2
-    os.kill(agent.pid, signal.SIGKILL)
+    ranks = list(fresh.run(fresh.service.group.rank_pids()).values())
+    (agent,) = {parents()[pid] for pid in ranks}
+    assert sorted(descendants(agent)) == sorted(ranks)
+    os.kill(agent, signal.SIGKILL)
     assert gone(ranks, 20.0)
     trained, blob = fresh.train("resumed", 6, 9, hand_back=True)
     assert blob == undisturbed

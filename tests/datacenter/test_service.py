@@ -14,12 +14,13 @@ import torch
 from tests.datacenter.conftest import Driver
 
 import isthmus_datacenter.service.service
-import isthmus_datacenter.service.transfer_files
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.service.messages import Command
+from isthmus_datacenter.service.rank_group import RankGroup
+from isthmus_datacenter.service.service import DatacenterService
 
 STEPS = 6
 
@@ -116,7 +117,7 @@ def test_checkpoints_are_kept_until_nobody_goes_on_with_a_run(warm: Any, setup: 
     for over in (False, True):
         warm.open("ends", setup("Table"))
         warm.train("ends", 0, 1)
-        warm.ask(close=link_pb2.CloseRun(run_id="ends", over=over))
+        warm.ask(close=link_pb2.CloseRun(run_id="ends", finished=over))
         assert directory.exists() != over
 
 
@@ -135,11 +136,20 @@ def test_another_model_than_the_servers_is_refused(warm: Any, setup: Any) -> Non
 
 
 @pytest.fixture(name="opened")
-def opened_(setup: Any, tmp_path: Path) -> Iterator[tuple[Service, int]]:
+def opened_(
+    setup: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[DatacenterService, int]]:
     """A service whose ranks are never started, with a run open; bytes of its model."""
-    service = Service("own", 1, tmp_path / "state")
+
+    async def execute(group: RankGroup, command: Command) -> tuple[dict[str, Any], list[str]]:
+        return {"examples": 50, "note": ""}, []
+
+    service = DatacenterService("own", 1, tmp_path / "state")
     made = setup("Table")
-    service._run = isthmus_datacenter.service.service._Run("run", made.layout)
+    request = link_pb2.Request(id="open", open=made.opening("run"))
+    with monkeypatch.context() as patch:
+        patch.setattr(RankGroup, "execute", execute)
+        asyncio.run(service.work(request, None, lambda progress: None))
     yield service, made.layout.nbytes
     service.close()
 
@@ -148,7 +158,9 @@ def asking(run_id: str = "run") -> link_pb2.Request:
     return link_pb2.Request(id="one", train_steps=link_pb2.TrainSteps(run_id=run_id))
 
 
-def test_room_is_made_for_exactly_one_model_of_the_open_run(opened: tuple[Service, int]) -> None:
+def test_room_is_made_for_exactly_one_model_of_the_open_run(
+    opened: tuple[DatacenterService, int],
+) -> None:
     service, nbytes = opened
     for size in (5, nbytes + 1, 1 << 50):
         with pytest.raises(UpdateError, match=f"a model of {size} bytes was announced where"):
@@ -166,7 +178,7 @@ def test_room_is_made_for_exactly_one_model_of_the_open_run(opened: tuple[Servic
 
 
 def test_a_model_that_the_disk_has_no_room_for_leaves_nothing(
-    opened: tuple[Service, int], monkeypatch: pytest.MonkeyPatch
+    opened: tuple[DatacenterService, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: int) -> None:
         raise OSError(28, "No space left on device")
@@ -192,7 +204,7 @@ def test_a_model_of_another_frozen_base_is_not_opened(warm: Any, setup: Any) -> 
         warm.ask(open=work)
 
 
-def test_a_gradient_is_taken_at_a_model(opened: tuple[Service, int]) -> None:
+def test_a_gradient_is_taken_at_a_model(opened: tuple[DatacenterService, int]) -> None:
     work = link_pb2.MeanGradient(run_id="run", until_step=1)
     request = link_pb2.Request(id="one", mean_gradient=work)
     with pytest.raises(UpdateError, match="without the model to take it at"):
@@ -330,9 +342,9 @@ def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
 
 
 def test_a_state_directory_has_one_service(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isthmus_datacenter.service.transfer_files, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(isthmus_datacenter.service.service, "LOCK_SECONDS", 0.0)
     with pytest.raises(UserError, match="another datacenter service uses the state directory"):
-        Service("second", 2, warm.service.state)
+        DatacenterService("second", 2, warm.service.state)
 
 
 def test_a_server_elsewhere_names_only_tasks_that_the_owner_put_there(
@@ -340,7 +352,7 @@ def test_a_server_elsewhere_names_only_tasks_that_the_owner_put_there(
 ) -> None:
     (tmp_path / "tasks").mkdir()
     # Its ranks are never started: nothing reaches them.
-    driver = Driver(Service("own", 1, tmp_path / "state", tasks=tmp_path / "tasks"))
+    driver = Driver(DatacenterService("own", 1, tmp_path / "state", tasks=tmp_path / "tasks"))
     with pytest.raises(IsthmusError, match=r"is not a file in .*tasks, where this machine keeps"):
         driver.open("run", setup("Table"))
     driver.close()

@@ -15,7 +15,7 @@ from torch import nn
 from isthmus.job import Job, RegimeName
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model, losses
-from isthmus_datacenter.service.service import Service
+from isthmus_datacenter.service.service import DatacenterService
 from isthmus_datacenter.training.data import Order
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
@@ -87,7 +87,7 @@ def _by_hand(made: Any, job: Job) -> nn.Module:
 
 @contextlib.asynccontextmanager
 async def _serving(name: str, state: Path, port: int) -> AsyncIterator[None]:
-    service = Service(name, 1, state)
+    service = DatacenterService(name, 1, state)
     task = asyncio.create_task(service.serve(f"127.0.0.1:{port}"))
     try:
         yield

@@ -1,9 +1,9 @@
-"""Agents as the group sees them: one on this machine, or one on each node of a cluster.
+"""The agents of one generation: one on this machine, or one on each node of a cluster.
 
-On several nodes nobody is started by the group. A node runs `serve_node`, dials the control store
-and waits there for a generation to be published; when a rank on any node is lost the whole
-generation is retired, and the next one is a new start of all. Restarts that each node counts for
-itself would not agree on which attempt is meant.
+On a cluster the service starts no agents. Each node runs `serve_node`, connects to the control
+store and waits there for a generation to be published. When a rank on any node is lost the whole
+generation is retired, and the next one starts all ranks anew: restarts counted by each node
+separately would not agree on the incarnation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Protocol
 import torch.distributed as dist
 
 from isthmus.transport.backoff import Backoff
-from isthmus_datacenter.service.agent_settings import AgentSettings
-from isthmus_datacenter.service.control_store import Control
-from isthmus_datacenter.service.fork_server import AgentForkServer
-from isthmus_datacenter.service.logs import keep_latest, last_words
+from isthmus_datacenter.service.control_store import ControlStore
+from isthmus_datacenter.service.fork_server import AgentForkServer, AgentSettings
+from isthmus_datacenter.service.logs import delete_old_logs, last_line
 
-_LOOK_SECONDS = 0.2
-"""Between two looks at the control store, a store of PyTorch's, which tells nobody of anything."""
-_REDIAL_SECONDS = 1.0
+MAX_RECONNECT_SECONDS = 1.0
+"""Longest pause of a node between two attempts to connect to the control store."""
+_POLL_SECONDS = 0.2
+"""Interval of reading the control store, which has no notifications."""
 
 log = logging.getLogger(__name__)
 
@@ -35,126 +35,121 @@ class Agents(Protocol):
     """The agents of one generation."""
 
     def ended(self) -> bool:
-        """Whether there are none any more."""
+        """Whether an agent has ended."""
         ...
 
     def end(self) -> None:
-        """End them with all their ranks."""
+        """End the agents with all their ranks."""
         ...
 
-    def last_words(self) -> str:
-        """Why they ended, if they said so."""
+    def last_line(self) -> str:
+        """The last useful line of an agent's log."""
         ...
 
 
 class LocalAgent:
     """The agent process of this machine; it and its ranks end with this process."""
 
-    def __init__(self, settings: AgentSettings, template: AgentForkServer) -> None:
+    def __init__(self, settings: AgentSettings, fork_server: AgentForkServer) -> None:
         logs = Path(settings.logs)
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
         self._log.unlink(missing_ok=True)
-        keep_latest(logs, beside=settings.generation)
+        delete_old_logs(logs, starting_generation=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
         if settings.nodes == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._process = template.start(settings, environment, self._log)
-
-    @property
-    def pid(self) -> int:
-        """The agent's process; waits for it to be started."""
-        return self._process.pid
+        self._process = fork_server.start(settings, environment, self._log)
 
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self._process.ended()
 
     def end(self) -> None:
-        """Kill the agent and all ranks."""
+        """Kill the agent and all its ranks."""
         self._process.end()
 
-    def last_words(self) -> str:
-        """The end of its log."""
-        return last_words(self._log)
+    def last_line(self) -> str:
+        """The last useful line of its log."""
+        return last_line(self._log)
 
 
 class RemoteAgents:
-    """The agents of all nodes, which come to the control store by themselves."""
+    """The agents of all nodes, which connect to the control store themselves."""
 
     def __init__(self, settings: AgentSettings) -> None:
-        # A connection of its own: it is used by another thread than the group's.
-        self._control = Control.connect(settings.host, settings.port)
+        # A separate connection: another thread than the group's uses it.
+        self._control = ControlStore.connect(settings.host, settings.port)
         self._generation = settings.generation
-        self._control.publish(settings.generation, settings.to_json())
+        self._control.publish_generation(settings.generation, settings.to_json())
 
     def ended(self) -> bool:
-        """Whether some node's agent is gone: the others cannot go on without it."""
-        return self._control.is_over(self._generation)
+        """Whether some node's agent has ended: the others cannot go on without it."""
+        return self._control.has_agent_ended(self._generation)
 
     def end(self) -> None:
-        """Ask every node to end this generation."""
-        self._control.retire(self._generation)
+        """Make every node end this generation."""
+        self._control.retire_generation(self._generation)
 
-    def last_words(self) -> str:
-        """The logs are on the nodes."""
+    def last_line(self) -> str:
+        """A reference to the nodes, which keep the logs."""
         return "see the logs of the nodes"
 
 
 def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
-    """Run this node's agent whenever the service at `host:port` wants one, for ever.
+    """Run this node's agent for every generation that the service at `host:port` publishes.
 
-    `leaving` says whether this node was told to go: the service hears of it, finishes what it can
-    and ends the generation; after that this returns.
+    When `leaving` returns true, this node asks the service to leave. The service then ends its
+    round in good order and retires the generation, after which this function returns.
     """
-    backoff = Backoff(_REDIAL_SECONDS)
-    with AgentForkServer("fork") as template:
-        node = _Node(template, leaving)
+    backoff = Backoff(MAX_RECONNECT_SECONDS)
+    with AgentForkServer("fork") as fork_server:
+        node = _Node(fork_server, leaving)
         while not leaving():
-            connected = math.inf
+            connected_at = math.inf
             try:
-                control = Control.connect(host, port)
-                connected = time.monotonic()
+                control = ControlStore.connect(host, port)
+                connected_at = time.monotonic()
                 node.serve(control)
             except dist.DistError:
-                # No service, not yet or not any more: ranks without one are of no use.
-                if backoff.broke(held=time.monotonic() - connected):
+                # The service does not run: ranks without a service are of no use.
+                if backoff.broke(held=time.monotonic() - connected_at):
                     log.info("no service at %s:%d; this node waits for it", host, port)
-                time.sleep(backoff.pause())  # nobody tells when a service is there again
+                time.sleep(backoff.pause())  # a connection is the only test for the service
 
 
 class _Node:
-    """One machine of several."""
+    """One machine of a cluster."""
 
-    def __init__(self, template: AgentForkServer, leaving: Callable[[], bool]) -> None:
-        self._template = template
+    def __init__(self, fork_server: AgentForkServer, leaving: Callable[[], bool]) -> None:
+        self._fork_server = fork_server
         self._leaving = leaving
-        self._done = 0
+        self._last_generation = 0
         """The last generation that ran here."""
 
-    def serve(self, control: Control) -> None:
-        """Run agents until this node was told to go."""
+    def serve(self, control: ControlStore) -> None:
+        """Run agents until this node leaves."""
         while True:
             if self._leaving():
-                control.ask_to_leave()
-            generation = control.newest()
-            if generation is not None and generation != self._done:
+                control.request_leave()
+            generation = control.newest_generation()
+            if generation is not None and generation != self._last_generation:
                 self._run(control, generation)
             elif self._leaving():
                 return
-            time.sleep(_LOOK_SECONDS)  # the store tells nobody of a generation
+            time.sleep(_POLL_SECONDS)  # the store does not notify of a generation
 
-    def _run(self, control: Control, generation: int) -> None:
-        settings = AgentSettings.from_json(control.published(generation))
-        agent = LocalAgent(settings, self._template)
-        told = False
+    def _run(self, control: ControlStore, generation: int) -> None:
+        settings = AgentSettings.from_json(control.generation_settings(generation))
+        agent = LocalAgent(settings, self._fork_server)
+        leave_requested = False
         try:
             while not agent.ended() and not control.is_retired(generation):
-                if self._leaving() and not told:
-                    control.ask_to_leave()
-                    told = True
-                time.sleep(_LOOK_SECONDS)  # nor of its end
+                if self._leaving() and not leave_requested:
+                    control.request_leave()
+                    leave_requested = True
+                time.sleep(_POLL_SECONDS)  # nor of its end
         finally:
             agent.end()
-        control.declare_over(generation)
-        self._done = generation
+        control.report_agent_ended(generation)
+        self._last_generation = generation

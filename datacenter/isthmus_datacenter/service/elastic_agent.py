@@ -1,11 +1,12 @@
-"""The agent process: torchrun's elastic engine, made to say in the control store what it sees.
+"""The agent process: torchrun's elastic agent, which also reports to the control store.
 
-Agents meet in the service's store, so nothing else listens; and ranks form their process groups
-there too, under keys of their attempt, since ranks that read a dead attempt's addresses hang.
+Agents meet in the service's store, so that no other port is opened. Ranks form their process
+groups there too, under keys of their incarnation, since ranks that read the addresses of dead
+ranks hang.
 
-Ranks are forked from the agent, which has everything imported and no more threads than the one
-that keeps its place in the rendezvous. It is a session of its own, so that ending its process
-group ends everything below it.
+Ranks are forked from the agent, which has everything imported and no threads but the one that
+keeps its place in the rendezvous. The agent leads a session, so that killing its process group
+ends everything below it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from isthmus.system.process import die_with_parent
 from isthmus_datacenter.service import rank
-from isthmus_datacenter.service.agent_settings import AgentSettings
-from isthmus_datacenter.service.control_store import Attempt, Control, Death
-from isthmus_datacenter.service.logs import last_words
+from isthmus_datacenter.service.control_store import ControlStore
+from isthmus_datacenter.service.fork_server import AgentSettings
+from isthmus_datacenter.service.logs import last_line
+from isthmus_datacenter.service.messages import Incarnation, RankFailure
 
 MONITOR_SECONDS = 0.1
-"""How often the ranks are looked at."""
+"""Interval of the checks whether ranks have ended."""
 
 
 def main(settings: AgentSettings, environment: Mapping[str, str], log: Path) -> None:
-    """Entry point of the process: run until the ranks have failed too often, or it is ended."""
+    """Entry point of the process: run until the ranks have failed too often, or it is killed."""
     os.setsid()
     die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -48,20 +50,21 @@ def main(settings: AgentSettings, environment: Mapping[str, str], log: Path) -> 
 
 
 def run(settings: AgentSettings) -> None:
-    """Start the ranks, and again whenever one dies, until that happened too often."""
-    # Otherwise torch starts one more store, on all interfaces, for ranks that need it. Ours do not.
+    """Start the ranks, and restart them when one dies, at most `settings.restarts` times."""
+    # Otherwise torch starts another store, on all interfaces, which these ranks do not need.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    local = settings.host if settings.nodes == 1 else None  # its own name, on a node of several
+    # On a cluster, None makes torch use the name of the node.
+    local_address = settings.host if settings.nodes == 1 else None
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{settings.host}:{settings.port}",
         run_id=f"generation-{settings.generation}",
         min_nodes=settings.nodes,
         max_nodes=settings.nodes,
-        local_addr=local,
+        local_addr=local_address,
         is_host=False,
     )
-    given = rank.Settings(
+    rank_settings = rank.RankSettings(
         host=settings.host,
         port=settings.port,
         generation=settings.generation,
@@ -76,11 +79,11 @@ def run(settings: AgentSettings) -> None:
                 role="rank",
                 local_world_size=settings.ranks,
                 entrypoint=rank.main,
-                args=(given.to_json(),),
+                args=(rank_settings.to_json(),),
                 rdzv_handler=handler,
                 max_restarts=settings.restarts,
                 monitor_interval=MONITOR_SECONDS,
-                local_addr=local,
+                local_addr=local_address,
             ),
             DefaultLogsSpecs(log_dir=settings.logs, redirects=Std.ALL),
         ).run()
@@ -89,27 +92,29 @@ def run(settings: AgentSettings) -> None:
 
 
 class _ReportingAgent(LocalElasticAgent):
-    """The local elastic agent, through the two methods its documentation lets one override."""
+    """Reports starts and failures of ranks, by overriding two documented methods."""
 
     def __init__(self, settings: AgentSettings, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs_specs=logs, start_method="fork")
-        self._control = Control.connect(settings.host, settings.port)
+        self._control = ControlStore.connect(settings.host, settings.port)
         self._generation = settings.generation
-        self._attempt = Attempt(settings.generation, 0)
+        self._incarnation = Incarnation(settings.generation, 0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         restart = worker_group.spec.max_restarts - self._remaining_restarts
-        self._attempt = Attempt(self._generation, restart)
-        self._control.begin(self._attempt)
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        self._incarnation = Incarnation(self._generation, restart)
+        self._control.begin_incarnation(self._incarnation)
+        workers: dict[int, Any] = super()._start_workers(worker_group)
+        return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             rank, failure = min(result.failures.items())
             assert self._pcontext is not None
-            words = last_words(Path(self._pcontext.stderrs[failure.local_rank]))
-            death = Death(rank=rank, exit_code=failure.exitcode, last_words=words)
-            self._control.report_death(self._attempt, death)
+            line = last_line(Path(self._pcontext.stderrs[failure.local_rank]))
+            self._control.report_rank_failure(
+                self._incarnation,
+                RankFailure(rank=rank, exit_code=failure.exitcode, last_line=line),
+            )
         return result

@@ -1,58 +1,81 @@
-"""A process that has everything imported, from which agents are forked in milliseconds.
+"""A process with all imports done, from which agents are forked in milliseconds.
 
-Importing torch takes seconds, and nearly all of an agent's start and of a rank's is that. Agents
-are forked from the template and ranks from their agent, so that each dies with the one above it,
-however that one ends; the template ends when its owner does.
+Importing torch takes seconds, which is nearly all of the start of an agent or a rank. Agents are
+forked from the fork server and ranks from their agent, so that each process dies with its parent,
+however that one ends. The fork server ends with the process that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import multiprocessing
 import os
 import select
 import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from isthmus.system.process import die_with_parent
-from isthmus_datacenter.service.agent_settings import AgentSettings
 
-IMPORTED = "isthmus_datacenter.service.elastic_agent"
-"""What agents and ranks run, with everything it needs."""
+PRELOADED_MODULE = "isthmus_datacenter.service.elastic_agent"
+"""Imports everything that agents and ranks need."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """The arguments of an agent process."""
+
+    host: str
+    port: int
+    """Of the service's control store."""
+    generation: int
+    participant: str
+    """Name of the datacenter on the link."""
+    state: str
+    """Directory of the checkpoints."""
+    ranks: int
+    """On this node."""
+    nodes: int = 1
+    restarts: int
+    """Restarts of the ranks before the agent ends; the service then starts another one."""
+    logs: str
+    """Directory for the output of the ranks."""
+
+    def to_json(self) -> str:
+        """For the nodes of a cluster."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentSettings:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
 
 
 class AgentForkServer:
-    """Starts agents for the process that made it."""
+    """Starts agents for the process that created it."""
 
     def __init__(self, method: Literal["fork", "forkserver"]) -> None:
-        """Start it.
+        """Start the fork server.
 
-        `fork` costs nothing, and is for a process that has started no thread yet: no store, no
-        gRPC. `forkserver` is for any other; it imports everything once more.
+        `fork` costs nothing, but is only safe in a process that has not started threads yet: no
+        store, no gRPC. `forkserver` is for any other process; it imports everything once more.
         """
-        self._launch(method)
+        self._process, self._pipe = _start_server(method)
 
-    def _launch(self, method: Literal["fork", "forkserver"]) -> None:
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload([IMPORTED])
-        self._pipe, theirs = context.Pipe()
-        # A forked child has a copy of our end, which would keep the pipe from ever breaking.
-        ours = self._pipe if method == "fork" else None
-        self._process = context.Process(target=_serve, args=(theirs, ours))  # type: ignore[attr-defined]  # typeshed has none
-        self._process.start()
-        theirs.close()
-
-    def start(self, settings: AgentSettings, environment: Mapping[str, str], log: Path) -> Running:
+    def start(
+        self, settings: AgentSettings, environment: Mapping[str, str], log: Path
+    ) -> AgentProcess:
         """Start an agent; its output goes to `log`."""
         if not self._process.is_alive():
             self.close()
-            self._launch("forkserver")  # by now there are threads
+            self._process, self._pipe = _start_server("forkserver")  # by now there are threads
         self._pipe.send((settings, dict(environment), log))
-        return Running(self._pipe)
+        return AgentProcess(self._pipe)
 
     def __enter__(self) -> AgentForkServer:
         return self
@@ -61,13 +84,13 @@ class AgentForkServer:
         self.close()
 
     def close(self) -> None:
-        """End it, and with it whatever it started."""
+        """End the fork server, and with it all its agents."""
         self._pipe.close()
         self._process.join()
 
 
-class Running:
-    """An agent, as the owner of its template sees it."""
+class AgentProcess:
+    """An agent's process, for the process that owns the fork server."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -77,20 +100,20 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """Its process; waits for it to be started.
+        """Its process id; waits until it is started.
 
         Raises:
-            EOFError: the template ended before.
+            EOFError: the fork server ended before.
         """
         if self._pid is None:
             self._pid = self._pipe.recv()
-            # The template waits for its agents only when it starts another one: until then the
-            # number is this one's, also when it has ended.
+            # The fork server reaps its agents only when it starts another one: until then the id
+            # remains this agent's, also after it has ended.
             self._handle = os.pidfd_open(self._pid)
         return self._pid
 
     def ended(self) -> bool:
-        """Whether it is gone."""
+        """Whether the process has ended."""
         try:
             if self._pid is None and self._pipe.poll():
                 _ = self.pid
@@ -108,7 +131,7 @@ class Running:
             return
         if self._handle is None:
             return
-        for kill in (os.killpg, os.kill):  # just forked, it may not be a group's leader yet
+        for kill in (os.killpg, os.kill):  # just forked, it may not lead a process group yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
         select.select([self._handle], [], [])
@@ -116,12 +139,27 @@ class Running:
         self._handle = None
 
 
-def _serve(pipe: Connection, others: Connection | None) -> NoReturn:
-    """Fork an agent for every request, until the owner is gone."""
-    os.setsid()  # a Ctrl-C is for the owner, which then ends us
+def _start_server(method: Literal["fork", "forkserver"]) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([PRELOADED_MODULE])
+    owner_end, server_end = context.Pipe()
+    # A forked child has a copy of the owner's end, which would keep the pipe from ever breaking.
+    inherited_end = owner_end if method == "fork" else None
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has none
+        target=_serve, args=(server_end, inherited_end)
+    )
+    process.start()
+    server_end.close()
+    return process, owner_end
+
+
+def _serve(pipe: Connection, inherited_end: Connection | None) -> NoReturn:
+    """Fork an agent for every request, until the owner has ended."""
+    os.setsid()  # Ctrl-C is for the owner, which then ends this process
     die_with_parent()
-    if others is not None:
-        others.close()
+    if inherited_end is not None:
+        inherited_end.close()
     from isthmus_datacenter.service import elastic_agent
 
     context = multiprocessing.get_context("fork")
@@ -129,7 +167,7 @@ def _serve(pipe: Connection, others: Connection | None) -> NoReturn:
         try:
             settings, environment, log = pipe.recv()
         except EOFError:
-            os._exit(0)  # without waiting for the agents, which end because of that
+            os._exit(0)  # without waiting for the agents, which end with this process
         agent = context.Process(target=elastic_agent.main, args=(settings, environment, log))
         agent.start()
         pipe.send(agent.pid)

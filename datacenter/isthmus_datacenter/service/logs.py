@@ -1,4 +1,4 @@
-"""The output of processes that ended: reading it, and letting go of it."""
+"""Read and delete the logs of agents and ranks that have ended."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import shutil
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 14
-_LONGEST = 300
-_GENERATIONS = 10
-"""Whose output is kept: every start of a service, or of ranks that died too often, is a new one."""
-_NOISE = ("[W", "[E", "[I", "[rank", "^", "~", "frame #")
+_MAX_LINE_CHARACTERS = 300
+_KEPT_GENERATIONS = 10
+"""Every start of a service, or of ranks that died too often, is a new generation."""
+_NOISE_PREFIXES = ("[W", "[E", "[I", "[rank", "^", "~", "frame #")
 
 
-def last_words(log: Path) -> str:
-    r"""The last line of a log that tells a person something, or nothing.
+def last_line(log: Path) -> str:
+    r"""The last line of a log that is useful to a person; empty if there is none.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".log") as file:
     ...     print("ValueError: no such split\n\n[W1121 noise", file=file, flush=True)
-    ...     last_words(Path(file.name))
+    ...     last_line(Path(file.name))
     'ValueError: no such split'
     """
     try:
@@ -30,23 +30,23 @@ def last_words(log: Path) -> str:
     except OSError:
         return ""
     lines = [line.strip() for line in text.splitlines()]
-    useful = [line for line in lines if line and not line.startswith(_NOISE)]
-    return useful[-1][:_LONGEST] if useful else ""
+    useful = [line for line in lines if line and not line.startswith(_NOISE_PREFIXES)]
+    return useful[-1][:_MAX_LINE_CHARACTERS] if useful else ""
 
 
-def keep_latest(logs: Path, beside: int) -> None:
-    """Delete what agents and ranks have said, but for ten generations `beside` one that begins.
+def delete_old_logs(logs: Path, starting_generation: int) -> None:
+    """Delete the logs of all generations but the last ten and the one that is being started.
 
-    An agent writes into ``agent-<generation>.log``, its ranks into ``generation-<generation>_*``.
+    An agent writes to ``agent-<generation>.log``, its ranks to ``generation-<generation>_*``.
     """
-    of: dict[int, list[Path]] = {}
+    paths_by_generation: dict[int, list[Path]] = {}
     for path in (*logs.glob("agent-*.log"), *logs.glob("generation-*_*")):
-        named = path.name.partition("-")[2].partition(".")[0].partition("_")[0]
-        if named.isdecimal():
-            of.setdefault(int(named), []).append(path)
-    of.pop(beside, None)  # on another node it may have begun
-    for generation in sorted(of)[:-_GENERATIONS]:
-        for path in of[generation]:
+        digits = path.name.partition("-")[2].partition(".")[0].partition("_")[0]
+        if digits.isdecimal():
+            paths_by_generation.setdefault(int(digits), []).append(path)
+    paths_by_generation.pop(starting_generation, None)  # another node may already write to them
+    for generation in sorted(paths_by_generation)[:-_KEPT_GENERATIONS]:
+        for path in paths_by_generation[generation]:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -1,9 +1,9 @@
-"""One rank: joins the group, then does what the service asks until nobody is left to ask.
+"""The process of one rank: it joins the process group and executes the service's commands.
 
-Whatever goes wrong here ends in one of three ways. A failure all ranks know of is reported and
-the rank goes on. A failure of the user's code on this rank is reported and the rank ends, so that
-the others, who may be waiting for it, are restarted. Anything else just ends the rank: the
-service sees it, has the group restarted and repeats the command.
+A failure ends in one of three ways. A failure that all ranks have agreed on is reported, and the
+rank goes on. A failure of the user's code on this rank is reported and the rank exits, because
+other ranks may be waiting for it: the group is restarted. Any other failure just ends the rank:
+the service detects it, has the group restarted and repeats the command.
 """
 
 from __future__ import annotations
@@ -26,126 +26,134 @@ import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.system.process import die_with_parent
-from isthmus_datacenter.service.control_store import (
-    BEAT_SECONDS,
-    Attempt,
+from isthmus_datacenter.service.control_store import HEARTBEAT_SECONDS, ControlStore
+from isthmus_datacenter.service.messages import (
     Command,
-    Control,
+    ControlSignal,
+    Incarnation,
     Outcome,
-    Report,
+    ProgressReport,
 )
-from isthmus_datacenter.training.agreement import AgreedError, ControlSignal
+from isthmus_datacenter.training.agreement import AgreedError
 from isthmus_datacenter.training.engine import Engine, Place
 from isthmus_datacenter.training.mean_gradient import mean_gradient
 
-_SLICE_SECONDS = 1.0
-_COLLECTIVE = timedelta(minutes=30)
+_WAIT_SECONDS = 1.0
+"""One wait for the next command, before the rank waits again."""
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """For one collective: longer than any pause of another rank that is still alive."""
-_LAST_SECONDS = 5.0
+_EXIT_DELAY_SECONDS = 5.0
 """For the agent to end a rank that lost another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every rank of a group is started with."""
+class RankSettings:
+    """The arguments of a rank's process, the same for every rank of a group."""
 
     host: str
     port: int
+    """Of the control store."""
     generation: int
     participant: str
+    """Name of the datacenter on the link."""
     state: str
+    """Directory of the checkpoints."""
 
     def to_json(self) -> str:
-        """For the agent to hand on."""
+        """As one argument of the process."""
         return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSettings:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
 
 
 def main(settings: str) -> None:
     """Entry point of a rank, called by the elastic agent."""
-    # The agent's handlers came along; they would wait for whatever this rank is stuck in.
+    # The fork inherited the agent's handlers, which wait for whatever this rank is blocked in.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.enable()  # a crash in native code leaves the stacks of Python in the log
     die_with_parent()
     rank = None
     try:
-        rank = _Rank(Settings(**json.loads(settings)))
+        rank = _Rank(RankSettings.from_json(settings))
         rank.join()
         rank.serve()
-    except BaseException as error:  # noqa: BLE001 - a rank has nobody above it to tell
-        if rank is not None and rank.joined and _lost_a_peer(error):
-            # The peer's end is the news. Ours would hide it if the agent saw us first.
+    except BaseException as error:  # noqa: BLE001 - the rank's process has no caller to raise to
+        if rank is not None and rank.joined and _is_lost_peer(error):
+            # The other rank's exit is the cause. The agent would report ours if it came first.
             print(f"lost another rank: {error}", file=sys.stderr, flush=True)
-            time.sleep(_LAST_SECONDS)
+            time.sleep(_EXIT_DELAY_SECONDS)
         traceback.print_exc()
-        _leave()
+        _exit()
 
 
 class _Rank:
-    """One member of the group for one attempt."""
+    """One member of the group during one incarnation."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RankSettings) -> None:
         self.settings = settings
         self.rank = int(os.environ["RANK"])
         self.ranks = int(os.environ["WORLD_SIZE"])
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        self.attempt = Attempt(settings.generation, restart)
-        self.control = Control.connect(settings.host, settings.port)
+        self.incarnation = Incarnation(settings.generation, restart)
+        self.control = ControlStore.connect(settings.host, settings.port)
         self.device = _device()
         self.number = 0
+        """Number of the command that runs, or that is awaited."""
         self.engine: Engine | None = None
         self.run_id: str | None = None
         self.joined = False
-        self._unwanted: int | None = None
-        """Number of the command that should stop."""
-        self._to_save: int | None = None
-        """Number of the command that should save its state and stop."""
+        self._signal = (0, ControlSignal.CONTINUE)
+        """A command's number, and the strongest signal received for it."""
 
     def join(self) -> None:
-        """Start to beat, and meet the other ranks."""
+        """Start the heartbeat and join the process group."""
         processors = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, processors // int(os.environ["LOCAL_WORLD_SIZE"])))
-        self.control.join(self.attempt, self.rank, os.getpid())
-        self.control.beat(self.attempt, self.rank, 0)
+        self.control.register_rank(self.incarnation, self.rank, os.getpid())
+        self.control.send_heartbeat(self.incarnation, self.rank, 0)
         threading.Thread(target=self._beat, daemon=True).start()
-        rendezvous = Control.connect(self.settings.host, self.settings.port)
+        rendezvous = ControlStore.connect(self.settings.host, self.settings.port)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            store=rendezvous.group_store(self.attempt),
+            store=rendezvous.process_group_store(self.incarnation),
             rank=self.rank,
             world_size=self.ranks,
-            timeout=_COLLECTIVE,
+            timeout=_COLLECTIVE_TIMEOUT,
         )
         self.joined = True
-        self.control.ready(self.attempt)
+        self.control.report_ready(self.incarnation)
 
-    def serve(self) -> None:
-        """Take commands for ever."""
+    def serve(self) -> NoReturn:
+        """Execute commands until the process ends."""
         while True:
-            command = self.control.receive(self.attempt, self.number, _SLICE_SECONDS)
+            command = self.control.wait_for_command(self.incarnation, self.number, _WAIT_SECONDS)
             if command is None:
                 continue
-            outcome = self._do(command)
+            outcome = self._execute(command)
             if outcome.failure is not None or self.rank == 0:
-                self.control.finish(self.attempt, self.number, outcome)
-            if outcome.leaving:
-                _leave()
+                self.control.send_outcome(self.incarnation, self.number, outcome)
+            if outcome.rank_exits:
+                _exit()
             self.number += 1
 
-    def _do(self, command: Command) -> Outcome:
+    def _execute(self, command: Command) -> Outcome:
         try:
-            values = self._work(command)
+            values = self._run(command)
             dist.barrier()
         except AgreedError as failure:
             return Outcome(failure=str(failure))
         except UserError as failure:
-            if _lost_a_peer(failure):
+            if _is_lost_peer(failure):
                 raise
             traceback.print_exc()
-            return Outcome(failure=str(failure), leaving=True)
+            return Outcome(failure=str(failure), rank_exits=True)
         return Outcome(values=values)
 
-    def _work(self, command: Command) -> dict[str, object]:
+    def _run(self, command: Command) -> dict[str, object]:
         if command.op == "open":
             self.engine = self.run_id = None
             place = Place(
@@ -164,49 +172,45 @@ class _Rank:
         assert self.engine is not None
         assert self.run_id == command.run_id  # the service opens runs before it uses them
         if command.op == "train":
-            done = self.engine.train(command, self._report, self._wish)
-            return {**done, "profile": self.engine.figures}
+            values = self.engine.train(command, self._send_progress, self._read_signal)
+            return {**values, "profile": self.engine.figures}
         if command.op == "gradient":
-            return mean_gradient(self.engine, command, self._wish)
+            return mean_gradient(self.engine, command, self._read_signal)
         self.engine.export(command)
         return {}
 
-    def _wish(self) -> ControlSignal:
-        if self._unwanted == self.number:
-            return ControlSignal.ABORT
-        return ControlSignal.SAVE if self._to_save == self.number else ControlSignal.GO_ON
+    def _read_signal(self) -> ControlSignal:
+        number, control_signal = self._signal
+        return control_signal if number == self.number else ControlSignal.CONTINUE
 
-    def _report(self, report: Report) -> None:
-        self.control.report_progress(self.attempt, self.number, report)
+    def _send_progress(self, report: ProgressReport) -> None:
+        self.control.send_progress(self.incarnation, self.number, report)
 
     def _beat(self) -> None:
-        """Say that this process runs, whatever the main thread is busy with."""
-        control = Control.connect(self.settings.host, self.settings.port)
+        """Send heartbeats and receive signals, whatever the main thread is busy with."""
+        control = ControlStore.connect(self.settings.host, self.settings.port)
         count = 0
         while True:
             count += 1
             number = self.number
             try:
-                control.beat(self.attempt, self.rank, count)
-                if control.aborted(self.attempt, number):
-                    self._unwanted = number
-                if control.must_save(self.attempt, number):
-                    self._to_save = number
+                control.send_heartbeat(self.incarnation, self.rank, count)
+                self._signal = (number, control.signal(self.incarnation, number))
             except dist.DistError:
-                _leave()  # nobody is left to work for
-            time.sleep(BEAT_SECONDS)
+                _exit()  # the service has ended
+            time.sleep(HEARTBEAT_SECONDS)
 
 
 def _device() -> torch.device:
-    local = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.is_available() and local < torch.cuda.device_count():
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 
-def _lost_a_peer(error: BaseException | None) -> bool:
-    """Whether an error says that another rank is gone: also when user code was on the stack."""
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error means that another rank is lost, also one raised through user code."""
     while error is not None:
         text = str(error)
         if isinstance(error, dist.DistError) or any(
@@ -217,8 +221,8 @@ def _lost_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _leave() -> NoReturn:
-    """End at once: interpreter shutdown would wait for threads inside broken collectives."""
+def _exit() -> NoReturn:
+    """Exit at once: interpreter shutdown would wait for threads inside broken collectives."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,65 +1,46 @@
-"""The datacenter as the server sees it: one participant, whatever happens behind it.
-
-Requests come one at a time over the link and become commands for the ranks. The model crosses
-through mapped files under the state directory: the link writes into one, the ranks read it; the
-ranks write another, the link reads it. This process never holds a model in memory of its own.
-"""
+"""The datacenter as one participant of the link: it serves requests and leaves in good order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import fcntl
 import logging
-import re
-import shutil
 import time
 from pathlib import Path
+from typing import TextIO
 
-from isthmus.errors import IsthmusError, UpdateError, UserError
+from isthmus.errors import IsthmusError, UserError
 from isthmus.identity.membership import Membership
-from isthmus.job import read_job
-from isthmus.task import check_installed
-from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.control_store import Command, Report
 from isthmus_datacenter.service.fork_server import AgentForkServer
-from isthmus_datacenter.service.rank_group import Group, Nodes
-from isthmus_datacenter.service.transfer_files import TransferFiles, check_model, locked
-from isthmus_datacenter.training.live_progress import events
+from isthmus_datacenter.service.messages import ControlSignal
+from isthmus_datacenter.service.rank_group import Nodes, RankGroup
+from isthmus_datacenter.service.request_handler import RequestHandler
+from isthmus_datacenter.service.transfer_files import TransferFiles
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_LEAVE_LOOK_SECONDS = 1.0
-"""Between two looks at whether a node is about to be taken away."""
+LOCK_SECONDS = 5.0
+"""For another service to release the state directory: one that was just killed may still run."""
+_LEAVE_POLL_SECONDS = 1.0
+"""Interval of the checks whether a node is about to be taken from the datacenter."""
 _NODE_GRACE_SECONDS = 20.0
-"""For a running round when it is: schedulers give about thirty."""
+"""For a running round in that case: schedulers give about thirty."""
 _SAVING_SECONDS = 10.0
-"""At least, of a grace, for the state within a round to be saved."""
-_OURS = {"exchange", "logs", "lock", "membership"}
-"""Names under the state directory that no run can have."""
+"""Part of a grace period, at least, that is left for saving the state within a round."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The run that is open."""
-
-    run_id: str
-    layout: TensorLayout
-
-
-class Service:
-    """Does the link's requests with a group of ranks; the `Worker` of a datacenter.
+class DatacenterService:
+    """The `isthmus.transport.worker.Worker` of a datacenter, with a group of ranks.
 
     Guarantees:
       * one service per state directory;
-      * a step is trained the same however often ranks, or this process, died on the way;
-      * a failure is one sentence; none leaves a request without an answer.
+      * a step is trained identically however often ranks, or this process, died on the way;
+      * a failure is one sentence; every request gets a reply unless the service leaves.
     """
 
     def __init__(
@@ -71,61 +52,71 @@ class Service:
         *,
         tasks: Path | None = None,
         nodes: Nodes | None = None,
-        template: AgentForkServer | None = None,
+        fork_server: AgentForkServer | None = None,
     ) -> None:
-        """`state` keeps checkpoints and logs; `data` overrides where the job says its data is.
+        """Lock the state directory and prepare the ranks, which `start` starts.
 
-        With a directory of `tasks`, only those in it are loaded, and the server does not say where
-        data is either; without, its word is taken for both, as on one machine.
-
-        The ranks are on this machine, forked from the `template`, or as many on each of the
-        `nodes`. Without a template, one is started.
+        Args:
+            name: name of this participant on the link.
+            ranks: number of ranks on this machine, or on each of the `nodes`.
+            state: directory of checkpoints and logs.
+            data: directory of the data, instead of the one in the job.
+            tasks: with it, only tasks in this directory are loaded, and the server does not
+                choose the data. Without it, the server chooses both, as on one machine.
+            nodes: the cluster that runs the ranks; None for this machine.
+            fork_server: starts the agent of this machine; by default a new one.
 
         Raises:
             UserError: another service uses this state directory.
         """
         self.name = name
         self.state = state.resolve()
-        self.data = None if data is None else data.resolve()
-        self.tasks = None if tasks is None else tasks.resolve()
-        self._lock_file = locked(self.state)
-        self._crossing = TransferFiles(self.state / "exchange")
-        self._group = Group(name, ranks, self.state, nodes, template)
-        self._run: _Run | None = None
+        self._lock_file = _lock(self.state)
+        self._files = TransferFiles(self.state / "exchange")
+        self.group = RankGroup(name, ranks, self.state, nodes, fork_server)
+        self._handler = RequestHandler(
+            self.group,
+            self._files,
+            self.state,
+            None if data is None else data.resolve(),
+            None if tasks is None else tasks.resolve(),
+        )
         self._busy = asyncio.Lock()
-        self._told_to_leave = asyncio.Event()
-        self._grace = 0.0
-        self._working: str | None = None
-        self._unwanted: set[str] = set()
+        self._leave_requested = asyncio.Event()
+        self._grace_seconds = 0.0
+        self._running: str | None = None
+        """Id of the request that is being executed."""
+        self._cancelled: set[str] = set()
+        """Ids of requests that were cancelled before they began."""
 
     def start(self) -> None:
         """Start the ranks, so that they are warm when the first request comes."""
-        self._group.start()
+        self.group.start()
 
     def close(self) -> None:
-        """End the ranks and let the state directory go."""
-        self._group.close()
+        """End the ranks and unlock the state directory."""
+        self.group.close()
         self._lock_file.close()
 
     async def serve(self, address: str, membership: Membership | None = None) -> None:
-        """Hold the link to the server and work until cancelled.
+        """Connect to the server and serve its requests until cancelled.
 
         Raises:
-            AdmissionRefused: the server does not want this participant.
+            AdmissionRefused: the server does not admit this participant.
             UserError: the server is on another machine, and this one has not joined it.
         """
         uplink = Uplink(address, self.name, link_pb2.DATACENTER, self, membership=membership)
         self.start()
         link = asyncio.create_task(uplink.run())
-        left = asyncio.create_task(self._left())
+        leave = asyncio.create_task(self.wait_to_leave())
         try:
-            await asyncio.wait((link, left), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((link, leave), return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 link.result()
         finally:
-            for task in (link, left):
+            for task in (link, leave):
                 task.cancel()
-            await asyncio.gather(link, left, return_exceptions=True)
+            await asyncio.gather(link, leave, return_exceptions=True)
             self.close()
 
     # -- leaving --------------------------------------------------------------------------------
@@ -133,249 +124,123 @@ class Service:
     @property
     def leaving(self) -> bool:
         """Whether `leave` was called."""
-        return self._told_to_leave.is_set()
+        return self._leave_requested.is_set()
+
+    @property
+    def running(self) -> bool:
+        """Whether a request is being executed."""
+        return self._running is not None
 
     def leave(self, grace_seconds: float) -> None:
-        """Take no more work, and end when what runs is done and handed over, or the grace is.
+        """Accept no more requests, and end after the running one or the grace period.
 
-        A round that is not done in half of it saves its state, or earlier where saving would have
-        less than ten seconds. Whoever comes back with this state directory goes on there; where
+        After half of the grace period a running round saves its state, or earlier if saving would
+        have less than ten seconds. The next service with this state directory resumes there; if
         there was no time to save, it repeats the round.
         """
-        self._grace = grace_seconds
-        self._told_to_leave.set()
+        self._grace_seconds = grace_seconds
+        self._leave_requested.set()
 
-    async def _left(self) -> None:
-        """Return when it is time to go."""
+    async def wait_to_leave(self) -> None:
+        """Wait for a request to leave, then until this service may end."""
         while not self.leaving:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_LOOK_SECONDS):
-                    await self._told_to_leave.wait()
-            if not self.leaving and await self._group.must_leave():
+                async with asyncio.timeout(_LEAVE_POLL_SECONDS):
+                    await self._leave_requested.wait()
+            if not self.leaving and await self.group.is_leave_requested():
                 self.leave(_NODE_GRACE_SECONDS)
-        log.warning("told to leave: %s", "a round is running" if self._working else "idle")
-        deadline = time.monotonic() + self._grace
-        enough = deadline - max(self._grace / 2, _SAVING_SECONDS)
-        while (self._working or self._crossing.outgoing) and time.monotonic() < deadline:
-            if time.monotonic() > enough:
-                self._group.save()
+        log.warning("told to leave: %s", "a round is running" if self.running else "idle")
+        deadline = time.monotonic() + self._grace_seconds
+        save_at = deadline - max(self._grace_seconds / 2, _SAVING_SECONDS)
+        while (self.running or self._files.has_results) and time.monotonic() < deadline:
+            if time.monotonic() > save_at:
+                self.group.send_signal(ControlSignal.SAVE)
             await asyncio.sleep(0.05)
-        if self._working:
-            log.warning("the round did not end within %g s and will be repeated", self._grace)
+        if self.running:
+            log.warning(
+                "the round did not end within %g s and will be repeated", self._grace_seconds
+            )
 
-    # -- the worker's side of the link ----------------------------------------------------------
+    # -- the link's worker ----------------------------------------------------------------------
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
-        """A mapped file, where the ranks can read what the link writes: one model of the open run.
-
-        None for a package of the task: here its owner installs it.
-
-        Raises:
-            UserError: no such run is open.
-            UpdateError: the size is not that of its model.
-            OSError: there is no room for it.
-        """
-        kind = request.WhichOneof("work")
-        if kind == "open":
-            return None
-        layout = self._opened(getattr(request, kind).run_id).layout
-        if size != layout.nbytes:
-            raise UpdateError(
-                f"a model of {size} bytes was announced where this run's takes {layout.nbytes}"
-            )
-        return self._crossing.room_for_model(request.id, size)
+        """See `RequestHandler.create_buffer`."""
+        return self._handler.create_buffer(request, size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Do one request, after those that came before it; when leaving, say nothing any more."""
+        """Execute one request after the earlier ones; when leaving, never reply."""
         async with self._busy:
             if not self.leaving:
                 try:
-                    return await self._do(request, model, progress)
+                    return await self._execute(request, model, progress)
                 except IsthmusError as error:
                     if not self.leaving:
                         raise
                     log.warning("%s", error)
-            # A round of whoever refuses is tried again at once, and not often; whoever is lost is
-            # waited for. The link ends in a moment.
+            # The server would retry a refused round at once, and only a few times; for a lost
+            # participant it waits. The link ends shortly.
             await asyncio.Event().wait()
         raise AssertionError
 
-    async def _do(
+    async def _execute(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         try:
-            if request.id in self._unwanted:
+            if request.id in self._cancelled:
                 raise UserError("cancelled before it began")
-            self._working = request.id
-            return await self._work(request, model, progress)
+            self._running = request.id
+            return await self._handler.handle(request, model, progress)
         except BaseException as error:
-            self._crossing.drop_result(request.id)
-            if isinstance(error, OSError):  # no room for a result, say
-                said = f"the state directory {self.state} cannot be used: {error}"
-                raise UserError(said) from error
+            self._files.delete_result(request.id)
+            if isinstance(error, OSError):  # for example, the disk is full
+                raise UserError(
+                    f"the state directory {self.state} cannot be used: {error}"
+                ) from error
             raise
         finally:
-            self._working = None
-            self._unwanted.discard(request.id)
-            self._crossing.drop_model(request.id)
+            self._running = None
+            self._cancelled.discard(request.id)
+            self._files.delete_model(request.id)
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """The files of the request are not needed any more: its model may not even have come."""
-        self._crossing.drop_model(request.id)
-        self._crossing.drop_result(request.id)
+        """Delete the request's files; its model may be incomplete."""
+        self._files.delete_model(request.id)
+        self._files.delete_result(request.id)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """Have the ranks stop at the next step, if it is this that they work on."""
-        if request.id == self._working:
-            self._group.cancel()
+        """Stop the ranks at their next step if they execute this request; else refuse it later."""
+        if request.id == self._running:
+            self.group.send_signal(ControlSignal.CANCEL)
         else:
-            self._unwanted.add(request.id)
+            self._cancelled.add(request.id)
 
-    # -- the requests ---------------------------------------------------------------------------
 
-    async def _work(
-        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
-        kind = request.WhichOneof("work")
-        if kind == "open":
-            return await self._open(request.open, progress), None
-        if kind == "train_steps":
-            return await self._train(request.id, request.train_steps, model, progress)
-        if kind == "mean_gradient":
-            if model is None:
-                raise UpdateError("a gradient was asked for without the model to take it at")
-            return await self._mean_gradient(request.id, request.mean_gradient, model)
-        if kind == "export":
-            return await self._export(request.id, request.export)
-        if kind == "close":
-            return await self._close(request.close), None
-        raise UserError(f"a datacenter cannot do {kind!r}; it may be older than the server")
+def _lock(state: Path) -> TextIO:
+    """Lock the state directory; the kernel unlocks it when this process ends.
 
-    async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
-        if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _OURS:
-            raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
-        job = read_job(open_.job)
-        layout = TensorLayout.from_header(open_.layout)
-        base, data = Path(open_.base), self.data
-        if self.tasks is not None:
-            check_installed(job.task.source, self.tasks)
-            base = self.tasks
-        elif data is None:
-            data = job.task.data_in(base)
-        self._run = None
-        self._group.lease_seconds = job.time.lease_seconds
-        (self.state / open_.run_id).mkdir(exist_ok=True)
-        command = Command(
-            op="open",
-            run_id=open_.run_id,
-            job=open_.job,
-            base=str(base),
-            data=None if data is None else str(data),
-            layout=open_.layout.decode("latin-1"),
-            frozen=received(open_.frozen),
-        )
-        values, _ = await self._group.do(command)
-        if values["note"]:
-            progress(link_pb2.Progress(note=values["note"]))
-        self._run = _Run(open_.run_id, layout)
-        return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
+    Returns:
+        The open file that has the lock.
 
-    async def _train(
-        self,
-        request_id: str,
-        train: link_pb2.TrainSteps,
-        model: Buffer | None,
-        progress: ReportProgress,
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
-        run = self._opened(train.run_id)
-        if train.until_step < train.from_step:
-            raise UserError(f"until_step={train.until_step} is before from_step={train.from_step}")
-        if model is not None:
-            check_model(model, run.layout)
-        command = Command(
-            op="train",
-            run_id=run.run_id,
-            from_step=train.from_step,
-            until_step=train.until_step,
-            model=None if model is None else str(self._crossing.incoming[request_id]),
-            model_digest="" if model is None else train.model.sha256.hex(),
-            evaluate=train.evaluate,
-            result=str(self._crossing.room_for_result(request_id, run.layout))
-            if train.hand_back
-            else None,
-        )
-        started = time.monotonic()
-
-        def report(report: Report) -> None:
-            progress(link_pb2.Progress(**dataclasses.asdict(report)))
-
-        values, losses = await self._group.do(command, report)
-        trained = link_pb2.Trained(
-            examples=values["examples"],
-            steps=values["steps"],
-            seconds=time.monotonic() - started,
-            training=values["training"],
-            evaluation=values["evaluation"],
-            profile=values["profile"],
-            events=events(train.from_step, train.until_step, values, losses),
-        )
-        payload = None
-        if train.hand_back:
-            blob, payload = await self._crossing.result(request_id, run.layout)
-            trained.result.CopyFrom(blob)
-        return link_pb2.Reply(trained=trained), payload
-
-    async def _mean_gradient(
-        self, request_id: str, asked: link_pb2.MeanGradient, model: Buffer
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
-        run = self._opened(asked.run_id)
-        if asked.until_step <= asked.from_step:
+    Raises:
+        UserError: another service has it, or the directory cannot be used.
+    """
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        file = (state / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"the state directory {state} cannot be used: {error}") from error
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)  # `flock` has no timeout
+                continue
+            file.close()
             raise UserError(
-                f"until_step={asked.until_step} is not after from_step={asked.from_step}"
-            )
-        check_model(model, run.layout)
-        started = time.monotonic()
-        command = Command(
-            op="gradient",
-            run_id=run.run_id,
-            from_step=asked.from_step,
-            until_step=asked.until_step,
-            model=str(self._crossing.incoming[request_id]),
-            result=str(self._crossing.room_for_result(request_id, run.layout)),
-        )
-        values, losses = await self._group.do(command)
-        blob, payload = await self._crossing.result(request_id, run.layout)
-        trained = link_pb2.Trained(
-            result=blob,
-            examples=values["examples"],
-            steps=values["steps"],
-            seconds=time.monotonic() - started,
-            training=values["training"],
-            events=[f"{loss}; the group restarted and began the gradient anew" for loss in losses],
-        )
-        return link_pb2.Reply(trained=trained), payload
-
-    async def _export(
-        self, request_id: str, export: link_pb2.Export
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
-        run = self._opened(export.run_id)
-        path = self._crossing.room_for_result(request_id, run.layout)
-        command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
-        await self._group.do(command)
-        blob, payload = await self._crossing.result(request_id, run.layout)
-        return link_pb2.Reply(exported=link_pb2.Exported(model=blob)), payload
-
-    async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:
-        if self._run is not None and self._run.run_id == close.run_id:
-            self._run = None
-            await self._group.do(Command(op="close", run_id=close.run_id))
-            if close.finished:  # checkpoints of it, which are larger than all else here
-                await asyncio.to_thread(shutil.rmtree, self.state / close.run_id, True)
-        return link_pb2.Reply(closed=link_pb2.Closed())
-
-    def _opened(self, run_id: str) -> _Run:
-        if self._run is None or self._run.run_id != run_id:
-            raise UserError(f"run {run_id!r} is not open in this datacenter")
-        return self._run
+                f"another datacenter service uses the state directory {state}; give each its own"
+            ) from None
+        return file

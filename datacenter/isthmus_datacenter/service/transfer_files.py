@@ -1,94 +1,81 @@
-"""The files through which models cross, and the lock on the directory that they are in."""
+"""Mapped files that transfer models between the link and the ranks without copies."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import mmap
 import os
 import shutil
-import time
 import uuid
 from pathlib import Path
-from typing import Any
 
-from isthmus.errors import UpdateError, UserError
+from isthmus.errors import UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 
-_LOCK_SECONDS = 5.0
-
 
 class TransferFiles:
-    """Models between the link and the ranks: for a request one file in and one out, at most."""
+    """The files of the open requests: at most one model and one result for each."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is made anew: nothing is on its way when a service begins."""
-        self.incoming: dict[str, Path] = {}
+        """Create `directory`, empty: no request is open when a service starts."""
+        self._models: dict[str, Path] = {}
         """Models that came with a request, by its id."""
-        self.outgoing: dict[str, Path] = {}
-        """Results that were not handed over yet."""
+        self._results: dict[str, Path] = {}
+        """Results that the server has not acknowledged yet, by the id of the request."""
         self._directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
 
-    def room_for_model(self, request_id: str, size: int) -> Buffer:
-        """A mapped file, where the ranks can read what the link writes.
+    @property
+    def has_results(self) -> bool:
+        """Whether a result is not acknowledged yet."""
+        return bool(self._results)
+
+    def create_model(self, request_id: str, size: int) -> Buffer:
+        """Create a mapped file of `size` bytes; the link writes it and the ranks read it.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the disk is full.
         """
-        path = self.incoming[request_id] = self._directory / f"in-{uuid.uuid4().hex}"
+        path = self._models[request_id] = self._directory / f"in-{uuid.uuid4().hex}"
         try:
-            return mapped(path, size)
+            return _map_file(path, size)
         except OSError:
-            self.drop_model(request_id)
+            self.delete_model(request_id)
             raise
 
-    def room_for_result(self, request_id: str, layout: TensorLayout) -> Path:
-        """A file of the result's size with its header; the ranks write the rest.
+    def model_path(self, request_id: str) -> Path:
+        """The file that `create_model` made."""
+        return self._models[request_id]
+
+    def create_result(self, request_id: str, layout: TensorLayout) -> Path:
+        """Create a file of the result's size with its header; the ranks write the rest.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the disk is full.
         """
-        path = self.outgoing[request_id] = self._directory / f"out-{uuid.uuid4().hex}"
+        path = self._results[request_id] = self._directory / f"out-{uuid.uuid4().hex}"
         with path.open("wb") as file:
             file.write(layout.header)
             os.posix_fallocate(file.fileno(), 0, layout.nbytes)
         return path
 
-    async def result(self, request_id: str, layout: TensorLayout) -> tuple[link_pb2.Blob, Buffer]:
-        """What the ranks have written, and what it is called."""
-        payload = mapped(self.outgoing[request_id], layout.nbytes)
+    async def map_result(
+        self, request_id: str, layout: TensorLayout
+    ) -> tuple[link_pb2.Blob, Buffer]:
+        """Map the result that the ranks have written; returns its description and its bytes."""
+        payload = _map_file(self._results[request_id], layout.nbytes)
         return await asyncio.to_thread(describe, payload), payload
 
-    def drop_model(self, request_id: str) -> None:
-        """Delete a file, if it is there; a mapping that somebody still reads keeps its bytes."""
-        _delete(self.incoming.pop(request_id, None))
+    def delete_model(self, request_id: str) -> None:
+        """Delete the request's model, if it has one; existing mappings keep their bytes."""
+        _delete(self._models.pop(request_id, None))
 
-    def drop_result(self, request_id: str) -> None:
-        """The same of what went out."""
-        _delete(self.outgoing.pop(request_id, None))
-
-
-def _delete(path: Path | None) -> None:
-    if path is not None:
-        path.unlink(missing_ok=True)
-
-
-def mapped(path: Path, size: int) -> memoryview:
-    """A file of that size as memory, shared with whoever else maps it.
-
-    Its room on the disk is taken now: where there is none when a page is written, the process dies.
-
-    Raises:
-        OSError: there is none.
-    """
-    with path.open("a+b") as file:
-        file.truncate(size)
-        os.posix_fallocate(file.fileno(), 0, size)
-        return memoryview(mmap.mmap(file.fileno(), size))
+    def delete_result(self, request_id: str) -> None:
+        """Delete the request's result, if it has one; existing mappings keep their bytes."""
+        _delete(self._results.pop(request_id, None))
 
 
 def check_model(model: Buffer, layout: TensorLayout) -> None:
@@ -107,24 +94,20 @@ def check_model(model: Buffer, layout: TensorLayout) -> None:
         raise UpdateError(f"a model of another exchange set came: {difference}")
 
 
-def locked(state: Path) -> Any:
-    """An open, locked file; the kernel unlocks it when this process ends, however it ends."""
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        file = (state / "lock").open("w")
-    except OSError as error:
-        raise UserError(f"the state directory {state} cannot be used: {error}") from error
-    # A service that was killed a moment ago may still be going.
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)  # `flock` waits for ever, or not at all
-                continue
-            file.close()
-            raise UserError(
-                f"another datacenter service uses the state directory {state}; give each its own"
-            ) from None
-        return file
+def _map_file(path: Path, size: int) -> memoryview:
+    """Map a file of `size` bytes, shared with every other process that maps it.
+
+    Its disk space is allocated first: without it, writing a page would kill the process.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with path.open("a+b") as file:
+        file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
+        return memoryview(mmap.mmap(file.fileno(), size))
+
+
+def _delete(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)

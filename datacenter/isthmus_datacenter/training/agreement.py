@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from isthmus.errors import UserError
 from isthmus.task.scoring import Averages
 from isthmus_datacenter.parallel.model_shard import local
+from isthmus_datacenter.service.messages import ControlSignal
 
 
 class AgreedError(UserError):
@@ -20,19 +20,6 @@ class AgreedError(UserError):
 
 class StoppedError(AgreedError):
     """All ranks stopped at the same step because they were asked to."""
-
-
-class ControlSignal(enum.IntEnum):
-    """What somebody outside wants of the steps that run."""
-
-    GO_ON = 0
-    SAVE = 1
-    """Save the state at the next step and stop: the machines are about to go."""
-    ABORT = 2
-    """Stop at the next step: nobody wants the result."""
-
-
-Wishes = Callable[[], ControlSignal]
 
 
 class agreement:  # noqa: N801 - used as a statement
@@ -56,27 +43,31 @@ class agreement:  # noqa: N801 - used as a statement
 
 
 def ask_for_units(
-    mine: int, wish: ControlSignal, ranks: int
+    mine: int, signal: ControlSignal, ranks: int
 ) -> Callable[[], tuple[int, ControlSignal]]:
-    """Units scored by all ranks in this step, and the strongest wish that any rank heard of.
+    """Units scored by all ranks in this step, and the strongest signal that any rank heard of.
 
     What is returned waits for them; until it is called, this rank goes on. Between processors, not
     devices: the device's queue never has to be waited for.
     """
     if ranks == 1:
-        return lambda: (mine, wish)
+        return lambda: (mine, signal)
     numbers = torch.tensor(
-        [mine, *(int(wish is each) for each in (ControlSignal.SAVE, ControlSignal.ABORT))]
+        [mine, *(int(signal is each) for each in (ControlSignal.SAVE, ControlSignal.CANCEL))]
     )
     work = dist.all_reduce(numbers, async_op=True)
     assert work is not None
 
     def answer() -> tuple[int, ControlSignal]:
         work.wait()
-        units, save, abort = numbers.tolist()
+        units, save, cancel = numbers.tolist()
         return (
             units,
-            ControlSignal.ABORT if abort else ControlSignal.SAVE if save else ControlSignal.GO_ON,
+            ControlSignal.CANCEL
+            if cancel
+            else ControlSignal.SAVE
+            if save
+            else ControlSignal.CONTINUE,
         )
 
     return answer

@@ -24,19 +24,17 @@ from isthmus_datacenter.checkpointing.model_file import load_shards, store_shard
 from isthmus_datacenter.parallel import auto_layout
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.service.control_store import Command
+from isthmus_datacenter.service.messages import Command, ControlSignal, ReadSignal
 from isthmus_datacenter.training.agreement import (
     AgreedError,
-    ControlSignal,
     StoppedError,
-    Wishes,
     agree_on_loss,
     agreement,
 )
 from isthmus_datacenter.training.data import Feed, Order
 from isthmus_datacenter.training.evaluation import Evaluation
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.live_progress import Live, Tell
+from isthmus_datacenter.training.live_progress import Live, SendProgress
 from isthmus_datacenter.training.optimizer import Updater
 from isthmus_datacenter.training.profile import Profile
 from isthmus_datacenter.training.rng import go_on, seed_all, states
@@ -119,7 +117,9 @@ class Engine:
 
     # -- the commands ---------------------------------------------------------------------------
 
-    def train(self, command: Command, tell: Tell, wishes: Wishes) -> dict[str, object]:
+    def train(
+        self, command: Command, send_progress: SendProgress, read_signal: ReadSignal
+    ) -> dict[str, object]:
         """Train from one absolute step to another, and save the state there.
 
         Raises:
@@ -133,7 +133,7 @@ class Engine:
         origin = self._origin(command, start)
         begun = self._resume(origin, command) or self._start(command, start)
         try:
-            loss = self._steps(origin, begun, command, tell, wishes)
+            loss = self._steps(origin, begun, command, send_progress, read_signal)
         except AgreedError:
             self.checkpoints.finish()  # as all ranks do
             raise
@@ -321,7 +321,12 @@ class Engine:
         return f"{self.here.data}.{self.here.pipeline}"
 
     def _steps(
-        self, origin: str | None, begun: _Begun, command: Command, tell: Tell, wishes: Wishes
+        self,
+        origin: str | None,
+        begun: _Begun,
+        command: Command,
+        send_progress: SendProgress,
+        read_signal: ReadSignal,
     ) -> float | None:
         """Train; the mean loss over all units, or None if there was nothing to do."""
         passes, profile, device = self.passes, self.profile, self.place.device
@@ -332,7 +337,9 @@ class Engine:
         if passes.scores and self.here.data == 0:
             examples = self.order.ranks * self.order.batch_size
             done_before, summed = begun.step - first, begun.summed
-            live = Live(tell, until - first, examples, device, done=done_before, summed=summed)
+            live = Live(
+                send_progress, until - first, examples, device, done=done_before, summed=summed
+            )
         self.updater.optimizer.zero_grad(set_to_none=True)  # left by a step that was stopped
         profile.begin()
         stream = profile.reads(self.feed.batches(begun.step, until))
@@ -341,8 +348,8 @@ class Engine:
                 self._flops = passes.step_flops(inputs, self.order.batch_size / _SAMPLE)
 
             with profile.device_time("passes"):
-                done = passes.run(inputs, target, self.updater.scale, wishes)
-            if done.wish is ControlSignal.ABORT:
+                done = passes.run(inputs, target, self.updater.scale, read_signal)
+            if done.signal is ControlSignal.CANCEL:
                 raise StoppedError(f"stopped before step {step} because the result is not wanted")
             with profile.device_time("optimizer"):
                 self.updater.step(done.factor)
@@ -351,7 +358,7 @@ class Engine:
             if live is not None:
                 live.step(total, done.mine, done.everyones)
             if origin is not None and step + 1 < until:
-                self._save_within(Within(origin, step + 1), command, total, units, done.wish)
+                self._save_within(Within(origin, step + 1), command, total, units, done.signal)
         self._units = units - begun.units
         loss = None
         if until > first:
@@ -362,7 +369,7 @@ class Engine:
         return loss
 
     def _save_within(
-        self, at: Within, command: Command, total: torch.Tensor, units: int, wish: ControlSignal
+        self, at: Within, command: Command, total: torch.Tensor, units: int, signal: ControlSignal
     ) -> None:
         """Save the state within a round, where the job or somebody outside wants it.
 
@@ -370,7 +377,7 @@ class Engine:
             StoppedError: it is saved, and that was the last step.
         """
         every = self.job.datacenter.checkpoint_steps
-        if wish is not ControlSignal.SAVE and (every == 0 or at.step % every):
+        if signal is not ControlSignal.SAVE and (every == 0 or at.step % every):
             return
         midway = Midway(
             place=self._place(),
@@ -384,7 +391,7 @@ class Engine:
             if self.place.rank == 0:  # the one before is whole by now
                 self.checkpoints.keep_only(self._starts, self._newest_within)
         self._newest_within = at
-        if wish is ControlSignal.SAVE:
+        if signal is ControlSignal.SAVE:
             self.checkpoints.finish()
             raise StoppedError(
                 f"stopped after step {at.step} of {command.from_step} to {command.until_step}, "

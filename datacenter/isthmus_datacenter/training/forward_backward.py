@@ -20,7 +20,8 @@ from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses, losses_of
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.pipeline import Pipeline
-from isthmus_datacenter.training.agreement import ControlSignal, Wishes, ask_for_units
+from isthmus_datacenter.service.messages import ControlSignal, ReadSignal
+from isthmus_datacenter.training.agreement import ask_for_units
 from isthmus_datacenter.training.profile import FORWARD_AND_BACKWARD, count_flops
 
 
@@ -34,7 +35,7 @@ class Done:
     """Units in it."""
     everyones: int
     """Units of all replicas."""
-    wish: ControlSignal
+    signal: ControlSignal
     """The strongest of all ranks."""
     factor: float
     """What the gradients must be multiplied by to be those of the mean loss."""
@@ -60,7 +61,7 @@ class ForwardBackward:
         self.has_output = self.layout.stages - 1 in share.stages
         """Whether it gives an output here."""
 
-    def run(self, inputs: Any, target: Any, scale: float, wishes: Wishes) -> Done:
+    def run(self, inputs: Any, target: Any, scale: float, read_signal: ReadSignal) -> Done:
         """One batch.
 
         The number of all units is known only afterwards, or would have to be waited for: until then
@@ -71,7 +72,7 @@ class ForwardBackward:
             inputs: batch of the task's inputs.
             target: batch of its targets.
             scale: what the losses are multiplied by, for fp16; undone by whoever set it.
-            wishes: asked once, when this rank's units are known.
+            read_signal: asked once, when this rank's units are known.
         """
         pieces = self.layout.accumulate
         if pieces > 1 or self.pipeline is not None:
@@ -93,7 +94,7 @@ class ForwardBackward:
             return add(values) * (scale / self.batch_size)
 
         def ask() -> Callable[[], tuple[int, ControlSignal]]:
-            return ask_for_units(mine if self.scores else 0, wishes(), self.layout.ranks)
+            return ask_for_units(mine if self.scores else 0, read_signal(), self.layout.ranks)
 
         for at in range(pieces):
             part, goal = _piece(inputs, at, pieces), _piece(target, at, pieces)
@@ -115,8 +116,8 @@ class ForwardBackward:
         if self.pipeline is not None:
             answer = ask()
             self.pipeline.sync_tied()
-        everyones, wish = answer()
-        return Done(summed, mine, everyones, wish, guess * averaged / max(everyones, 1))
+        everyones, signal = answer()
+        return Done(summed, mine, everyones, signal, guess * averaged / max(everyones, 1))
 
     def step_flops(self, inputs: Any, samples: float) -> float:
         """Operations of one step on this rank, where something knows them or can use them; or 0.

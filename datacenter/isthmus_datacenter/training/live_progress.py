@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from isthmus_datacenter.service.control_store import Report
+from isthmus_datacenter.service.messages import ProgressReport
 
 _SECONDS = 0.5
 """Between two reports."""
 
-Tell = Callable[[Report], None]
+SendProgress = Callable[[ProgressReport], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Live:
 
     def __init__(
         self,
-        tell: Tell,
+        send_progress: SendProgress,
         steps: int,
         examples: int,
         device: torch.device,
@@ -50,7 +49,7 @@ class Live:
 
         Of them `done` were made before, and gave the losses that were `summed`.
         """
-        self._tell = tell
+        self._send_progress = send_progress
         self._total_steps = steps
         self._examples = examples
         self._mark = self._last = _Mark(time.monotonic(), done, 0, 0)
@@ -88,8 +87,8 @@ class Live:
     def _report(self, mark: _Mark, summed: torch.Tensor) -> None:
         total, last = float(summed), self._last
         seconds = max(mark.at - last.at, 1e-9)
-        self._tell(
-            Report(
+        self._send_progress(
+            ProgressReport(
                 steps=mark.steps,
                 total_steps=self._total_steps,
                 loss=(total - self._last_sum) / max(mark.mine - last.mine, 1),
@@ -98,16 +97,3 @@ class Live:
             )
         )
         self._last, self._last_sum = mark, total
-
-
-def events(first: int, until: int, values: Mapping[str, Any], losses: Sequence[str]) -> list[str]:
-    """What a person should know of how a round went, from what ranks said and which were lost."""
-    steps, resumed = f"steps {first} to {until}", values["resumed"]
-    if resumed is None:
-        how = f"the group restarted and repeated {steps}"
-    else:
-        how = f"the group restarted and went on with {steps} after {resumed}"
-    events = [f"{loss}; {how}" for loss in losses]
-    if resumed is not None and not losses:
-        events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
-    return [*events, *values["noted"]]

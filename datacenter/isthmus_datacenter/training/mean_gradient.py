@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
-from isthmus_datacenter.service.control_store import Command
-from isthmus_datacenter.training.agreement import AgreedError, ControlSignal, StoppedError, Wishes
+from isthmus_datacenter.service.messages import Command, ControlSignal, ReadSignal
+from isthmus_datacenter.training.agreement import AgreedError, StoppedError
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.optimizer import Updater
 from isthmus_datacenter.training.rng import seed_all
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from isthmus_datacenter.training.engine import Engine
 
 
-def mean_gradient(engine: Engine, command: Command, wishes: Wishes) -> dict[str, object]:
+def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> dict[str, object]:
     """Write the mean gradient at a model, over the batches of some steps, into a file.
 
     The parameters are used for it; the state of training is read from its checkpoint when it is
@@ -44,7 +44,7 @@ def mean_gradient(engine: Engine, command: Command, wishes: Wishes) -> dict[str,
     place = engine.here.data + engine.ranks.data * engine.here.pipeline
     seed_all(engine.job.seed, command.from_step, place)
     stream = engine.feed.batches(command.from_step, command.until_step)
-    loss = accumulate(mean, engine.passes, stream, wishes)
+    loss = accumulate(mean, engine.passes, stream, read_signal)
     mean.into_parameters()
     store_shards(Path(command.result), engine.layout, engine.share)
     steps = command.until_step - command.from_step
@@ -86,7 +86,10 @@ class GradientMean(Updater):
 
 
 def accumulate(
-    mean: GradientMean, passes: ForwardBackward, stream: Iterable[tuple[Any, Any]], wishes: Wishes
+    mean: GradientMean,
+    passes: ForwardBackward,
+    stream: Iterable[tuple[Any, Any]],
+    read_signal: ReadSignal,
 ) -> float:
     """Take the gradients of all batches into the mean; the mean loss over all units.
 
@@ -97,8 +100,8 @@ def accumulate(
     units = 0
     mean.optimizer.zero_grad(set_to_none=True)
     for inputs, target in stream:
-        done = passes.run(inputs, target, mean.scale, wishes)
-        if done.wish is ControlSignal.ABORT:
+        done = passes.run(inputs, target, mean.scale, read_signal)
+        if done.signal is ControlSignal.CANCEL:
             raise StoppedError("stopped because the gradient is not wanted")
         mean.step(done.factor)
         total += done.summed

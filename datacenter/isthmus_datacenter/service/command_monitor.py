@@ -1,0 +1,123 @@
+"""Monitor the ranks while they execute one command: failures, heartbeats, progress and signals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from isthmus_datacenter.service.agents import Agents
+from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
+from isthmus_datacenter.service.messages import (
+    ControlSignal,
+    Incarnation,
+    Outcome,
+    ProgressReport,
+    ReadSignal,
+)
+
+_OUTCOME_SECONDS = 0.1
+"""One wait for the outcome of a command, before the ranks' health is checked."""
+_HEARTBEAT_CHECK_SECONDS = 0.5
+"""Interval of the checks of heartbeats, progress and signals."""
+
+
+class IncarnationLostError(Exception):
+    """The incarnation that was to execute a command has ended, or must be ended."""
+
+    def __init__(self, reason: str, *, ranks_run: bool = False) -> None:
+        super().__init__(reason)
+        self.ranks_run = ranks_run
+        """Its ranks still run, and must be killed."""
+
+
+class CancelIgnoredError(Exception):
+    """The ranks did not stop within the lease after a command was cancelled."""
+
+
+class CommandMonitor:
+    """Waits for the outcome of one command and checks the ranks' health meanwhile."""
+
+    def __init__(
+        self,
+        store: ControlStoreThread,
+        agents: Agents,
+        incarnation: Incarnation,
+        number: int,
+        *,
+        ranks: int,
+        lease_seconds: float,
+        send_progress: Callable[[ProgressReport], None],
+        read_signal: ReadSignal,
+    ) -> None:
+        self._store = store
+        self._agents = agents
+        self._incarnation = incarnation
+        self._number = number
+        self._ranks = ranks
+        self._lease_seconds = lease_seconds
+        self._send_progress = send_progress
+        self._read_signal = read_signal
+        self._last_report: ProgressReport | None = None
+        self._heartbeats: list[bytes] = [b""] * ranks
+        self._heartbeat_at = [time.monotonic()] * ranks
+        """When the heartbeat of each rank last changed."""
+        self._checked_at = 0.0
+        self._sent_signal = ControlSignal.CONTINUE
+        self._signalled_at = 0.0
+
+    async def wait_for_outcome(self) -> Outcome:
+        """Wait until the ranks report the outcome.
+
+        Raises:
+            IncarnationLostError: a rank died or hangs, or the agent has ended.
+            CancelIgnoredError: the command was cancelled, and the ranks did not stop in time.
+        """
+        while True:
+            outcome = await self._store.call(
+                ControlStore.wait_for_outcome, self._incarnation, self._number, _OUTCOME_SECONDS
+            )
+            if outcome is not None:
+                return outcome
+            failure = await self._store.call(ControlStore.rank_failure, self._incarnation)
+            if failure is not None:
+                raise IncarnationLostError(str(failure))
+            if self._agents.ended():
+                raise IncarnationLostError("the agent of the ranks died")
+            now = time.monotonic()
+            if now - self._checked_at >= _HEARTBEAT_CHECK_SECONDS:
+                self._checked_at = now
+                await self._check_heartbeats(now)
+                await self._forward_progress()
+                await self._forward_signal(now)
+
+    async def _check_heartbeats(self, now: float) -> None:
+        heartbeats = await self._store.call(ControlStore.heartbeats, self._incarnation, self._ranks)
+        for rank, (old, new) in enumerate(zip(self._heartbeats, heartbeats, strict=True)):
+            if old != new:
+                self._heartbeat_at[rank] = now
+        self._heartbeats = heartbeats
+        for rank, heartbeat_at in enumerate(self._heartbeat_at):
+            if now - heartbeat_at > self._lease_seconds:
+                raise IncarnationLostError(
+                    f"rank {rank} did not answer for {self._lease_seconds:g} s and was ended",
+                    ranks_run=True,
+                )
+
+    async def _forward_progress(self) -> None:
+        report = await self._store.call(ControlStore.progress, self._incarnation, self._number)
+        if report is not None and report != self._last_report:
+            self._last_report = report
+            self._send_progress(report)
+
+    async def _forward_signal(self, now: float) -> None:
+        control_signal = self._read_signal()
+        if control_signal > self._sent_signal:
+            self._sent_signal, self._signalled_at = control_signal, now
+            await self._store.call(
+                ControlStore.send_signal, self._incarnation, self._number, control_signal
+            )
+        elif (
+            control_signal is ControlSignal.CANCEL
+            and now - self._signalled_at > self._lease_seconds
+        ):
+            raise CancelIgnoredError

@@ -1,0 +1,113 @@
+"""Messages between the service and the ranks, each one JSON value in the control store.
+
+`Command` goes to all ranks, `ControlSignal` interrupts the command that runs, `ProgressReport`
+comes back while it runs and `Outcome` ends it. `RankFailure` comes from an agent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Incarnation:
+    """One start of all ranks: the `restart`-th under the agent of a `generation`."""
+
+    generation: int
+    restart: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.restart}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """An operation that all ranks perform together."""
+
+    op: Literal["open", "train", "gradient", "export", "close"]
+    run_id: str
+    job: str = ""
+    """open: the validated job as JSON."""
+    base: str = ""
+    """open: directory that relative task paths start from."""
+    data: str | None = None
+    """open: path of the data that the ranks train on."""
+    layout: str = ""
+    """open: the exchange set's safetensors header, as latin-1."""
+    frozen: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    """open: some values of each parameter that is not exchanged."""
+    from_step: int = 0
+    """train, export: the step whose state is needed first; gradient: the first step whose batch is
+    used."""
+    until_step: int = 0
+    """train: the absolute step to stop at, so that a repetition is exact; gradient: the first step
+    whose batch is not used."""
+    model: str | None = None
+    """train, gradient: file of a model to load first."""
+    model_digest: str = ""
+    """train: SHA-256 of that model, in hexadecimal digits."""
+    evaluate: bool = False
+    """train: evaluate the model afterwards."""
+    result: str | None = None
+    """train, export, gradient: file to write the model, or the gradient, into."""
+
+
+class ControlSignal(enum.IntEnum):
+    """An interruption of the running command; the larger value wins over the smaller."""
+
+    CONTINUE = 0
+    """No interruption."""
+    SAVE = 1
+    """Save the state at the next step and stop: the machines are about to be taken."""
+    CANCEL = 2
+    """Stop at the next step: the result is not needed."""
+
+
+ReadSignal = Callable[[], ControlSignal]
+"""Returns the strongest signal that this rank has received for the running command."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgressReport:
+    """Progress of a training command."""
+
+    steps: int
+    """Completed steps."""
+    total_steps: int
+    loss: float
+    """Mean over the units scored since the last report, on the replica that reports."""
+    examples_per_second: float
+    """Of all replicas, since the last report."""
+    units_per_second: float
+    """Of all replicas, since the last report."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The end of a command: its values or its failure."""
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    failure: str | None = None
+    """One sentence for a person; None on success."""
+    rank_exits: bool = False
+    """The rank that failed exits, which ends the incarnation: other ranks may be waiting for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """The exit of the rank that ended an incarnation, as its agent observed it."""
+
+    rank: int
+    exit_code: int
+    """Negative: minus the number of the signal that killed it."""
+    last_line: str
+    """The last useful line of the rank's standard error."""
+
+    def __str__(self) -> str:
+        if self.exit_code < 0:
+            return f"rank {self.rank} died (signal {-self.exit_code})"
+        reason = f": {self.last_line}" if self.last_line else ""
+        return f"rank {self.rank} ended (exit code {self.exit_code}){reason}"

@@ -1,0 +1,257 @@
+"""Translate the link's requests into commands for the ranks, and their outcomes into replies.
+
+Models pass through mapped files under the state directory: the link writes a model that the ranks
+read, and the ranks write a result that the link reads. This process holds no model in its own
+memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import UpdateError, UserError
+from isthmus.job import read_job
+from isthmus.task import check_installed
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.fingerprint import received
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_datacenter.service.messages import Command, ProgressReport
+from isthmus_datacenter.service.rank_group import RankGroup
+from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RESERVED_NAMES = {"exchange", "logs", "lock", "membership"}
+"""Names under the state directory that no run can have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DatacenterRun:
+    """The run that is open in this datacenter."""
+
+    run_id: str
+    layout: TensorLayout
+
+
+class RequestHandler:
+    """Executes the requests of one run at a time with a group of ranks."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        files: TransferFiles,
+        state: Path,
+        data: Path | None,
+        tasks: Path | None,
+    ) -> None:
+        """`state`, `data` and `tasks` are those of the `DatacenterService`."""
+        self._group = group
+        self._files = files
+        self._state = state
+        self._data = data
+        self._tasks = tasks
+        self._run: DatacenterRun | None = None
+
+    def create_buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
+        """A mapped file for one model of the open run, which the ranks can read.
+
+        None for a package of the task: here its owner installs it.
+
+        Raises:
+            UserError: no such run is open.
+            UpdateError: the size is not that of its model.
+            OSError: the disk is full.
+        """
+        kind = request.WhichOneof("work")
+        if kind == "open":
+            return None
+        layout = self._open_run(getattr(request, kind).run_id).layout
+        if size != layout.nbytes:
+            raise UpdateError(
+                f"a model of {size} bytes was announced where this run's takes {layout.nbytes}"
+            )
+        return self._files.create_model(request.id, size)
+
+    async def handle(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Execute one request.
+
+        Raises:
+            CommandError: the ranks failed to execute it, or it was cancelled.
+            RankGroupError: the ranks failed repeatedly.
+            UpdateError: the model is missing or has another layout.
+            UserError: the request is not valid, or its run is not open.
+            OSError: the disk is full.
+        """
+        kind = request.WhichOneof("work")
+        if kind == "open":
+            return await self._open(request.open, progress), None
+        if kind == "train_steps":
+            return await self._train(request.id, request.train_steps, model, progress)
+        if kind == "mean_gradient":
+            if model is None:
+                raise UpdateError("a gradient was asked for without the model to take it at")
+            return await self._mean_gradient(request.id, request.mean_gradient, model)
+        if kind == "export":
+            return await self._export(request.id, request.export)
+        if kind == "close":
+            return await self._close(request.close), None
+        raise UserError(f"a datacenter cannot do {kind!r}; it may be older than the server")
+
+    async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
+        if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _RESERVED_NAMES:
+            raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
+        job = read_job(open_.job)
+        layout = TensorLayout.from_header(open_.layout)
+        base, data = Path(open_.base), self._data
+        if self._tasks is not None:
+            check_installed(job.task.source, self._tasks)
+            base = self._tasks
+        elif data is None:
+            data = job.task.data_in(base)
+        self._run = None
+        self._group.lease_seconds = job.time.lease_seconds
+        (self._state / open_.run_id).mkdir(exist_ok=True)
+        command = Command(
+            op="open",
+            run_id=open_.run_id,
+            job=open_.job,
+            base=str(base),
+            data=None if data is None else str(data),
+            layout=open_.layout.decode("latin-1"),
+            frozen=received(open_.frozen),
+        )
+        values, _ = await self._group.execute(command)
+        if values["note"]:
+            progress(link_pb2.Progress(note=values["note"]))
+        self._run = DatacenterRun(open_.run_id, layout)
+        return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
+
+    async def _train(
+        self,
+        request_id: str,
+        train: link_pb2.TrainSteps,
+        model: Buffer | None,
+        progress: ReportProgress,
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        run = self._open_run(train.run_id)
+        if train.until_step < train.from_step:
+            raise UserError(f"until_step={train.until_step} is before from_step={train.from_step}")
+        if model is not None:
+            check_model(model, run.layout)
+        command = Command(
+            op="train",
+            run_id=run.run_id,
+            from_step=train.from_step,
+            until_step=train.until_step,
+            model=None if model is None else str(self._files.model_path(request_id)),
+            model_digest="" if model is None else train.model.sha256.hex(),
+            evaluate=train.evaluate,
+            result=str(self._files.create_result(request_id, run.layout))
+            if train.hand_back
+            else None,
+        )
+        started = time.monotonic()
+
+        def send_progress(report: ProgressReport) -> None:
+            progress(link_pb2.Progress(**dataclasses.asdict(report)))
+
+        values, losses = await self._group.execute(command, send_progress)
+        trained = link_pb2.Trained(
+            examples=values["examples"],
+            steps=values["steps"],
+            seconds=time.monotonic() - started,
+            training=values["training"],
+            evaluation=values["evaluation"],
+            profile=values["profile"],
+            events=training_events(train.from_step, train.until_step, values, losses),
+        )
+        payload = None
+        if train.hand_back:
+            blob, payload = await self._files.map_result(request_id, run.layout)
+            trained.result.CopyFrom(blob)
+        return link_pb2.Reply(trained=trained), payload
+
+    async def _mean_gradient(
+        self, request_id: str, gradient: link_pb2.MeanGradient, model: Buffer
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        run = self._open_run(gradient.run_id)
+        if gradient.until_step <= gradient.from_step:
+            raise UserError(
+                f"until_step={gradient.until_step} is not after from_step={gradient.from_step}"
+            )
+        check_model(model, run.layout)
+        started = time.monotonic()
+        command = Command(
+            op="gradient",
+            run_id=run.run_id,
+            from_step=gradient.from_step,
+            until_step=gradient.until_step,
+            model=str(self._files.model_path(request_id)),
+            result=str(self._files.create_result(request_id, run.layout)),
+        )
+        values, losses = await self._group.execute(command)
+        blob, payload = await self._files.map_result(request_id, run.layout)
+        trained = link_pb2.Trained(
+            result=blob,
+            examples=values["examples"],
+            steps=values["steps"],
+            seconds=time.monotonic() - started,
+            training=values["training"],
+            events=[f"{loss}; the group restarted and began the gradient anew" for loss in losses],
+        )
+        return link_pb2.Reply(trained=trained), payload
+
+    async def _export(
+        self, request_id: str, export: link_pb2.Export
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        run = self._open_run(export.run_id)
+        path = self._files.create_result(request_id, run.layout)
+        command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
+        await self._group.execute(command)
+        blob, payload = await self._files.map_result(request_id, run.layout)
+        return link_pb2.Reply(exported=link_pb2.Exported(model=blob)), payload
+
+    async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:
+        if self._run is not None and self._run.run_id == close.run_id:
+            self._run = None
+            await self._group.execute(Command(op="close", run_id=close.run_id))
+            if close.finished:  # its checkpoints take most of the state directory
+                await asyncio.to_thread(shutil.rmtree, self._state / close.run_id, True)
+        return link_pb2.Reply(closed=link_pb2.Closed())
+
+    def _open_run(self, run_id: str) -> DatacenterRun:
+        if self._run is None or self._run.run_id != run_id:
+            raise UserError(f"run {run_id!r} is not open in this datacenter")
+        return self._run
+
+
+def training_events(
+    first: int, until: int, values: Mapping[str, Any], losses: Sequence[str]
+) -> list[str]:
+    """Describe the interruptions of a training command in sentences for a person.
+
+    Args:
+        first: absolute step that training started from.
+        until: absolute step that training stopped at.
+        values: of the command's outcome.
+        losses: descriptions of the ranks that were lost.
+    """
+    steps, resumed = f"steps {first} to {until}", values["resumed"]
+    if resumed is None:
+        recovery = f"the group restarted and repeated {steps}"
+    else:
+        recovery = f"the group restarted and went on with {steps} after {resumed}"
+    events = [f"{loss}; {recovery}" for loss in losses]
+    if resumed is not None and not losses:
+        events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
+    return [*events, *values["noted"]]
