@@ -3,6 +3,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from tests.server.strategy.observations import comparison_of, observe
 
 from isthmus.errors import UserError
 from isthmus_server.commands import why
@@ -11,8 +12,6 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Plan
 from isthmus_server.strategy.policy import Forecast
 from isthmus_server.views.explain import explanation
-
-from .observing import compared, observe
 
 CURIOUS = """
 from isthmus_server.strategy import Compare, Plan
@@ -108,8 +107,8 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
             "datacenter": Forecast(),
         },
         comparisons=[
-            compared(("served", "warm"), (-0.05,)),
-            compared(("served", "cold"), (0.005,)),
+            comparison_of(("served", "warm"), (-0.05,)),
+            comparison_of(("served", "cold"), (0.005,)),
         ],
         seconds_left=7200.0,
         bytes_left=3e6,

@@ -53,7 +53,7 @@ def resolve_plan(
         datacenters=ranks,
         from_step=at.datacenter_step,
         steps=(plan.datacenter_steps or job.datacenter.steps) if ranks else 0,
-        model_is_there=plan.start == CURRENT and ranks == [at.holder],
+        datacenter_has_model=plan.start == CURRENT and ranks == [at.holder],
         evaluate=one and not averages and evaluates(job, round_),
         hand_back=not one or averages or any(plan.keep.values()),
         transfers=transfers,

@@ -12,7 +12,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.attendance import Attendance
-from isthmus_server.strategy.cohort import select
+from isthmus_server.strategy.device_selection import select_devices
 
 KEEPING = 2
 """Version of the link since which devices keep updates; older ones would send them in plain."""
@@ -44,9 +44,9 @@ class Cohorts:
     def committed(self, row: Mapping[str, Any]) -> None:
         """A round is done."""
         for attempt in (*self._pending, row):
-            self.attendance.take(
+            self.attendance.record_attempt(
                 attempt["round"],
-                asked_at=attempt["started_at"],
+                started_at=attempt["started_at"],
                 seconds=attempt["seconds"],
                 receipts=[r for r in attempt["receipts"] if r["regime"] == "federated"],
             )
@@ -78,9 +78,9 @@ class Cohorts:
         again, invited = self._again
         if again == round_ and set(invited) <= set(able):
             return {name: self.roster.clients[name].examples for name in sorted(invited)}
-        names = select(
+        names = select_devices(
             set(able) - set(at_work),
-            wanted=settings.concurrency + settings.cohort if buffered else settings.invited,
+            count=settings.concurrency + settings.cohort if buffered else settings.invited,
             seed=self.job.seed,
             round_=round_,
             records=self.attendance.records,
@@ -98,4 +98,4 @@ class Cohorts:
 
     def _rests_for(self, name: str) -> float:
         hours = self.roster.clients[name].hours
-        return self.attendance.rests_for(name, self.clock.utc(), hours)
+        return self.attendance.seconds_until_eligible(name, self.clock.utc(), hours)

@@ -22,7 +22,7 @@ from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.receipts import Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy.cohort import select
+from isthmus_server.strategy.device_selection import select_devices
 from isthmus_server.strategy.policy import Compare, Comparison
 
 
@@ -109,7 +109,7 @@ class ComparisonRunner:
                 [],
             )
         # Numbers below 0 draw apart from the rounds' cohorts.
-        return select(able, wanted=asked.devices, seed=self.job.seed, round_=-number)
+        return select_devices(able, count=asked.devices, seed=self.job.seed, round_=-number)
 
     def _price(self, asked: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)

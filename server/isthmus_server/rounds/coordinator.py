@@ -35,7 +35,7 @@ from isthmus_server.rounds.trainer import Trained, Trainer
 from isthmus_server.storage.receipts import Receipt, attempt_row
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
-from isthmus_server.strategy.limits import hold
+from isthmus_server.strategy.limits import enforce_limits
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
@@ -148,7 +148,7 @@ class Coordinator:
                     lasting.result()  # it failed: the disk is full, say
                 if stop is not None:
                     reason = stop.reason
-                    seen = {"round": self.at.round + 1, "observation": decision.seen}
+                    seen = {"round": self.at.round + 1, "observation": decision.observation}
                     self._note("stopped", {**seen, "reason": reason})
                     break
             final = await self._finish(reason)
@@ -206,7 +206,7 @@ class Coordinator:
         The plan stays what it is; it waits, or a limit ends the run.
         """
         while True:
-            answer = hold(plan, self._observe()).answer
+            answer = enforce_limits(plan, self._observe()).answer
             if isinstance(answer, Stop):
                 return answer
             if not isinstance(answer, Wait):
@@ -220,10 +220,10 @@ class Coordinator:
         work = resolve_plan(
             self.job, self.at, self.roster, self.cohorts, self.fleet.at_work, plan, attempt
         )
-        self.store.plan(round_, attempt, work.to_json(), decision.seen)
+        self.store.plan(round_, attempt, work.to_json(), decision.observation)
         about = {"round": round_, "attempt": attempt, "regime": plan.regime, "reason": plan.reason}
         self._note("round", {**about, "invited": len(work.cohort) + len(work.datacenters)})
-        if not work.model_is_there:
+        if not work.datacenter_has_model:
             await self._stand_at(plan.start)
         trained = await self.trainer.train(work)
         await asyncio.to_thread(self.trainer.merge, work, trained)
@@ -243,8 +243,8 @@ class Coordinator:
             device_bytes=self.at.device_bytes,
             state=self.at.policy_state,
             clients_ready=able,
-            clients_resting=len(self.roster.clients) - able,
-            enough_in=self.cohorts.enough_in(),
+            clients_ineligible=len(self.roster.clients) - able,
+            seconds_until_quorum=self.cohorts.enough_in(),
             datacenters=len(self.roster.datacenters),
             model_bytes=self.model.layout.nbytes,
             now=self.clock.utc(),
@@ -322,8 +322,8 @@ class Coordinator:
 
     def _save(self, work: RoundSpec) -> dict[str, Any]:
         """Write what the round changed, durably; returns what `RunState` says of it."""
-        models = self.snapshots.write(work.round, work.plan, self.at.models, away=work.away)
-        if work.alone and not work.plan.reset_optimizer:
+        models = self.snapshots.write(work.round, work.plan, self.at.models, away=work.model_stays)
+        if work.single_datacenter and not work.plan.reset_optimizer:
             return {"models": models}
         optimizer, numbers = self.snapshots.write_optimizer(work.round)
         return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
@@ -349,7 +349,7 @@ class Coordinator:
             "comparisons": [one["comparison"] for one in visits if one["comparison"]],
             "metrics": dict(evaluation),
             **trained.to_json(),
-            "model_sha256": None if work.away else saved["models"][SERVED].sha256,
+            "model_sha256": None if work.model_stays else saved["models"][SERVED].sha256,
             "elapsed": now - self._began,
         }
         self.at = self.at.after_round(work, row, self.model.averaged, saved)

@@ -236,7 +236,7 @@ class Trainer:
             work.attempt,
             from_step=work.from_step,
             until_step=work.from_step + work.steps,
-            model=None if work.model_is_there else self.model.blob,
+            model=None if work.datacenter_has_model else self.model.blob,
             evaluate=work.evaluate,
             hand_back=work.hand_back,
         )

@@ -1,4 +1,4 @@
-"""Which regime does the work of a round, with whom, and why."""
+"""Strategy policies: decide which regime trains each round, with which participants, and why."""
 
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.policy import (

@@ -1,7 +1,7 @@
-"""The contract between a run and its policy: what of its answers can be done, and what cannot.
+"""Call a policy and validate its answer.
 
-What a policy sees and may answer is in `policy`; whether the job's limits allow what it wants is
-for `constraints`.
+`policy` defines what a policy observes and may answer. Whether a valid answer fits the job's limits
+is checked afterwards, in `limits`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from isthmus_server.strategy.policy import (
 
 
 def checked_answer(policy: Policy, name: str, observation: Observation) -> Answer:
-    """Ask a policy, and hold it to its contract.
+    """Call a policy and validate its answer.
 
-    Its state comes back as it will be read after a crash, so that a resumed run sees no other.
+    The answer's state is returned as it would be read from the log after a crash, so a resumed run
+    sees the same state.
 
     Raises:
-        JobError: it raised, or answered something that cannot be done; says which policy.
+        JobError: the policy raised, or its answer is invalid; the message names the policy.
     """
     where = f"the policy {name!r}"
     try:
         answer = policy.plan(observation)
-    except Exception as error:  # it may be anybody's code
+    except Exception as error:  # third-party code may raise anything
         raise JobError(
             f"{where} failed in round {observation.round}: {type(error).__name__}: {error}"
         ) from error
-    wrong = _what_is_wrong(answer, observation)
-    if wrong:
-        raise JobError(f"{where} answered {answer!r} in round {observation.round}, {wrong}")
+    problem = _problem_with(answer, observation)
+    if problem:
+        raise JobError(f"{where} answered {answer!r} in round {observation.round}, {problem}")
     if isinstance(answer, Stop | Wait):
         return answer
     try:
@@ -56,64 +57,70 @@ def checked_answer(policy: Policy, name: str, observation: Observation) -> Answe
         ) from error
 
 
-def _what_is_wrong(answer: object, observation: Observation) -> str:
-    """Why an answer cannot be used, completing a sentence; empty if it can."""
+def _problem_with(answer: object, observation: Observation) -> str:
+    """Return why an answer is invalid, as a clause that completes a sentence; empty if valid."""
     if not isinstance(answer, Plan | Compare | Wait | Stop):
         return "which is not a Plan, a Compare, a Wait or a Stop"
     if not isinstance(answer.reason, str) or not answer.reason:
         return "which has no reason in words"
     if isinstance(answer, Plan):
-        return _wrong_plan(answer, observation)
+        return _problem_with_plan(answer, observation)
     if isinstance(answer, Compare):
-        asked = {part for name in answer.models for part in name.split("+")}
-        if not 2 <= len(answer.models) <= 4 or not asked <= set(observation.models):
+        models = {part for name in answer.models for part in name.split("+")}
+        if not 2 <= len(answer.models) <= 4 or not models <= set(observation.models):
             return f"which must name two to four models of {', '.join(observation.models)}"
-        if not _whole(answer.devices, least=1):
+        if not _is_integer(answer.devices, minimum=1):
             return "which must ask at least one device"
         if observation.refused:
             return f"though it was refused in this round already: {observation.refused[-1]}"
-    if isinstance(answer, Wait) and not _number(answer.seconds, above=0.0):
+    if isinstance(answer, Wait) and not _is_number(answer.seconds, above=0.0):
         return "which must wait for a number of seconds above 0"
     return ""
 
 
-def _wrong_plan(plan: Plan, observation: Observation) -> str:
+def _problem_with_plan(plan: Plan, observation: Observation) -> str:
     if plan.regime not in KINDS:
         return f"whose regime is none of {', '.join(KINDS)}"
     if not set(plan.start.split("+")) <= set(observation.models):
         return f"which starts from a model that is none of {', '.join(observation.models)}"
     if plan.merge not in (None, "weighted", "projected", "transfer"):
         return "whose merge is none of weighted, projected, transfer"
-    for name, least in (("datacenter_steps", 1), ("cohort", 1)):
+    for name, minimum in (("datacenter_steps", 1), ("cohort", 1)):
         value = getattr(plan, name)
-        if value is not None and not _whole(value, least):
+        if value is not None and not _is_integer(value, minimum):
             return f"whose {name} is not a whole number above 0"
-    if plan.transfer_weight is not None and not _number(plan.transfer_weight, least=0.0):
+    if plan.transfer_weight is not None and not _is_number(plan.transfer_weight, minimum=0.0):
         return "whose transfer_weight is not a number from 0"
-    if not _number(plan.step_scale, above=0.0):
+    if not _is_number(plan.step_scale, above=0.0):
         return "whose step_scale is not a number above 0"
-    return _wrong_kept(plan, observation)
+    return _problem_with_kept_models(plan, observation)
 
 
-def _wrong_kept(plan: Plan, observation: Observation) -> str:
-    fixed = {CURRENT, SERVED, INITIAL}
+def _problem_with_kept_models(plan: Plan, observation: Observation) -> str:
+    reserved = {CURRENT, SERVED, INITIAL}
     for name, model in plan.keep.items():
-        if not isinstance(name, str) or name in fixed or not name or "+" in name:
-            return f"which keeps a model as {name!r}; a name of its own is wanted, without +"
+        if not isinstance(name, str) or name in reserved or not name or "+" in name:
+            return (
+                f"which keeps a model as {name!r}; choose another name, without + and none of "
+                f"{', '.join(sorted(reserved))}"
+            )
         if model not in (CURRENT, SERVED, ""):
             return f"which keeps {model!r} as {name!r}, where only current or served can be kept"
     dropped = {name for name, model in plan.keep.items() if not model}
-    kept = (set(observation.models) | set(plan.keep)) - fixed - dropped
+    kept = (set(observation.models) | set(plan.keep)) - reserved - dropped
     if len(kept) > MAX_KEPT:
         return f"which makes {len(kept)} kept models, and at most {MAX_KEPT} are kept"
     return ""
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _number(value: object, *, least: float = -math.inf, above: float = -math.inf) -> bool:
+def _is_number(value: object, *, minimum: float = -math.inf, above: float = -math.inf) -> bool:
     return (
-        isinstance(value, int | float) and math.isfinite(value) and value >= least and value > above
+        isinstance(value, int | float)
+        and math.isfinite(value)
+        and value >= minimum
+        and value > above
     )

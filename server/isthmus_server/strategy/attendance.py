@@ -1,12 +1,14 @@
-"""What is known of each device from the rounds it was asked in, and whether it may be asked again.
+"""Participation history of each device, and when a device may be invited again.
 
 >>> from isthmus.job.federated import FederatedSection, Participation
->>> twice = FederatedSection(participation=Participation(rounds=1, hours=2))
->>> attendance = Attendance(twice)
->>> attendance.take(1, asked_at=0.0, seconds=9.0, receipts=[{"participant": "a", "started": True,
-...     "status": "accepted", "seconds": 3.0, "examples": 20, "loss": 1.5}])
->>> attendance.rests_for("a", now=3600.0), attendance.rests_for("b", now=3600.0)
-(3600.0, 0.0)
+>>> once_in_two_hours = FederatedSection(participation=Participation(rounds=1, hours=2))
+>>> attendance = Attendance(once_in_two_hours)
+>>> attendance.record_attempt(1, started_at=0.0, seconds=9.0, receipts=[{"participant": "a",
+...     "started": True, "status": "accepted", "seconds": 3.0, "examples": 20, "loss": 1.5}])
+>>> attendance.seconds_until_eligible("a", now=3600.0)
+3600.0
+>>> attendance.seconds_until_eligible("b", now=3600.0)
+0.0
 """
 
 from __future__ import annotations
@@ -25,39 +27,47 @@ from isthmus_server.strategy.windows import WEEK, forecast_hours
 
 @dataclasses.dataclass
 class Record:
-    """One device that was asked at least once."""
+    """One device that was invited at least once."""
 
-    asked: deque[tuple[int, float]]
-    """The last rounds, each with when it was asked (seconds since 1970): as many as count."""
+    invited: deque[tuple[int, float]]
+    """The last rounds it was invited to, each with the time (seconds since 1970); as many as the
+    participation cap counts."""
     seconds: float = 0.0
-    """Its time for the work when it was asked last; at least what the whole attempt took, where it
-    did not come to its end."""
+    """Time its last update took; at least the length of the whole attempt if it did not finish."""
     examples: int = 0
-    """Of its last update that was used."""
+    """Examples of its last accepted update."""
     loss: float | None = None
-    """Mean over its examples while it made that update; None where the server cannot see it."""
+    """Mean loss over its examples while it computed that update; None if the server cannot see
+    it."""
 
 
 class Attendance:
     """Records of all devices.
 
-    A round counts once, however many attempts it took: a run that goes on after a crash within a
-    round chooses as one that was never interrupted.
+    A round counts once, however many attempts it took: a run that is resumed within a round selects
+    the same devices as one that was never interrupted.
     """
 
     def __init__(self, settings: FederatedSection) -> None:
         self.settings = settings
         self.records: dict[str, Record] = {}
 
-    def take(
+    def record_attempt(
         self,
         round_: int,
         *,
-        asked_at: float,
+        started_at: float,
         seconds: float,
         receipts: Iterable[Mapping[str, Any]],
     ) -> None:
-        """Note an attempt at a round: when it began, how long it took, its devices' receipts."""
+        """Record an attempt at a round.
+
+        Args:
+            round_: the round, from 1.
+            started_at: when the attempt began, in seconds since 1970.
+            seconds: how long it took.
+            receipts: the receipts of its devices.
+        """
         for receipt in receipts:
             if not receipt["started"]:
                 continue
@@ -65,8 +75,8 @@ class Attendance:
             if name not in self.records:
                 self.records[name] = Record(deque(maxlen=1 if cap is None else cap.rounds))
             record = self.records[name]
-            if not record.asked or record.asked[-1][0] != round_:
-                record.asked.append((round_, asked_at))
+            if not record.invited or record.invited[-1][0] != round_:
+                record.invited.append((round_, started_at))
             if receipt["status"] != "accepted":
                 record.seconds = max(record.seconds, seconds)
                 continue
@@ -75,36 +85,43 @@ class Attendance:
             loss = receipt.get("loss")
             record.loss = loss if loss is not None and math.isfinite(loss) else None
 
-    def rests_for(self, name: str, now: float, own: Sequence[Hours] = ()) -> float:
-        """Seconds until a device may be asked: 0 now, infinity never (again).
+    def seconds_until_eligible(
+        self, name: str, now: float, device_hours: Sequence[Hours] = ()
+    ) -> float:
+        """Return the seconds until a device may be invited: 0 if it may now, infinity if never.
 
-        `own` are the hours that the device wants to be asked in, besides those of the job.
+        Args:
+            name: the device.
+            now: seconds since 1970, UTC.
+            device_hours: the hours in which the device itself accepts work, in addition to the
+                job's.
         """
         settings = self.settings
-        if settings.participation is None and not settings.hours and not own:
-            return 0.0  # as in most jobs, with thousands of devices
-        rest = self._until_below_cap(name, now)
-        given = [hours for hours in (hours_of(settings, name), own) if hours]
-        # Two lists of hours are in turn waited for, until both are open or a week has gone by.
-        end = rest + WEEK
-        while rest <= end:
-            at = [forecast_hours(hours, now + rest, None) for hours in given]
-            closed = [one.changes_in for one in at if not one.ready]
+        if settings.participation is None and not settings.hours and not device_hours:
+            return 0.0  # the usual case; this is called for thousands of devices
+        delay = self._seconds_until_below_cap(name, now)
+        schedules = [hours for hours in (job_hours_of(settings, name), device_hours) if hours]
+        # Advance to the next opening of each schedule in turn, until all are open at the same time
+        # or a week has passed.
+        end = delay + WEEK
+        while delay <= end:
+            forecasts = [forecast_hours(hours, now + delay, None) for hours in schedules]
+            closed = [forecast.changes_in for forecast in forecasts if not forecast.ready]
             if not closed:
-                return rest
-            rest += max(wait or math.inf for wait in closed)
+                return delay
+            delay += max(wait or math.inf for wait in closed)
         return math.inf
 
-    def _until_below_cap(self, name: str, now: float) -> float:
+    def _seconds_until_below_cap(self, name: str, now: float) -> float:
         cap, record = self.settings.participation, self.records.get(name)
-        if cap is None or record is None or len(record.asked) < cap.rounds:
+        if cap is None or record is None or len(record.invited) < cap.rounds:
             return 0.0
         if cap.hours is None:
             return math.inf
-        _, counted_since = record.asked[-cap.rounds]
+        _, counted_since = record.invited[-cap.rounds]
         return max(0.0, counted_since + cap.hours * 3600.0 - now)
 
 
-def hours_of(settings: FederatedSection, name: str) -> Sequence[Hours]:
-    """The hours that the job gives a device; none: always."""
+def job_hours_of(settings: FederatedSection, name: str) -> Sequence[Hours]:
+    """Return the hours in which the job allows a device to work; empty if it sets no limit."""
     return [entry for entry in settings.hours if fnmatchcase(name, entry.devices)]

@@ -1,12 +1,12 @@
-"""How one round is decided: observe, ask the policy, make its visits, hold it to the limits.
+"""Decide one round: observe, call the policy, run its comparisons, enforce the limits.
 
 ::
 
-    look -> policy -> constraints --Plan, Stop--> Decision
-      ^                    |
-      |                    +--Compare--> visit devices --+
-      |                    +--Wait-----> sleep ----------+
-      +--------------------------------------------------+
+    observe -> policy -> enforce_limits --Plan, Stop--> Decision
+      ^                        |
+      |                        +--Compare--> devices score models --+
+      |                        +--Wait-----> sleep -----------------+
+      +-------------------------------------------------------------+
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from isthmus.errors import JobError, RoundFailed
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.strategy.answer_checks import checked_answer
-from isthmus_server.strategy.limits import LimitRefusal, hold
+from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
 from isthmus_server.strategy.policy import (
     Compare,
     Observation,
@@ -28,91 +28,97 @@ from isthmus_server.strategy.policy import (
     Wait,
 )
 
-MAX_VISITS = 3
-"""Comparisons that a policy may ask for in one round."""
+MAX_COMPARISONS = 3
+"""Comparisons that a policy may request in one round."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is done next, and everything that led to it."""
+    """What is done next, and the data it was decided on."""
 
     answer: Plan | Stop
-    seen: Mapping[str, Any]
-    """The observation it was decided on, as JSON data, without the history, which is in the log;
-    with what the policy `asked` of devices, how long it `waited`, and the limits' `adjustments`.
-    """
+    observation: Mapping[str, Any]
+    """The last observation as JSON data, without the history, which is in the log anyway. Three
+    keys are added: the comparisons that the policy `asked` for, how it `waited`, and the limits'
+    `adjustments`."""
 
     @classmethod
-    def from_log(cls, plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Decision:
-        """One that was written down before a crash: it stands, within the limits of now."""
+    def from_log(cls, plan: Mapping[str, Any], observation: Mapping[str, Any]) -> Decision:
+        """Restore a decision that was logged before a crash; limits are enforced again later."""
         names = {field.name for field in dataclasses.fields(Plan) if field.init}
         return cls(
             answer=Plan(**{name: value for name, value in plan.items() if name in names}),
-            seen=seen,
+            observation=observation,
         )
 
 
-Look = Callable[[], Observation]
-"""What is so now, with the comparisons made for this round, their price and the policy's state."""
-Visit = Callable[[Compare], Awaitable[None]]
-"""Has devices score models, and sees to it that the next look has the result and `Compare.state`.
-Raises `RoundFailed` where too few answer."""
+Observe = Callable[[], Observation]
+"""Takes a new observation, with the comparisons made for this round and their price, and the
+policy's state."""
+CompareModels = Callable[[Compare], Awaitable[None]]
+"""Has devices score models. The next observation has the result and `Compare.state`. Raises
+`RoundFailed` if too few devices answer."""
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
 async def decide(
-    policy: Policy, name: str, look: Look, visit: Visit, clock: Clock, note: Note
+    policy: Policy,
+    name: str,
+    observe: Observe,
+    compare_models: CompareModels,
+    clock: Clock,
+    note: Note,
 ) -> Decision:
-    """Decide on the next round.
+    """Decide the next round.
 
     Args:
-        policy: the job's.
-        name: how the job calls it.
-        look: see `Look`.
-        visit: see `Visit`.
-        clock: what waiting goes by.
-        note: told of waits.
+        policy: the job's policy.
+        name: the policy's name in the job, for error messages.
+        observe: see `Observe`.
+        compare_models: see `CompareModels`.
+        clock: measures and makes waits.
+        note: receives an event for each wait.
 
     Raises:
-        JobError: the policy broke its contract.
+        JobError: the policy raised, or gave an invalid answer.
     """
     refused: list[str] = []
-    asked: list[dict[str, Any]] = []
-    waited: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
+    waits: list[dict[str, Any]] = []
     while True:
-        seen = dataclasses.replace(look(), refused=tuple(refused))
-        wanted = checked_answer(policy, name, seen)
-        held = hold(wanted, seen)
-        answer = held.answer
-        if isinstance(wanted, Compare):
-            if len(asked) == MAX_VISITS:
+        observation = dataclasses.replace(observe(), refused=tuple(refused))
+        proposed = checked_answer(policy, name, observation)
+        constrained = enforce_limits(proposed, observation)
+        answer = constrained.answer
+        if isinstance(proposed, Compare):
+            if len(requests) == MAX_COMPARISONS:
                 raise JobError(
-                    f"the policy {name!r} asked for more than {MAX_VISITS} comparisons in round "
-                    f"{seen.round}"
+                    f"the policy {name!r} asked for more than {MAX_COMPARISONS} comparisons in "
+                    f"round {observation.round}"
                 )
-            asked.append({**dataclasses.asdict(wanted), "refused": None})
+            requests.append({**dataclasses.asdict(proposed), "refused": None})
         if isinstance(answer, Compare):
             try:
-                await visit(answer)
+                await compare_models(answer)
                 continue
             except RoundFailed as error:
                 answer = LimitRefusal(str(error))
-        if isinstance(wanted, Compare):
-            asked[-1]["refused"] = answer.reason  # of a Stop as well
+        if isinstance(proposed, Compare):
+            requests[-1]["refused"] = answer.reason  # also if a limit ends the run
         if isinstance(answer, LimitRefusal):
             refused.append(answer.reason)
         elif isinstance(answer, Wait):
             wait = {"seconds": answer.seconds, "reason": answer.reason}
-            waited.append({**wait, "by_limit": not isinstance(wanted, Wait)})
-            note("paused", {"round": seen.round, **wait})
+            waits.append({**wait, "by_limit": not isinstance(proposed, Wait)})
+            note("paused", {"round": observation.round, **wait})
             await clock.sleep(answer.seconds)
             refused.clear()
         else:
-            log = {
-                **dataclasses.asdict(dataclasses.replace(seen, history=())),
+            logged = {
+                **dataclasses.asdict(dataclasses.replace(observation, history=())),
                 "history": None,
-                "asked": asked,
-                "waited": waited,
-                "adjustments": list(held.adjustments),
+                "asked": requests,
+                "waited": waits,
+                "adjustments": list(constrained.adjustments),
             }
-            return Decision(answer=answer, seen=log)
+            return Decision(answer=answer, observation=logged)

@@ -1,9 +1,9 @@
-"""The job's limits, which win over every policy: budget, time, bytes, privacy, windows, quorum.
+"""Enforce the job's limits on every policy answer: budget, time, bytes, privacy, windows, quorum.
 
-What a policy answers passes through `hold` before anything is done. An answer within the limits
-comes out as it is. One outside of them is held back: it waits for a window to open, a cohort below
-the quorum is raised to it, a visit is refused, and where nothing of that helps the run ends. No
-limit is ever loosened, and none makes a plan of its own.
+`enforce_limits` checks an answer before it takes effect. An answer within the limits is returned
+unchanged. Otherwise the smallest correction is applied: a round waits until a window opens, a
+cohort below the quorum is raised to it, a comparison is refused, and if none of these is possible
+the run ends. Limits are never relaxed, and no limit creates a plan.
 """
 
 from __future__ import annotations
@@ -21,54 +21,61 @@ from isthmus_server.strategy.policy import (
     Wait,
 )
 
-_SLACK = 1e-9
-"""Of a unit of price: prices are sums of decimal fractions."""
+_PRICE_TOLERANCE = 1e-9
+"""In units of price: prices are sums of decimal fractions, which floats only approximate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LimitRefusal:
-    """A visit that cannot be made; the policy is asked again and told why."""
+    """A comparison that a limit rules out; the policy is called again with the reason."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstrainedAnswer:
-    """What became of an answer."""
+    """A policy's answer after the limits were applied."""
 
     answer: Answer | LimitRefusal
     adjustments: tuple[str, ...] = ()
     """What was changed and why, one sentence each; empty if nothing was."""
 
 
-def hold(answer: Answer, seen: Observation) -> ConstrainedAnswer:
-    """What a policy wants after what it saw, within the job's limits."""
+def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswer:
+    """Apply the job's limits to a policy's answer.
+
+    Args:
+        answer: a valid answer (see `answer_checks`).
+        observation: what the policy answered to.
+    """
     if isinstance(answer, Stop):
         return ConstrainedAnswer(answer)
-    if seen.seconds_left is not None and seen.seconds_left <= 0:
-        return _stopped(f"the run has gone on for {seen.elapsed:.0f} s, its limit")
+    if observation.seconds_left is not None and observation.seconds_left <= 0:
+        return _stop(f"the run has gone on for {observation.elapsed:.0f} s, its limit")
     if isinstance(answer, Wait):
-        held = _wait(answer, seen)
-        return ConstrainedAnswer(answer) if held.answer == answer else held
+        bounded = _bounded_wait(answer, observation)
+        return ConstrainedAnswer(answer) if bounded.answer == answer else bounded
     if isinstance(answer, Compare):
-        refusal = _no_visit(answer, seen)
-        return (
-            ConstrainedAnswer(LimitRefusal(refusal), (refusal,))
-            if refusal
-            else ConstrainedAnswer(answer)
-        )
-    plan, adjustments = _with_quorum(answer, seen)
-    ending = _too_much(plan, seen)
-    if ending:
-        return ConstrainedAnswer(Stop(ending), (*adjustments, ending))
+        refusal = _refusal_of_comparison(answer, observation)
+        if refusal:
+            return ConstrainedAnswer(LimitRefusal(refusal), (refusal,))
+        return ConstrainedAnswer(answer)
+    return _constrained_plan(answer, observation)
+
+
+def _constrained_plan(plan: Plan, observation: Observation) -> ConstrainedAnswer:
+    plan, adjustments = _raised_to_quorum(plan, observation)
+    exceeded = _exceeded_limit(plan, observation)
+    if exceeded:
+        return ConstrainedAnswer(Stop(exceeded), (*adjustments, exceeded))
     for side in _sides(plan):
-        if not seen.open(side):
-            held = _wait(_until_open(side, seen), seen)
-            return ConstrainedAnswer(held.answer, (*adjustments, *held.adjustments))
-    if plan.regime != "datacenter" and seen.clients_ready < seen.needed:
-        rest = _until_rested(seen)
-        if rest is not None:
-            return ConstrainedAnswer(rest.answer, (*adjustments, *rest.adjustments))
+        if not observation.open(side):
+            wait = _bounded_wait(_wait_for_window(side, observation), observation)
+            return ConstrainedAnswer(wait.answer, (*adjustments, *wait.adjustments))
+    if plan.regime != "datacenter" and observation.clients_ready < observation.quorum:
+        quorum_wait = _wait_for_quorum(observation)
+        if quorum_wait is not None:
+            return ConstrainedAnswer(quorum_wait.answer, (*adjustments, *quorum_wait.adjustments))
     return ConstrainedAnswer(plan, adjustments)
 
 
@@ -78,93 +85,97 @@ def _sides(plan: Plan) -> tuple[Side, ...]:
     return (plan.regime,)
 
 
-def _stopped(reason: str) -> ConstrainedAnswer:
+def _stop(reason: str) -> ConstrainedAnswer:
     return ConstrainedAnswer(Stop(reason), (reason,))
 
 
-# -- what can be afforded --------------------------------------------------------------------------
+# -- limits that end the run or refuse a comparison ------------------------------------------------
 
 
-def _too_much(plan: Plan, seen: Observation) -> str:
-    """Which limit a round would go over; empty if none."""
-    price = seen.price(plan.regime, plan.cohort, plan.datacenter_steps)
-    if seen.left is not None and price > seen.left + _SLACK:
+def _exceeded_limit(plan: Plan, observation: Observation) -> str:
+    """Return which limit a round would exceed; empty if none."""
+    price = observation.price(plan.regime, plan.cohort, plan.datacenter_steps)
+    if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
         return (
-            f"the budget of {seen.budget:g} is used up: {seen.spent:g} is spent and a "
-            f"{plan.regime} round costs {price:g}"
+            f"the budget of {observation.budget:g} is used up: {observation.spent:g} is spent and "
+            f"a {plan.regime} round costs {price:g}"
         )
     if plan.regime == "datacenter":
         return ""
-    if seen.epsilon_left is not None and seen.epsilon_left <= 0:
+    if observation.epsilon_left is not None and observation.epsilon_left <= 0:
         return f"the privacy budget is spent, and a {plan.regime} round would ask devices"
-    moved = seen.invited(plan.cohort) * seen.client_bytes
-    if seen.bytes_left is not None and moved > seen.bytes_left:
+    transferred = observation.invited(plan.cohort) * observation.client_bytes
+    if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (
-            f"a {plan.regime} round moves about {moved / 1e6:.3g} MB to and from devices, and "
-            f"{max(seen.bytes_left, 0) / 1e6:.3g} MB are left (device_bytes)"
+            f"a {plan.regime} round moves about {transferred / 1e6:.3g} MB to and from devices, "
+            f"and {max(observation.bytes_left, 0) / 1e6:.3g} MB are left (device_bytes)"
         )
     return ""
 
 
-def _no_visit(asked: Compare, seen: Observation) -> str:
-    """Why devices cannot be asked to score models; empty if they can."""
-    price = asked.devices * len(asked.models) * seen.visit_price
-    vectors = len({part for name in asked.models for part in name.split("+")})
-    moved = asked.devices * vectors * seen.model_bytes
-    if not seen.open("federated"):
+def _refusal_of_comparison(compare: Compare, observation: Observation) -> str:
+    """Return why a comparison cannot be made now; empty if it can."""
+    devices = compare.devices
+    price = devices * len(compare.models) * observation.comparison_price
+    vectors = len({part for name in compare.models for part in name.split("+")})
+    transferred = devices * vectors * observation.model_bytes
+    if not observation.open("federated"):
         return "devices cannot be asked outside of their window"
-    if seen.clients_ready < asked.devices:
-        return f"{asked.devices} devices are to be asked and {seen.clients_ready} are ready"
-    if seen.left is not None and price > seen.left + _SLACK:
-        return f"asking {asked.devices} devices costs {price:g} and {seen.left:g} is left"
-    if seen.epsilon_left is not None and seen.epsilon_left <= 0:
+    if observation.clients_ready < devices:
+        return f"{devices} devices are to be asked and {observation.clients_ready} are ready"
+    if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
+        return f"asking {devices} devices costs {price:g} and {observation.budget_left:g} is left"
+    if observation.epsilon_left is not None and observation.epsilon_left <= 0:
         return "the privacy budget is spent, and devices cannot be asked"
-    if seen.bytes_left is not None and moved > seen.bytes_left:
+    if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (
-            f"asking {asked.devices} devices moves {moved / 1e6:.3g} MB and "
-            f"{max(seen.bytes_left, 0) / 1e6:.3g} MB are left (device_bytes)"
+            f"asking {devices} devices moves {transferred / 1e6:.3g} MB and "
+            f"{max(observation.bytes_left, 0) / 1e6:.3g} MB are left (device_bytes)"
         )
     return ""
 
 
-# -- what is changed -------------------------------------------------------------------------------
+# -- limits that change or delay a plan ------------------------------------------------------------
 
 
-def _with_quorum(plan: Plan, seen: Observation) -> tuple[Plan, tuple[str, ...]]:
-    """A cohort that is not below the quorum."""
-    if plan.cohort is None or plan.regime == "datacenter" or plan.cohort >= seen.needed:
+def _raised_to_quorum(plan: Plan, observation: Observation) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan with a cohort of at least the quorum, and what was changed."""
+    quorum = observation.quorum
+    if plan.cohort is None or plan.regime == "datacenter" or plan.cohort >= quorum:
         return plan, ()
-    sentence = f"a cohort of {plan.cohort} became {seen.needed}, which is the quorum"
-    return dataclasses.replace(plan, cohort=seen.needed), (sentence,)
+    adjustment = f"a cohort of {plan.cohort} became {quorum}, which is the quorum"
+    return dataclasses.replace(plan, cohort=quorum), (adjustment,)
 
 
-def _until_open(side: Side, seen: Observation) -> Wait | Stop:
-    forecast = seen.forecast.get(side, Forecast())
+def _wait_for_window(side: Side, observation: Observation) -> Wait | Stop:
+    forecast = observation.forecast.get(side, Forecast())
     if forecast.changes_in is None:
         return Stop(f"the window of the {side} side never opens")
     return Wait(forecast.changes_in, f"the {side} side is outside of its window")
 
 
-def _until_rested(seen: Observation) -> ConstrainedAnswer | None:
-    """Until devices that are here may be asked again; None where others have to come."""
-    if seen.clients_ready + seen.clients_resting < seen.needed:
+def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
+    """Wait until connected devices may be invited again; None if too few are connected."""
+    ready, ineligible = observation.clients_ready, observation.clients_ineligible
+    if ready + ineligible < observation.quorum:
         return None
-    why = (
-        f"{seen.clients_ready} devices may be asked and the quorum is {seen.needed}; "
-        f"{seen.clients_resting} rest (federated.hours, federated.participation)"
+    reason = (
+        f"{ready} devices may be invited and the quorum is {observation.quorum}; {ineligible} are "
+        "outside of their hours or at their limit (federated.hours, federated.participation)"
     )
-    if seen.enough_in is None:
-        return _stopped(f"{why} for good")
-    return _wait(Wait(max(seen.enough_in, 1.0), why), seen)
+    if observation.seconds_until_quorum is None:
+        return _stop(f"{reason} for good")
+    return _bounded_wait(Wait(max(observation.seconds_until_quorum, 1.0), reason), observation)
 
 
-def _wait(answer: Wait | Stop, seen: Observation) -> ConstrainedAnswer:
-    """A wait that ends within the run's time."""
+def _bounded_wait(answer: Wait | Stop, observation: Observation) -> ConstrainedAnswer:
+    """Return the wait if it ends within the run's time limit, and a stop otherwise."""
     if isinstance(answer, Stop):
-        return _stopped(answer.reason)
-    if seen.seconds_left is not None and answer.seconds >= seen.seconds_left:
-        return _stopped(
+        return _stop(answer.reason)
+    seconds_left = observation.seconds_left
+    if seconds_left is not None and answer.seconds >= seconds_left:
+        return _stop(
             f"{answer.reason}; it would have to wait for {answer.seconds:.0f} s and the run ends "
-            f"in {seen.seconds_left:.0f} s"
+            f"in {seconds_left:.0f} s"
         )
     return ConstrainedAnswer(answer, (f"{answer.reason}: it waits for {answer.seconds:.0f} s",))

@@ -1,4 +1,4 @@
-"""The policy that a job names: one of ours, one that a package provides, or any import path."""
+"""Load the policy that a job names: a built-in one, an entry point of a package, or module:Name."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Policy
 
 ENTRY_POINTS = "isthmus.policies"
-"""Packages provide policies by entry points of this group: a name, and a class."""
+"""Packages provide policies as entry points of this group: a name, and a class."""
 
 
 def load_policy(strategy: StrategySection) -> Policy:
-    """The policy a job names.
+    """Construct the policy that a job names.
 
     Raises:
-        JobError: there is none of that name, it is none, or its constructor raised.
+        JobError: there is no policy of that name, the object is not a policy, or its constructor
+            raised.
     """
     factory: Any = BUILT_IN.get(strategy.policy)
     try:
         if factory is None:
-            factory = _found_elsewhere(strategy.policy, BUILT_IN)
+            factory = _load_external(strategy.policy, BUILT_IN)
         policy: Policy = factory(strategy)
     except JobError:
         raise
-    except (Exception, SystemExit) as error:  # it may be anybody's code
+    except (Exception, SystemExit) as error:  # third-party code may raise anything
         raise JobError(
             f"strategy.policy={strategy.policy!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
@@ -38,8 +39,8 @@ def load_policy(strategy: StrategySection) -> Policy:
     return policy
 
 
-def _found_elsewhere(name: str, built_in: Iterable[str]) -> Any:
-    """A policy that a package provides by entry point, or `module:Name`."""
+def _load_external(name: str, built_in: Iterable[str]) -> Any:
+    """Load a policy class from an entry point, or from `module:Name`."""
     provided = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in provided:
         return provided[name].load()
@@ -52,7 +53,7 @@ def _found_elsewhere(name: str, built_in: Iterable[str]) -> Any:
     if module.endswith(".py"):
         raise JobError(
             f"strategy.policy={name!r} names a file, and a module is wanted: "
-            f"{module.removesuffix('.py').replace('/', '.')}:{attribute}, installed or beside the "
-            "task's file"
+            f"{module.removesuffix('.py').replace('/', '.')}:{attribute}, installed or in the "
+            "folder of the task's file"
         )
     return getattr(importlib.import_module(module), attribute)

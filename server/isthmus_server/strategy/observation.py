@@ -1,6 +1,6 @@
-"""What a policy is shown, from the job, the round log and whoever is here; nothing else goes in.
+"""Build a policy's observation from the job, the round log and the connected participants.
 
-Everything is copied: a policy that changes what it was given changes nothing.
+Everything is copied, so a policy that modifies its observation cannot affect the run.
 """
 
 from __future__ import annotations
@@ -30,40 +30,42 @@ def observe(
     state: Mapping[str, Any],
     clients_ready: int,
     datacenters: int,
-    clients_resting: int = 0,
-    enough_in: float | None = None,
+    clients_ineligible: int = 0,
+    seconds_until_quorum: float | None = None,
     model_bytes: int,
     now: float,
     elapsed: float,
     models: Sequence[str] = (CURRENT,),
     comparisons: Sequence[Comparison] = (),
 ) -> Observation:
-    """The observation for the next round.
+    """Build the observation for the next round.
 
     Args:
-        job: limits, prices, windows and what a round is made of.
+        job: limits, prices, windows and the default size of a round.
         history: all committed rounds, oldest first.
         spent: price of everything so far, failed attempts included.
         device_bytes: bytes to and from devices so far, failed attempts included.
-        state: what the policy's last committed plan had.
-        clients_ready: devices that have opened the run and may be asked.
-        clients_resting: devices that have, and may not: outside of their hours, or asked enough.
-        enough_in: seconds until the quorum of both may be asked; None if that is never.
-        datacenters: how many datacenters have.
+        state: the state of the policy's last committed plan.
+        clients_ready: devices that have opened the run and may be invited.
+        clients_ineligible: devices that have opened the run and may not be invited now: outside of
+            their hours, or at the participation limit.
+        seconds_until_quorum: seconds until enough of both for a quorum may be invited; None if
+            never.
+        datacenters: datacenters that have opened the run.
         model_bytes: size of the encoded model.
         now: seconds since 1970, UTC.
-        elapsed: seconds that the run has gone on for.
-        models: names of what may be compared and started from.
-        comparisons: made for this round so far.
+        elapsed: duration of the run in seconds.
+        models: names of the models that can be compared and started from.
+        comparisons: comparisons made for this round so far.
     """
-    left = None if job.seconds is None else job.seconds - elapsed
+    seconds_left = None if job.seconds is None else job.seconds - elapsed
     return Observation(
         round=len(history) + 1,
         rounds=job.rounds,
-        history=_Copied(history),
+        history=_CopiedHistory(history),
         clients_ready=clients_ready,
-        clients_resting=clients_resting,
-        enough_in=enough_in,
+        clients_ineligible=clients_ineligible,
+        seconds_until_quorum=seconds_until_quorum,
         datacenter_ready=datacenters > 0,
         datacenters=datacenters,
         spent=spent,
@@ -71,38 +73,40 @@ def observe(
         state=dict(state),
         cohort=job.federated.cohort,
         over_selection=job.federated.over_selection,
-        needed=job.federated.needed,
+        quorum=job.federated.needed,
         datacenter_steps=job.datacenter.steps,
         client_price=job.prices.client_update,
         step_price=job.prices.datacenter_step,
-        visit_price=job.prices.client_evaluation,
-        client_bytes=_bytes_of_a_device(history, model_bytes),
+        comparison_price=job.prices.client_evaluation,
+        client_bytes=_bytes_per_device(history, model_bytes),
         model_bytes=model_bytes,
         now=now,
         elapsed=elapsed,
-        seconds_left=left,
+        seconds_left=seconds_left,
         bytes_left=None if job.device_bytes is None else job.device_bytes - device_bytes,
         forecast={
-            "datacenter": forecast(job.strategy.windows, "datacenter", now, left),
-            "federated": forecast(job.strategy.windows, "federated", now, left),
+            "datacenter": forecast(job.strategy.windows, "datacenter", now, seconds_left),
+            "federated": forecast(job.strategy.windows, "federated", now, seconds_left),
         },
         models=tuple(models),
         comparisons=tuple(comparisons),
     )
 
 
-def restored(seen: Mapping[str, Any]) -> Observation:
-    """An observation from the log, where its history is not kept with it."""
+def restored(logged: Mapping[str, Any]) -> Observation:
+    """Restore an observation from the log, which does not repeat its history."""
     names = {field.name for field in dataclasses.fields(Observation)}
-    known = {name: value for name, value in seen.items() if name in names}
-    known["history"] = ()
-    known["forecast"] = {side: Forecast(**one) for side, one in seen["forecast"].items()}
-    known["comparisons"] = tuple(Comparison(**one) for one in seen["comparisons"])
-    return Observation(**known)
+    values = {name: value for name, value in logged.items() if name in names}
+    values["history"] = ()
+    values["forecast"] = {
+        side: Forecast(**forecast) for side, forecast in logged["forecast"].items()
+    }
+    values["comparisons"] = tuple(Comparison(**comparison) for comparison in logged["comparisons"])
+    return Observation(**values)
 
 
 def past_round(row: Mapping[str, Any]) -> PastRound:
-    """A committed round, from its row in the log."""
+    """Read a committed round from its row in the log."""
     cost = row["cost"]
     devices = [receipt for receipt in row["receipts"] if receipt["regime"] == "federated"]
     return PastRound(
@@ -114,20 +118,20 @@ def past_round(row: Mapping[str, Any]) -> PastRound:
         accepted=row["participants"]["accepted"],
         bytes_up=cost["bytes_up"],
         bytes_down=cost["bytes_down"],
-        bytes_each=max((one["bytes_in"] + one["bytes_out"] for one in devices), default=0),
+        bytes_each=max((r["bytes_in"] + r["bytes_out"] for r in devices), default=0),
         device_seconds=cost["device_seconds"],
         datacenter_seconds=cost["datacenter_seconds"],
         datacenter_steps=sum(r["steps"] for r in row["receipts"] if r["regime"] == "datacenter"),
         training={name: dict(figures) for name, figures in row.get("training", {}).items()},
         norms=dict(row.get("norms", {})),
         cosine=row.get("cosine"),
-        comparisons=[Comparison(**one) for one in row.get("comparisons", ())],
+        comparisons=[Comparison(**comparison) for comparison in row.get("comparisons", ())],
         elapsed=row.get("elapsed", 0.0),
     )
 
 
-class _Copied(Sequence[PastRound]):
-    """A history of which a round is copied when it is first looked at: runs have thousands."""
+class _CopiedHistory(Sequence[PastRound]):
+    """A history that copies a round on first access, because runs have thousands of them."""
 
     def __init__(self, history: Sequence[PastRound]) -> None:
         self._history = history
@@ -142,18 +146,18 @@ class _Copied(Sequence[PastRound]):
     __hash__ = None  # type: ignore[assignment]  # a policy may change its copies
 
     @overload
-    def __getitem__(self, at: int) -> PastRound: ...
+    def __getitem__(self, index: int) -> PastRound: ...
 
     @overload
-    def __getitem__(self, at: slice) -> list[PastRound]: ...
+    def __getitem__(self, index: slice) -> list[PastRound]: ...
 
-    def __getitem__(self, at: int | slice) -> PastRound | list[PastRound]:
-        which = range(len(self._history))[at]
-        if isinstance(which, range):
-            return [self[one] for one in which]
-        if which not in self._copies:
-            self._copies[which] = _copy_of(self._history[which])
-        return self._copies[which]
+    def __getitem__(self, index: int | slice) -> PastRound | list[PastRound]:
+        positions = range(len(self._history))[index]
+        if isinstance(positions, range):
+            return [self[position] for position in positions]
+        if positions not in self._copies:
+            self._copies[positions] = _copy_of(self._history[positions])
+        return self._copies[positions]
 
 
 def _copy_of(past: PastRound) -> PastRound:
@@ -166,6 +170,6 @@ def _copy_of(past: PastRound) -> PastRound:
     )
 
 
-def _bytes_of_a_device(history: Sequence[PastRound], model_bytes: int) -> float:
-    """The most that one has moved in a round, and at least a model down and an update up."""
+def _bytes_per_device(history: Sequence[PastRound], model_bytes: int) -> float:
+    """Return the recent maximum of bytes per device and round, at least a model and an update."""
     return float(max([2 * model_bytes, *(past.bytes_each for past in history[-10:])]))

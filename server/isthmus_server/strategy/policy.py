@@ -1,8 +1,8 @@
-"""What a policy sees and what it answers.
+"""The policy interface: what a policy observes, and what it may answer.
 
-A policy is a pure function: `plan(observation) -> Plan | Compare | Wait | Stop`. It keeps nothing;
-what it wants to remember it puts into its answer's `state` and finds again in the next
-`Observation.state`, after a crash and a resume as well.
+A policy is a pure function: `plan(observation) -> Plan | Compare | Wait | Stop`. It keeps no state
+of its own; what it wants to remember it puts into the `state` of its answer and reads from the next
+`Observation.state`, also after a crash and a resume.
 
 A policy of your own, named in a job as ``policy = "my_module:Greedy"``::
 
@@ -14,11 +14,11 @@ A policy of your own, named in a job as ``policy = "my_module:Greedy"``::
             better = observation.last_gain("federated") > observation.last_gain("datacenter")
             return Plan("federated" if better else "datacenter", reason="it gained more last time")
 
-A policy that must know which of two models is better asks before it plans: it answers `Compare`,
-devices score the models in one visit, and it is called again for the same round with the result in
-`Observation.comparisons`, or with the reason in `Observation.refused` if that cannot be had.
+A policy that needs to know which of several models is better answers `Compare` before it plans:
+devices score the models, and the policy is called again for the same round with the result in
+`Observation.comparisons`, or with the reason in `Observation.refused` if there is no result.
 
-Whatever a policy answers, the job's limits win: see `isthmus_server.strategy.limits`.
+The job's limits take precedence over every answer: see `isthmus_server.strategy.limits`.
 """
 
 from __future__ import annotations
@@ -38,53 +38,53 @@ Side = Literal["datacenter", "federated"]
 
 
 CURRENT = "current"
-"""The model that training goes on from."""
+"""The model that training continues from."""
 SERVED = "served"
-"""The model that is handed out: an average of the iterates, or the current one."""
+"""The model that is delivered: an average of the iterates, or the current one."""
 INITIAL = "initial"
 """The model that the run began with."""
 MAX_KEPT = 4
-"""Models that plans may keep at a time, by names of their own."""
+"""Models that plans may keep at a time, under names of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Several models scored by the same devices in one visit, securely summed.
+    """Scores of several models from the same devices, securely summed.
 
-    The same devices score every model, so a difference of two has a much smaller standard error
+    Every device scores every model, so a difference of two scores has a much smaller standard error
     than either score (a paired test).
     """
 
     models: tuple[str, ...]
-    """Their names; differences are to the first."""
+    """Names of the models; differences are to the first."""
     devices: int
-    """How many answered."""
+    """How many devices answered."""
     score: Mapping[str, float]
     """Mean over devices of a bounded loss, 0 (best) to 1, by model."""
     difference: Mapping[str, float]
     """Mean over devices of the model's score minus the first one's; below 0 is better."""
     standard_error: Mapping[str, float]
-    """Of each difference."""
+    """Standard error of each difference."""
     price: float
-    """What the visit cost."""
+    """What the comparison cost, in the job's unit of price."""
 
     def beats(self, model: str, z: float = 1.0) -> bool:
-        """Whether a model is better than the first by more than `z` standard errors."""
+        """Return whether a model is better than the first by more than `z` standard errors."""
         return self.difference[model] < -z * self.standard_error[model]
 
     def loses(self, model: str, z: float = 1.0) -> bool:
-        """Whether it is worse by more than `z` standard errors."""
+        """Return whether a model is worse than the first by more than `z` standard errors."""
         return self.difference[model] > z * self.standard_error[model]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PastRound:
-    """What a committed round came to."""
+    """Results and costs of a committed round."""
 
     round: int
     regime: Kind
     metrics: Mapping[str, float]
-    """Central held-out figures; empty where the round was not evaluated."""
+    """Central held-out figures; empty if the round was not evaluated."""
     seconds: float
     """Wall time."""
     price: float
@@ -94,121 +94,122 @@ class PastRound:
     bytes_up: int = 0
     bytes_down: int = 0
     bytes_each: int = 0
-    """The most that one device sent and was sent."""
+    """Largest number of bytes that one device sent and received."""
     device_seconds: float = 0.0
     datacenter_seconds: float = 0.0
     datacenter_steps: int = 0
     training: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """The training's own figures (loss), by regime."""
+    """Figures of the training itself (loss), by regime."""
     norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """2-norm of each regime's pseudo-gradient, where the server saw it; of what devices took along,
-    which is the datacenter's gradient times its weight, where they did."""
+    """2-norm of each regime's pseudo-gradient, if the server saw it. In a transfer round, the
+    datacenter's is the norm of its gradient times the weight with which devices applied it."""
     cosine: float | None = None
-    """Between the two pseudo-gradients of a hybrid round."""
+    """Cosine between the two pseudo-gradients of a hybrid round."""
     comparisons: Sequence[Comparison] = ()
-    """What the policy had asked for before it planned the round."""
+    """Comparisons that the policy requested before it planned the round."""
     elapsed: float = 0.0
-    """Seconds that the run had gone on for when it was done."""
+    """Duration of the run in seconds when the round was committed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """When one side can work: as the job declares its windows, or always."""
+    """When one side can work, by the windows that the job declares; always, without windows."""
 
     ready: bool = True
-    """Within a window now."""
+    """Whether now is within a window."""
     changes_in: float | None = None
     """Seconds until that changes; None if it never does."""
     share: float = 1.0
-    """The part of the time that is left (of a week, without a limit) within a window."""
+    """Part of the remaining time (of a week, without a time limit) that is within a window."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Everything a policy may know when it plans a round: only what was honestly measured."""
+    """Everything a policy may know when it plans a round: configuration and measured values."""
 
     round: int
     """The round to plan, from 1."""
     rounds: int
-    """The job's limit."""
+    """The job's limit on rounds."""
     history: Sequence[PastRound]
     """Committed rounds, oldest first."""
     clients_ready: int
-    """Edge devices that are here, have opened the run and may be asked now."""
+    """Edge devices that are connected, have opened the run and may be invited now."""
     datacenter_ready: bool
-    """A datacenter is here and has opened the run."""
+    """Whether a datacenter is connected and has opened the run."""
     spent: float
     """Price of everything so far, failed attempts included."""
     budget: float | None
-    """The job's limit on it."""
+    """The job's limit on the price; None without one."""
     state: Mapping[str, Any]
-    """What the policy put into its last committed plan."""
-    clients_resting: int = 0
-    """Edge devices that are here and may not be asked now: outside of their hours, or at the most
-    rounds that one is asked for."""
-    enough_in: float | None = None
-    """Seconds until as many as the quorum may be asked; None if that is never, of those here."""
+    """The state of the policy's last committed plan."""
+    clients_ineligible: int = 0
+    """Edge devices that are connected but may not be invited now: outside of their hours, or at
+    the participation limit."""
+    seconds_until_quorum: float | None = None
+    """Seconds until enough connected devices for a quorum may be invited; None if never."""
     datacenters: int = 1
-    """Those that are here; each makes the steps of a datacenter round."""
+    """Connected datacenters; each makes the steps of a datacenter round."""
     cohort: int = 8
     """Updates that the job wants from a federated round."""
     over_selection: float = 1.0
-    """cohort x this are invited."""
-    needed: int = 3
-    """The quorum: fewest updates that a federated round can be committed with."""
+    """cohort x this many devices are invited."""
+    quorum: int = 3
+    """Fewest updates with which a federated round can be committed."""
     datacenter_steps: int = 50
     """Optimizer steps that the job wants from a datacenter round."""
     client_price: float = 1.0
-    """What it costs that one device takes part in a round."""
+    """Price of one device taking part in a round."""
     step_price: float = 0.01
-    """What one optimizer step of the datacenter costs."""
-    visit_price: float = 0.02
-    """What it costs that one device scores one model."""
+    """Price of one optimizer step of the datacenter."""
+    comparison_price: float = 0.02
+    """Price of one device scoring one model."""
     client_bytes: float = 0.0
-    """What one device in one round sends and is sent: the most of late, or two models."""
+    """Bytes that one device sends and receives in a round: the recent maximum, at least two
+    models."""
     model_bytes: float = 0.0
-    """Size of the model as it is sent."""
+    """Size of the encoded model."""
     now: float = 0.0
     """Seconds since 1970-01-01 00:00 UTC."""
     elapsed: float = 0.0
-    """Seconds that the run has gone on for, without the time in which it was stopped."""
+    """Duration of the run in seconds, without the time in which it was stopped."""
     seconds_left: float | None = None
-    """Until the job's limit on the run's time; None without one."""
+    """Seconds until the job's limit on the run's duration; None without one."""
     bytes_left: float | None = None
-    """Of the job's limit on bytes to and from devices; None without one."""
+    """Rest of the job's limit on bytes to and from devices; None without one."""
     epsilon_left: float | None = None
-    """Of the privacy budget; None without one."""
+    """Rest of the privacy budget; None without one."""
     forecast: Mapping[Side, Forecast] = dataclasses.field(default_factory=dict)
-    """What the job's windows say of each side, here or not."""
+    """Availability of each side by the job's windows, whether it is connected or not."""
     models: Sequence[str] = (CURRENT,)
-    """What may be compared and started from: current, served, initial, and what plans have kept."""
+    """Models to compare and start from: current, served, initial, and what plans have kept."""
     comparisons: Sequence[Comparison] = ()
-    """Asked for in this round so far."""
+    """Comparisons made for this round so far."""
     refused: Sequence[str] = ()
-    """Why comparisons asked for in this round could not be made; asking again ends the run."""
+    """Why comparisons requested in this round were not made; requesting again ends the run."""
 
     def open(self, side: Side) -> bool:
-        """Whether a side is within its windows now."""
+        """Return whether a side is within its windows now."""
         return self.forecast.get(side, Forecast()).ready
 
     def invited(self, cohort: int | None = None) -> int:
-        """Devices that a federated round invites."""
+        """Return how many devices a federated round invites."""
         return math.ceil((cohort or self.cohort) * self.over_selection)
 
     def price(self, regime: Kind, cohort: int | None = None, steps: int | None = None) -> float:
-        """What a round costs if every device it wants takes part."""
+        """Return the price of a round in which every invited device takes part."""
         devices = 0 if regime == "datacenter" else self.invited(cohort)
-        made = 0 if regime == "federated" else steps or self.datacenter_steps
-        made *= max(self.datacenters, 1)
-        return devices * self.client_price + made * self.step_price
+        total_steps = 0 if regime == "federated" else steps or self.datacenter_steps
+        total_steps *= max(self.datacenters, 1)
+        return devices * self.client_price + total_steps * self.step_price
 
     @property
-    def left(self) -> float | None:
-        """Of the budget; None without one."""
+    def budget_left(self) -> float | None:
+        """Rest of the budget; None without one."""
         return None if self.budget is None else self.budget - self.spent
 
     def last_gain(self, regime: Kind, metric: str = "loss") -> float:
-        """By how much `metric` fell over the last evaluated round of a regime; 0 if unknown."""
+        """Return how much `metric` fell in the last evaluated round of a regime; 0 if unknown."""
         evaluated = [past for past in self.history if metric in past.metrics]
         for before, after in zip(reversed(evaluated[:-1]), reversed(evaluated[1:]), strict=True):
             if after.regime == regime:
@@ -218,42 +219,43 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who trains the next round, and why."""
+    """Train the next round in a regime."""
 
     regime: Kind
     reason: str
-    """One clause for a person, completing "because ..."."""
+    """One clause for the user, completing "because ..."."""
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """For the policy's next decision; JSON data."""
     _: dataclasses.KW_ONLY
     datacenter_steps: int | None = None
-    """Instead of the job's."""
+    """Overrides the job's."""
     cohort: int | None = None
-    """Instead of the job's."""
+    """Overrides the job's."""
     merge: Literal["weighted", "projected", "transfer"] | None = None
-    """How a hybrid round joins the two sides, instead of the job's."""
+    """How a hybrid round merges the two sides; overrides the job's."""
     transfer_weight: float | None = None
-    """lambda of `transfer`, instead of the job's."""
+    """lambda of `transfer`; overrides the job's."""
     start: str = CURRENT
-    """The model to train from: one of `Observation.models`, or `a+b` for half of each of two. The
-    served average begins anew with any but the current one."""
+    """The model to train from: one of `Observation.models`, or `a+b` for the mean of two. With any
+    model but the current one, the served average begins again."""
     reset_optimizer: bool = False
-    """Forget the server optimizer's momentum first."""
+    """Reset the server optimizer's momentum first."""
     step_scale: float = 1.0
-    """What the merged pseudo-gradient is multiplied with; a round of one datacenter has none."""
+    """Factor on the merged pseudo-gradient; a round of a single datacenter has none."""
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Models to keep when the round is committed: a name of the policy's own to current or served.
-    At most four are kept; keeping a name again replaces it, and mapping it to "" drops it."""
+    """Models to keep when the round is committed: a name of the policy's choice, mapped to current
+    or served. At most four are kept; a repeated name replaces its model, and "" drops it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compare:
-    """Ask some devices to score several models before the round is planned."""
+    """Have devices score several models before the round is planned."""
 
     models: tuple[str, ...]
-    """Two to four of `Observation.models`; differences are to the first. `a+b` is half of each."""
+    """Two to four of `Observation.models`; differences are to the first. `a+b` is the mean of
+    two."""
     devices: int
-    """How many to visit."""
+    """How many devices score them."""
     reason: str
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """For the next call."""
@@ -261,7 +263,7 @@ class Compare:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Do nothing for a while, then ask again."""
+    """Wait, then call the policy again."""
 
     seconds: float
     reason: str
@@ -269,7 +271,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """End the run here: nothing that is left to do is worth it, or allowed."""
+    """End the run: no further work is worth its price, or allowed."""
 
     reason: str
 
@@ -278,7 +280,7 @@ Answer = Plan | Compare | Wait | Stop
 
 
 class Policy(Protocol):
-    """Decides, round by round."""
+    """Decides each round."""
 
     def plan(self, observation: Observation) -> Answer:
         """Answer for the next round; the same observation always gets the same answer."""
@@ -286,18 +288,22 @@ class Policy(Protocol):
 
 
 class NoSettings(Section):
-    """Of a policy that has none."""
+    """Settings of a policy without settings."""
 
 
 def settings_of(strategy: StrategySection, kind: type[S]) -> S:
-    """A policy's own settings, `[strategy.settings]` of the job.
+    """Parse a policy's own settings, `[strategy.settings]` of the job.
 
     Raises:
-        JobError: one sentence naming the key, the value and what is allowed.
+        JobError: one sentence that names the key, the value and what is allowed.
     """
     return parse_settings(kind, strategy.settings, "strategy.settings")
 
 
 def no_settings(strategy: StrategySection) -> None:
-    """Refuse settings where there are none."""
+    """Check that the job sets no settings for a policy that has none.
+
+    Raises:
+        JobError: it does.
+    """
     settings_of(strategy, NoSettings)

@@ -1,4 +1,4 @@
-"""The work of a round: whom to ask, for what, and what is handed back."""
+"""Specification of one round: invited devices, datacenters, steps and returned results."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from isthmus_server.strategy.policy import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSpec:
-    """What is to be done, as it follows from a plan."""
+    """A plan resolved to concrete participants and amounts of work."""
 
     plan: Plan
     round: int
     attempt: int
     cohort: Mapping[str, int]
-    """Devices, with the examples they declared; none in a datacenter round."""
+    """Invited devices, with the examples they declared; empty in a datacenter round."""
     federated: FederatedSection
-    """The job's, with the cohort's size and quorum of this round."""
+    """The job's section, with the cohort size and quorum of this round."""
     datacenters: Sequence[str]
-    """None in a federated round."""
+    """Participating datacenters; empty in a federated round."""
     from_step: int
-    """Steps that the datacenters have made before it."""
+    """Steps that the datacenters have made before this round."""
     steps: int
-    """To be made; 0 without a datacenter."""
-    model_is_there: bool
-    """The datacenter holds the model at `from_step`."""
+    """Steps to make in this round; 0 without a datacenter."""
+    datacenter_has_model: bool
+    """Whether the datacenter already holds the model at `from_step`."""
     evaluate: bool
-    """It evaluates where it is trained."""
+    """Whether the datacenter evaluates the model it trained."""
     hand_back: bool
-    """Datacenters send what they made."""
+    """Whether datacenters return their model."""
     transfers: bool = False
-    """Datacenters give their gradient, which devices add to theirs, and train nothing."""
+    """Whether datacenters only provide a gradient that devices add to theirs, without training."""
     gradient_step: int = 0
-    """Steps whose batches have gone into such gradients before it."""
+    """Steps whose batches have gone into such gradients before this round."""
 
     @property
-    def alone(self) -> bool:
-        """One datacenter trains and nobody else: what it makes is the next model."""
+    def single_datacenter(self) -> bool:
+        """Whether one datacenter trains without devices: its result is the next model."""
         return self.plan.regime == "datacenter" and len(self.datacenters) == 1
 
     @property
-    def away(self) -> bool:
-        """The next model stays where it is made."""
-        return self.alone and not self.hand_back
+    def model_stays(self) -> bool:
+        """Whether the next model stays in the datacenter that trained it."""
+        return self.single_datacenter and not self.hand_back
 
     def to_json(self) -> dict[str, Any]:
-        """What the log has of it before it is done."""
-        asked = {"invited": sorted(self.cohort), "datacenters": list(self.datacenters)}
-        return {**dataclasses.asdict(self.plan), **asked}
+        """Return what the log records before the round is run."""
+        participants = {"invited": sorted(self.cohort), "datacenters": list(self.datacenters)}
+        return {**dataclasses.asdict(self.plan), **participants}
 
 
 def evaluates(job: Job, round_: int) -> bool:
-    """Whether a round's model is evaluated on the central held-out data."""
+    """Return whether a round's model is evaluated on the central held-out data."""
     return round_ % job.evaluation.every == 0 or round_ == job.rounds

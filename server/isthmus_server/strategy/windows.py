@@ -1,4 +1,4 @@
-"""When a side can work: the job's windows, as a forecast.
+"""Forecast when a side can work, from the job's windows.
 
 >>> from isthmus.job import Window
 >>> night = [Window(side="federated", opens="22:00", closes="06:00")]
@@ -25,9 +25,13 @@ _MONDAY = 4 * DAY
 def forecast(
     windows: Sequence[Window], side: Side, now: float, seconds_left: float | None = None
 ) -> Forecast:
-    """What the windows of one side say at `now` (seconds since 1970, UTC).
+    """Forecast the availability of one side by its windows.
 
-    The share is of `seconds_left`, or of a week where the run's time has no limit.
+    Args:
+        windows: the job's windows, of both sides.
+        side: the side to forecast.
+        now: seconds since 1970, UTC.
+        seconds_left: the period that `Forecast.share` refers to; None for a week.
     """
     hours = [window for window in windows if window.side == side]
     if not hours:
@@ -36,26 +40,28 @@ def forecast(
 
 
 def forecast_hours(hours: Sequence[Hours], now: float, seconds_left: float | None) -> Forecast:
-    """The same for any hours of the week."""
+    """Forecast the availability within any weekly hours; see `forecast`."""
     spans = _spans(hours)
     if spans == [(0.0, WEEK)]:
         return Forecast()
-    at = (now - _MONDAY) % WEEK
+    time_of_week = (now - _MONDAY) % WEEK
     edges = [edge for span in spans for edge in span]
     return Forecast(
-        ready=any(opens <= at < closes for opens, closes in spans),
-        changes_in=min(_later(edge - at) for edge in edges if _real(edge, spans)),
-        share=_share(spans, at, WEEK if seconds_left is None else seconds_left),
+        ready=any(opens <= time_of_week < closes for opens, closes in spans),
+        changes_in=min(
+            _until(edge - time_of_week) for edge in edges if _is_transition(edge, spans)
+        ),
+        share=_open_share(spans, time_of_week, WEEK if seconds_left is None else seconds_left),
     )
 
 
 def _spans(hours: Sequence[Hours]) -> list[tuple[float, float]]:
-    """Where the week is open, in seconds since Monday 00:00; sorted, apart from each other."""
+    """Return the open spans of the week in seconds since Monday 00:00, sorted and disjoint."""
     pieces: list[tuple[float, float]] = []
-    for one in hours:
-        opens, closes = _seconds(one.opens), _seconds(one.closes)
+    for entry in hours:
+        opens, closes = _seconds(entry.opens), _seconds(entry.closes)
         length = (closes - opens) % DAY or DAY
-        for day in one.days or DAYS:
+        for day in entry.days or DAYS:
             start = DAYS.index(day) * DAY + opens
             end = start + length
             pieces.append((start, min(end, WEEK)))
@@ -70,28 +76,31 @@ def _spans(hours: Sequence[Hours]) -> list[tuple[float, float]]:
     return joined
 
 
-def _real(edge: float, spans: Sequence[tuple[float, float]]) -> bool:
-    """Whether something changes there: not at a midnight from Sunday that is open on both sides."""
+def _is_transition(edge: float, spans: Sequence[tuple[float, float]]) -> bool:
+    """Return whether availability changes at an edge: not at a week boundary open on both sides."""
     if edge not in (0.0, WEEK):
         return True
     return not (spans[0][0] == 0.0 and spans[-1][1] == WEEK)
 
 
-def _later(seconds: float) -> float:
-    """The time until an edge, this week or next."""
+def _until(seconds: float) -> float:
+    """Return the time until an edge, this week or next."""
     return seconds % WEEK or WEEK
 
 
-def _share(spans: Sequence[tuple[float, float]], at: float, left: float) -> float:
-    """The part of the next `left` seconds that is open."""
-    if left <= 0:
+def _open_share(
+    spans: Sequence[tuple[float, float]], time_of_week: float, duration: float
+) -> float:
+    """Return the part of the next `duration` seconds that is open."""
+    if duration <= 0:
         return 0.0
-    weeks, rest = divmod(left, WEEK)
-    opened = weeks * sum(closes - opens for opens, closes in spans)
+    weeks, rest = divmod(duration, WEEK)
+    open_seconds = weeks * sum(closes - opens for opens, closes in spans)
     for opens, closes in spans:
         for shift in (0.0, WEEK):
-            opened += max(0.0, min(closes + shift, at + rest) - max(opens + shift, at))
-    return opened / left
+            end, start = min(closes + shift, time_of_week + rest), max(opens + shift, time_of_week)
+            open_seconds += max(0.0, end - start)
+    return open_seconds / duration
 
 
 def _seconds(clock: str) -> float:

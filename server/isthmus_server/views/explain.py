@@ -157,13 +157,13 @@ def _sights(decision: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     seen = restored(decision["seen"])
     yield from _labelled("so far", _past(decision))
     here = f"{_count(seen.clients_ready, 'device')} and {_count(seen.datacenters, 'datacenter')}"
-    if seen.clients_resting:
-        here += f" ({seen.clients_resting} more may not be asked now)"
-    yield "here", f"{here}; a federated round invites {seen.invited()} and needs {seen.needed}"
+    if seen.clients_ineligible:
+        here += f" ({seen.clients_ineligible} more may not be asked now)"
+    yield "here", f"{here}; a federated round invites {seen.invited()} and needs {seen.quorum}"
     yield from _labelled("forecast", [_window(side, seen) for side in _SIDES])
     kinds: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
     prices = ", ".join(f"{kind} {seen.price(kind):g}" for kind in kinds)
-    yield "a round costs", f"{prices}; one device scoring one model {seen.visit_price:g}"
+    yield "a round costs", f"{prices}; one device scoring one model {seen.comparison_price:g}"
     yield from _labelled("left", _left(seen))
     yield from _labelled("comparisons", _comparisons(decision) or ["none was asked for"])
     yield from _labelled("waited", _waits(decision, by_limit=False))
@@ -220,8 +220,8 @@ def _window(side: Side, seen: Observation) -> str:
 def _left(seen: Observation) -> list[str]:
     """Of each limit that the job sets."""
     lines = []
-    if seen.budget is not None and seen.left is not None:
-        lines.append(f"{max(seen.left, 0):g} of the budget of {seen.budget:g}")
+    if seen.budget is not None and seen.budget_left is not None:
+        lines.append(f"{max(seen.budget_left, 0):g} of the budget of {seen.budget:g}")
     if seen.seconds_left is not None:
         lines.append(f"{_duration(seen.seconds_left)} of the run's time")
     if seen.bytes_left is not None:

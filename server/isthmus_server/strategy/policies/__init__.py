@@ -1,4 +1,4 @@
-"""The policies that come with Isthmus, by the names that jobs use."""
+"""Built-in policies, by the names that jobs use."""
 
 from __future__ import annotations
 

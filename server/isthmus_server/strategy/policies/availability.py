@@ -1,4 +1,4 @@
-"""Whoever can work now."""
+"""Select the regime of the sides that are available now."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ from isthmus.job.section import Section
 from isthmus_server.strategy.policy import Forecast, Observation, Plan, Wait, settings_of
 
 
-class Settings(Section):
-    """`[strategy.settings]` of this policy."""
+class AvailabilitySettings(Section):
+    """`[strategy.settings]` of the availability policy."""
 
     both: RegimeName = "federated"
-    """The regime while both sides can work."""
+    """The regime while both sides are available."""
 
 
 class Availability:
-    """The side that is here and within its window; a setting where both are."""
+    """The regime of the available side; a setting decides if both are available."""
 
     def __init__(self, strategy: StrategySection) -> None:
-        self.settings = settings_of(strategy, Settings)
+        self.settings = settings_of(strategy, AvailabilitySettings)
 
     def plan(self, observation: Observation) -> Plan | Wait:
-        """See who is here; wait for a window if nobody is within theirs."""
-        devices, needed = observation.clients_ready, observation.needed
-        edge = observation.open("federated") and devices >= needed
+        """Plan for the available sides; wait for a window if there is none."""
+        devices, quorum = observation.clients_ready, observation.quorum
+        edge = observation.open("federated") and devices >= quorum
         center = observation.open("datacenter") and observation.datacenter_ready
         if edge and center:
             return Plan(self.settings.both, f"{devices} devices and the datacenter can work")
         if edge:
             return Plan("federated", f"{devices} devices can work and the datacenter cannot")
         if center:
-            return Plan("datacenter", f"it can work, and {_no_edge(observation)}")
-        opening = [
-            found.changes_in
-            for found in (observation.forecast.get(side) for side in ("datacenter", "federated"))
-            if found is not None and not found.ready and found.changes_in is not None
+            return Plan("datacenter", f"it can work, and {_why_no_devices(observation)}")
+        forecasts = (observation.forecast.get(side) for side in ("datacenter", "federated"))
+        openings = [
+            forecast.changes_in
+            for forecast in forecasts
+            if forecast is not None and not forecast.ready and forecast.changes_in is not None
         ]
-        if opening:
-            return Wait(min(opening), f"{_no_edge(observation)}, and the datacenter cannot work")
-        # Nobody is here whose hours these are: the round waits for them, as long as the job says.
+        if openings:
+            reason = f"{_why_no_devices(observation)}, and the datacenter cannot work"
+            return Wait(min(openings), reason)
+        # Within the windows, but nothing is connected: the round waits as long as the job allows.
         return Plan(
             "federated" if observation.open("federated") else "datacenter",
-            "nobody is here yet, and these are its hours",
+            "no participant is connected yet, and its window is open",
         )
 
 
-def _no_edge(observation: Observation) -> str:
+def _why_no_devices(observation: Observation) -> str:
     if not observation.forecast.get("federated", Forecast()).ready:
         return "the devices are outside of their window"
-    return f"{observation.clients_ready} devices are ready of the {observation.needed} needed"
+    return f"{observation.clients_ready} devices are ready of the {observation.quorum} needed"

@@ -1,8 +1,8 @@
-"""A bandit on gain per cost: for comparison, and where regimes differ in nothing but their speed.
+"""A bandit on gain per cost: a baseline, and for regimes that differ only in speed.
 
-Measured, greedy gain per cost loses to plans (docs/strategy.md): one round's gain is noisy, what
-regimes gain changes as training goes on, and a regime that gains nothing now may be what the other
-one builds on.
+In measurements, greedy gain per cost is worse than planning (docs/strategy.md): the gain of one
+round is noisy, the gains of the regimes change during training, and a regime that gains nothing now
+may be the basis for gains of the other one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from isthmus.job.section import Section
 from isthmus_server.strategy.policy import Observation, Plan, settings_of
 
 
-class Settings(Section):
-    """`[strategy.settings]` of this policy."""
+class BanditSettings(Section):
+    """`[strategy.settings]` of the bandit policy."""
 
     method: Literal["ucb", "thompson"] = "ucb"
     """Discounted UCB (Garivier and Moulines 2011), or Thompson sampling of a normal mean."""
@@ -29,54 +29,56 @@ class Settings(Section):
     )
     """The regimes to choose from."""
     metric: str = "loss"
-    """A central held-out figure; its fall per price is the gain."""
+    """A central held-out figure; its decrease per price is the gain."""
     discount: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """What a gain counts for one decision later."""
+    """Factor on the weight of a gain per later decision."""
     exploration: Annotated[float, Field(ge=0)] = 0.5
-    """Width of the bound, in units of the largest gain so far."""
+    """Width of the confidence bound, in units of the largest gain so far."""
     seed: int = 0
-    """Of Thompson's draws."""
+    """Seed of Thompson sampling."""
 
 
 class Bandit:
-    """The regime with the highest bound (or draw) on its discounted gain per cost."""
+    """Selects the regime with the highest bound (or sample) of its discounted gain per cost."""
 
     def __init__(self, strategy: StrategySection) -> None:
-        self.settings = settings_of(strategy, Settings)
+        self.settings = settings_of(strategy, BanditSettings)
 
     def plan(self, observation: Observation) -> Plan:
-        """Score each arm from the history alone."""
+        """Score each arm from the history."""
         gains = _gains(observation, self.settings)
         for arm in self.settings.arms:
             if not any(name == arm for name, _ in gains):
                 return Plan(arm, f"no {arm} round has been measured yet")
         scores = {arm: self._score(arm, gains, observation.round) for arm in self.settings.arms}
         best = max(self.settings.arms, key=lambda arm: scores[arm])
-        said = ", ".join(f"{arm} {score:.3g}" for arm, score in scores.items())
-        return Plan(best, f"its score of gain per cost is the highest ({said})")
+        listed = ", ".join(f"{arm} {score:.3g}" for arm, score in scores.items())
+        return Plan(best, f"its score of gain per cost is the highest ({listed})")
 
     def _score(self, arm: str, gains: list[tuple[str, float]], round_: int) -> float:
         settings = self.settings
         unit = max(abs(gain) for _, gain in gains) or 1.0
         weights = [settings.discount**age for age in range(len(gains) - 1, -1, -1)]
-        mine = [
-            (w, gain / unit) for w, (name, gain) in zip(weights, gains, strict=True) if name == arm
+        arm_gains = [
+            (weight, gain / unit)
+            for weight, (name, gain) in zip(weights, gains, strict=True)
+            if name == arm
         ]
-        count = sum(weight for weight, _ in mine)
-        mean = sum(weight * gain for weight, gain in mine) / count
+        count = sum(weight for weight, _ in arm_gains)
+        mean = sum(weight * gain for weight, gain in arm_gains) / count
         if settings.method == "thompson":
-            draw = random.Random(f"{settings.seed}/{round_}/{arm}")  # noqa: S311 - not a secret
-            return draw.gauss(mean, settings.exploration / math.sqrt(count))
+            rng = random.Random(f"{settings.seed}/{round_}/{arm}")  # noqa: S311 - not a secret
+            return rng.gauss(mean, settings.exploration / math.sqrt(count))
         return mean + settings.exploration * math.sqrt(max(math.log(sum(weights)), 0.0) / count)
 
 
-def _gains(observation: Observation, settings: Settings) -> list[tuple[str, float]]:
-    """The fall of the metric per price of each evaluated round that follows an evaluated one."""
-    found: list[tuple[str, float]] = []
+def _gains(observation: Observation, settings: BanditSettings) -> list[tuple[str, float]]:
+    """Return the metric's decrease per price of each evaluated round that follows another."""
+    gains: list[tuple[str, float]] = []
     before: float | None = None
     for past in observation.history:
         after = past.metrics.get(settings.metric)
         if before is not None and after is not None and past.regime in settings.arms:
-            found.append((past.regime, (before - after) / max(past.price, 1e-9)))
+            gains.append((past.regime, (before - after) / max(past.price, 1e-9)))
         before = after
-    return found
+    return gains

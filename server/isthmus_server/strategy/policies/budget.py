@@ -1,4 +1,4 @@
-"""Work on the edge until what it uses up is nearly spent, then in the datacenter."""
+"""Train on the edge until its resources are nearly used up, then in the datacenter."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from isthmus.job.section import Section
 from isthmus_server.strategy.policy import Observation, Plan, settings_of
 
 
-class Settings(Section):
-    """`[strategy.settings]` of this policy."""
+class BudgetSettings(Section):
+    """`[strategy.settings]` of the budget policy."""
 
     first: RegimeName = "federated"
-    """The regime while there is enough of everything."""
+    """The regime while every limit has more than the reserve left."""
     then: RegimeName = "datacenter"
     """The regime from then on."""
     reserve: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Part of a limit (budget, device_bytes, privacy) that is not to be spent on the first."""
+    """Part of each limit (budget, device_bytes, privacy) that is kept for the second regime."""
 
 
 class Budget:
-    """One regime while every limit has more than a reserve left, another one afterwards."""
+    """One regime while every limit has more than a reserve left, and then another one."""
 
     def __init__(self, strategy: StrategySection) -> None:
-        self.settings = settings_of(strategy, Settings)
+        self.settings = settings_of(strategy, BudgetSettings)
 
     def plan(self, observation: Observation) -> Plan:
-        """Compare what is left of each limit with what there was at first."""
+        """Compare the rest of each limit with its initial value."""
         settings = self.settings
         left = {
-            "the budget": observation.left,
+            "the budget": observation.budget_left,
             "the bytes of devices": observation.bytes_left,
             "the privacy budget": observation.epsilon_left,
         }
         limits = {name: value for name, value in left.items() if value is not None}
-        had = {**limits, **observation.state.get("had", {})}
+        initial = {**limits, **observation.state.get("initial", {})}
         for name, value in limits.items():
-            if value <= settings.reserve * had[name]:
+            if value <= settings.reserve * initial[name]:
                 return Plan(
                     settings.then,
-                    f"{value:.4g} of {had[name]:.4g} is left of {name}, and "
+                    f"{value:.4g} of {initial[name]:.4g} is left of {name}, and "
                     f"{settings.reserve:.0%} is kept back",
-                    {"had": had},
+                    {"initial": initial},
                 )
-        said = ", ".join(
-            f"{value:.4g} of {had[name]:.4g} of {name}" for name, value in limits.items()
+        listed = ", ".join(
+            f"{value:.4g} of {initial[name]:.4g} of {name}" for name, value in limits.items()
         )
-        reason = f"there is left {said}" if said else "the job sets no limit"
-        return Plan(settings.first, reason, {"had": had})
+        reason = f"{listed} is left" if listed else "the job sets no limit"
+        return Plan(settings.first, reason, {"initial": initial})

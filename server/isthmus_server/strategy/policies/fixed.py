@@ -1,10 +1,10 @@
-"""One regime throughout, or each in turn.
+"""One regime in every round, or two regimes in turn.
 
 >>> from isthmus.job import StrategySection
 >>> policy = Alternate(StrategySection())
->>> seen = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
-...                    spent=0.0, budget=None, state={})
->>> policy.plan(seen).reason
+>>> observation = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
+...                           spent=0.0, budget=None, state={})
+>>> policy.plan(observation).reason
 'even rounds are federated, odd ones datacenter'
 """
 
@@ -22,17 +22,17 @@ class Fixed:
         self.regime = regime
 
     def plan(self, observation: Observation) -> Plan:
-        """Always the one."""
+        """Plan a round of the regime."""
         return Plan(self.regime, f"the job asks for {self.regime} rounds only")
 
 
 class Alternate:
-    """DatacenterRegime, federated, datacenter, ..."""
+    """Datacenter and federated rounds in turn."""
 
     def __init__(self, strategy: StrategySection) -> None:
         no_settings(strategy)
 
     def plan(self, observation: Observation) -> Plan:
-        """By the parity of the round."""
+        """Plan by the parity of the round number."""
         regime: Kind = "datacenter" if observation.round % 2 else "federated"
         return Plan(regime, "even rounds are federated, odd ones datacenter")

@@ -1,4 +1,4 @@
-"""Stay in a regime while it helps, then go to the other one, and back."""
+"""Switch to the other regime whenever the held-out metric stops improving."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from isthmus.job.section import Section
 from isthmus_server.strategy.policy import Observation, Plan, settings_of
 
 
-class Settings(Section):
-    """`[strategy.settings]` of this policy."""
+class PlateauSettings(Section):
+    """`[strategy.settings]` of the plateau policy."""
 
     metric: str = "loss"
     """A central held-out figure; lower is better."""
@@ -23,17 +23,17 @@ class Settings(Section):
     first: RegimeName = "datacenter"
     """The regime to begin with."""
     then: RegimeName = "federated"
-    """The one to go to on a plateau, and to come back from on the next."""
+    """The regime to switch to on a plateau; on the next one the policy switches back."""
 
 
 class Plateau:
-    """The other regime whenever the held-out metric stops to fall."""
+    """Switches regimes on plateaus of the held-out metric."""
 
     def __init__(self, strategy: StrategySection) -> None:
-        self.settings = settings_of(strategy, Settings)
+        self.settings = settings_of(strategy, PlateauSettings)
 
     def plan(self, observation: Observation) -> Plan:
-        """Look at the evaluated rounds since the last switch."""
+        """Look for a plateau in the evaluated rounds since the last switch."""
         settings, state = self.settings, observation.state
         regime: RegimeName = state.get("regime", settings.first)
         since = state.get("since", 0)
@@ -51,16 +51,16 @@ class Plateau:
                 f"{settings.improvement:.0%} in {idle} evaluated {regime} rounds",
                 {"regime": other, "since": observation.round - 1},
             )
-        said = f"{settings.metric} is {best:.4g} at best" if values else "it begins"
+        status = f"{settings.metric} is {best:.4g} at best" if values else "it begins"
         return Plan(
             regime,
-            f"{said}, and a plateau is {settings.patience} rounds without a fall",
+            f"{status}, and a plateau is {settings.patience} rounds without a fall",
             {"regime": regime, "since": since},
         )
 
 
 def _best(values: list[float], improvement: float) -> tuple[float, int]:
-    """The last figure that was an improvement, and how many have come since."""
+    """Return the last figure that was an improvement, and how many figures followed it."""
     best, idle = float("inf"), 0
     for value in values:
         if value < best - improvement * abs(best) or best == float("inf"):

@@ -1,4 +1,4 @@
-"""The regime by the declared target alone, without looking at anything."""
+"""Select the regime by the declared target, without any measurement."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Rule:
         self.weight = transfer_weight(strategy)
 
     def plan(self, observation: Observation) -> Plan:
-        """Always the same."""
-        said = f"the devices hold {self.share:.0%} of the target"
+        """Plan the same round every time."""
+        reason = f"the devices hold {self.share:.0%} of the target"
         if self.share == 0:
-            return Plan("datacenter", said)
+            return Plan("datacenter", reason)
         if self.share == 1:
-            return Plan("federated", said)
+            return Plan("federated", reason)
         return Plan(
             "hybrid",
-            f"{said}, and take the datacenter's gradient for the rest, with weight "
+            f"{reason}, and take the datacenter's gradient for the rest, with weight "
             f"{self.weight:.3g}",
             merge="transfer",
             transfer_weight=self.weight,
@@ -31,10 +31,10 @@ class Rule:
 
 
 def transfer_weight(strategy: StrategySection) -> float:
-    """lambda: what the target says, (1 - pi)/pi, but never more than the job's.
+    """Return lambda, the weight of the gradient transfer: (1 - pi)/pi, bounded by the job's.
 
-    More than about 1.2/(client learning rate x local steps) diverges, and a server does not know
-    that rate: `strategy.transfer_weight` is the bound.
+    A weight above about 1.2/(client learning rate x local steps) diverges. The server does not know
+    that rate, so `strategy.transfer_weight` is the bound.
     """
     share = strategy.target_edge_share
     return min((1 - share) / share, strategy.transfer_weight) if share else 0.0

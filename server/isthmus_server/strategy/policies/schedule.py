@@ -1,10 +1,10 @@
-"""Phases, one after the other, some of them only in hours of the day.
+"""Follow a schedule of phases, some of which are limited to hours of the day.
 
 >>> schedule = [{"regime": "datacenter", "rounds": 1}, {"regime": "federated"}]
 >>> policy = Schedule(StrategySection(policy="schedule", schedule=schedule))
->>> seen = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
-...                    spent=0.0, budget=None, state={"done": [1, 0]})
->>> policy.plan(seen).reason
+>>> observation = Observation(round=2, rounds=4, history=(), clients_ready=8, datacenter_ready=True,
+...                           spent=0.0, budget=None, state={"done": [1, 0]})
+>>> policy.plan(observation).reason
 'phase 2 of 2 is federated, to the end'
 """
 
@@ -18,38 +18,38 @@ from isthmus_server.strategy.windows import forecast_hours
 
 
 class Schedule:
-    """The first phase of `strategy.schedule` that has rounds left and whose hours it is."""
+    """Runs the first phase of `strategy.schedule` that has rounds left and is within its hours."""
 
     def __init__(self, strategy: StrategySection) -> None:
         no_settings(strategy)
         self.phases = strategy.schedule
 
     def plan(self, observation: Observation) -> Plan | Wait:
-        """Find the phase, and count the round as its."""
+        """Find the phase of the next round and count the round."""
         done = list(observation.state.get("done", [0] * len(self.phases)))
-        until: list[float] = []
+        waits: list[float] = []
         for number, phase in enumerate(self.phases, 1):
             last = number == len(self.phases)
             if phase.rounds is not None and done[number - 1] >= phase.rounds and not last:
                 continue
             hours = forecast_hours(phase.hours, observation.now, None) if phase.hours else None
             if hours is not None and not hours.ready:
-                until.append(hours.changes_in or math.inf)
+                waits.append(hours.changes_in or math.inf)
                 continue
             done[number - 1] += 1
             return Plan(
                 phase.regime,
                 f"phase {number} of {len(self.phases)} is {phase.regime}, "
-                f"{_how_far(phase, done[number - 1], last)}",
+                f"{_phase_progress(phase, done[number - 1], last)}",
                 {"done": done},
             )
-        return Wait(min(until), "no phase of the schedule has its hours now")
+        return Wait(min(waits), "no phase of the schedule has its hours now")
 
 
-def _how_far(phase: Phase, done: int, last: bool) -> str:
+def _phase_progress(phase: Phase, done: int, last: bool) -> str:
     hours = " and ".join(
-        f"{one.opens} to {one.closes}{' ' if one.days else ''}{', '.join(one.days)}"
-        for one in phase.hours
+        f"{entry.opens} to {entry.closes}{' ' if entry.days else ''}{', '.join(entry.days)}"
+        for entry in phase.hours
     )
     within = f" from {hours} UTC" if hours else ""
     if last or phase.rounds is None:

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server.strategy.observations import comparison_of, observe, simulate
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus.job import StrategySection, parse_job
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.storage.receipts import Receipt, attempt_row
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
-from isthmus_server.strategy.decision import MAX_VISITS, Decision, decide
+from isthmus_server.strategy.decision import MAX_COMPARISONS, Decision, decide
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe as observe_run
 from isthmus_server.strategy.observation import past_round
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Forecast
-
-from .observing import compared, observe, play
 
 JUST_SO = ("current", "served")
 
@@ -57,7 +56,7 @@ def ask():
             found = visit(compare.models)
             if isinstance(found, str):
                 raise RoundFailed(found)
-            made.append(compared(compare.models, found))
+            made.append(comparison_of(compare.models, found))
 
         decision = await decide(
             Scripted(answer),
@@ -75,9 +74,13 @@ def ask():
 async def test_a_plan_within_the_limits_is_the_decision(ask):
     decision, _, notes = await ask(lambda seen: Plan("federated", "because", {"turn": 1}))
     assert decision.answer == Plan("federated", "because", {"turn": 1})
-    assert decision.seen["clients_ready"] == 8
-    assert decision.seen["history"] is None
-    assert (decision.seen["asked"], decision.seen["adjustments"], notes) == ([], [], [])
+    assert decision.observation["clients_ready"] == 8
+    assert decision.observation["history"] is None
+    assert (decision.observation["asked"], decision.observation["adjustments"], notes) == (
+        [],
+        [],
+        [],
+    )
 
 
 async def test_a_comparison_comes_back_in_the_same_round(ask):
@@ -88,7 +91,7 @@ async def test_a_comparison_comes_back_in_the_same_round(ask):
 
     decision, _, _ = await ask(answer, visit=lambda models: [-0.25])
     assert decision.answer.reason == "served is -0.25"
-    assert decision.seen["asked"] == [
+    assert decision.observation["asked"] == [
         {"models": JUST_SO, "devices": 4, "reason": "to know", "state": {}, "refused": None}
     ]
 
@@ -103,7 +106,7 @@ async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
     devices = 4
     decision, _, _ = await ask(answer, visit=lambda models: "1 of 4 answered")
     assert decision.answer == Stop("1 of 4 answered")
-    assert decision.seen["asked"][0]["refused"] == "1 of 4 answered"
+    assert decision.observation["asked"][0]["refused"] == "1 of 4 answered"
 
 
 async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
@@ -112,7 +115,7 @@ async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
         lambda made, clock: observe(comparisons=made, seconds_left=0.0),
     )
     assert isinstance(decision.answer, Stop)
-    assert decision.seen["asked"][0]["refused"] == decision.answer.reason
+    assert decision.observation["asked"][0]["refused"] == decision.answer.reason
 
 
 async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
@@ -123,7 +126,9 @@ async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
 
 
 async def test_a_policy_that_only_asks_is_named(ask):
-    with pytest.raises(JobError, match=rf"'mine' asked for more than {MAX_VISITS} comparisons"):
+    with pytest.raises(
+        JobError, match=rf"'mine' asked for more than {MAX_COMPARISONS} comparisons"
+    ):
         await ask(lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: [0.0])
 
 
@@ -139,7 +144,7 @@ async def test_a_round_waits_for_its_window(ask):
     assert clock.now() == 600
     reason = "the federated side is outside of its window"
     waited = {"seconds": 600.0, "reason": reason, "by_limit": True}
-    assert decision.seen["waited"] == [waited]
+    assert decision.observation["waited"] == [waited]
     assert notes == [("paused", {"round": 1, "seconds": 600.0, "reason": reason})]
 
 
@@ -157,17 +162,17 @@ async def test_after_a_wait_a_policy_may_ask_again(ask):
 async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
     decision, _, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
     assert decision.answer.cohort == 3
-    assert decision.seen["adjustments"] == ["a cohort of 1 became 3, which is the quorum"]
+    assert decision.observation["adjustments"] == ["a cohort of 1 became 3, which is the quorum"]
 
 
 async def test_a_decision_reads_back_from_the_log(ask):
     plan = Plan("hybrid", "x", {"a": 1}, merge="transfer", keep={"w": "current"}, step_scale=0.5)
     decision, _, _ = await ask(lambda seen: plan)
     row = json.loads(json.dumps({**dataclasses.asdict(plan), "invited": ["a", "b"]}))
-    seen = json.loads(json.dumps(decision.seen))
+    seen = json.loads(json.dumps(decision.observation))
     again = Decision.from_log(row, seen)
     assert again.answer == plan
-    assert again.seen == json.loads(json.dumps(decision.seen))
+    assert again.observation == json.loads(json.dumps(decision.observation))
 
 
 # -- what a policy sees --------------------------------------------------------------------------
@@ -216,9 +221,9 @@ def see(outcomes, **changes):
 
 def test_an_observation_says_what_is_left_and_what_things_cost():
     seen = see([row(1)])
-    assert (seen.round, seen.rounds, seen.left) == (2, 9, 96.0)
+    assert (seen.round, seen.rounds, seen.budget_left) == (2, 9, 96.0)
     assert (seen.seconds_left, seen.bytes_left, seen.epsilon_left) == (80_000.0, 998_600, None)
-    assert (seen.cohort, seen.needed, seen.price("federated")) == (8, 6, 8.0)
+    assert (seen.cohort, seen.quorum, seen.price("federated")) == (8, 6, 8.0)
     assert (seen.price("datacenter"), seen.price("hybrid", steps=100)) == (0.5, 9.0)
     assert seen.client_bytes == 700
     assert not seen.open("federated")
@@ -243,10 +248,10 @@ def only_plain(value):
 
 
 def test_an_observation_leads_nowhere_else():
-    comparisons = [dataclasses.asdict(compared(JUST_SO, [0.1]))]
+    comparisons = [dataclasses.asdict(comparison_of(JUST_SO, [0.1]))]
     seen = see([row(1), row(2, comparisons=comparisons, norms={"federated": 1.0}, cosine=0.5)])
     assert only_plain(seen)
-    assert seen.history[1].comparisons[0] == compared(JUST_SO, [0.1])
+    assert seen.history[1].comparisons[0] == comparison_of(JUST_SO, [0.1])
     assert (seen.history[1].norms, seen.history[1].cosine) == ({"federated": 1.0}, 0.5)
 
 
@@ -261,7 +266,7 @@ def test_the_figures_of_one_device_are_not_in_it():
 
 
 def test_a_policy_that_changes_what_it_was_given_changes_nothing():
-    comparisons = [dataclasses.asdict(compared(JUST_SO, [0.1]))]
+    comparisons = [dataclasses.asdict(comparison_of(JUST_SO, [0.1]))]
     history, state = [past_round(row(1, comparisons=comparisons))], {"turn": 1}
     before = copy.deepcopy(history)
     seen = observe_run(JOB, history, **{**GIVEN, "state": state})
@@ -303,7 +308,7 @@ def test_an_observation_costs_no_more_in_a_long_run():
 @settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
 def test_a_policy_that_is_made_anew_each_round_decides_the_same(policy, random):
-    """`play` makes it anew and takes its state through JSON; here one object lives on."""
+    """`simulate` makes it anew and takes its state through JSON; here one object lives on."""
     strategy = StrategySection(policy=policy, schedule=[{"regime": "federated"}])
     losses = [random.uniform(0.5, 2) for _ in range(24)]
     verdicts = {models: random.uniform(-1, 1) for models in ("initial", "warm", "day")}
@@ -316,7 +321,7 @@ def test_a_policy_that_is_made_anew_each_round_decides_the_same(policy, random):
     ]
 
     def run():
-        return play(
+        return simulate(
             strategy,
             24,
             lambda round_: changes[round_ - 1],

@@ -1,4 +1,4 @@
-"""The job's limits win over every policy that comes with Isthmus and over hostile ones."""
+"""No policy exceeds the job's limits: neither a built-in one nor a hostile one."""
 
 import dataclasses
 import math
@@ -6,16 +6,15 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server.strategy.observations import MODELS, comparison_of, observe
 
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
-from isthmus_server.strategy.limits import LimitRefusal, hold
+from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import KINDS, Forecast, PastRound
-
-from .observing import MODELS, compared, observe
 
 money = st.floats(0, 100)
 forecasts = st.one_of(
@@ -37,11 +36,11 @@ rounds = st.builds(
 
 @st.composite
 def observations(draw):
-    """Anything a run could see."""
+    """Any observation of a run."""
     history = draw(st.lists(rounds, max_size=12))
     models = ("initial", "current", draw(st.sampled_from(["initial", "served", "day"])))
     comparison = st.builds(
-        lambda a, b: compared(models, (a, b)), st.floats(-1, 1), st.floats(-1, 1)
+        lambda a, b: comparison_of(models, (a, b)), st.floats(-1, 1), st.floats(-1, 1)
     )
     cohort = draw(st.integers(1, 20))
     return observe(
@@ -55,11 +54,11 @@ def observations(draw):
         budget=draw(st.none() | money),
         cohort=cohort,
         over_selection=draw(st.floats(1, 3)),
-        needed=draw(st.integers(1, cohort)),
+        quorum=draw(st.integers(1, cohort)),
         datacenter_steps=draw(st.integers(1, 500)),
         client_price=draw(st.floats(0, 10)),
         step_price=draw(st.floats(0, 1)),
-        visit_price=draw(st.floats(0, 1)),
+        comparison_price=draw(st.floats(0, 1)),
         client_bytes=draw(st.floats(0, 1e9)),
         model_bytes=draw(st.floats(0, 1e9)),
         now=draw(st.floats(0, 2e9)),
@@ -94,71 +93,79 @@ answers = st.one_of(
 )
 
 
-def within_limits(answer, seen):
-    """Assert that nothing is begun that a limit forbids; written apart from `hold`."""
-    over = seen.seconds_left is not None and seen.seconds_left <= 0
+def assert_within_limits(answer, observation):
+    """Assert that no limit forbids an answer; implemented independently of `enforce_limits`."""
+    over = observation.seconds_left is not None and observation.seconds_left <= 0
     if isinstance(answer, Stop | LimitRefusal):
         assert answer.reason
         return
     assert not over
     if isinstance(answer, Wait):
-        assert seen.seconds_left is None or answer.seconds < seen.seconds_left
+        assert observation.seconds_left is None or answer.seconds < observation.seconds_left
         return
-    left = math.inf if seen.budget is None else seen.budget - seen.spent + 1e-6
+    left = math.inf if observation.budget is None else observation.budget - observation.spent + 1e-6
     edge = isinstance(answer, Compare) or answer.regime != "datacenter"
     if edge:
-        assert seen.forecast["federated"].ready
-        assert seen.epsilon_left is None or seen.epsilon_left > 0
+        assert observation.forecast["federated"].ready
+        assert observation.epsilon_left is None or observation.epsilon_left > 0
     if isinstance(answer, Compare):
-        assert answer.devices <= seen.clients_ready
-        assert answer.devices * len(answer.models) * seen.visit_price <= left
-        assert seen.bytes_left is None or answer.devices * 2 * seen.model_bytes <= seen.bytes_left
+        assert answer.devices <= observation.clients_ready
+        assert answer.devices * len(answer.models) * observation.comparison_price <= left
+        assert (
+            observation.bytes_left is None
+            or answer.devices * 2 * observation.model_bytes <= observation.bytes_left
+        )
         return
-    cohort = answer.cohort or seen.cohort
-    invited = math.ceil(cohort * seen.over_selection)
+    cohort = answer.cohort or observation.cohort
+    invited = math.ceil(cohort * observation.over_selection)
     price = 0.0
     if edge:
-        price += invited * seen.client_price
-        assert cohort >= seen.needed
-        assert seen.bytes_left is None or invited * seen.client_bytes <= seen.bytes_left
+        price += invited * observation.client_price
+        assert cohort >= observation.quorum
+        assert (
+            observation.bytes_left is None
+            or invited * observation.client_bytes <= observation.bytes_left
+        )
     if answer.regime != "federated":
-        steps = answer.datacenter_steps or seen.datacenter_steps
-        price += max(seen.datacenters, 1) * steps * seen.step_price
-        assert seen.forecast["datacenter"].ready
+        steps = answer.datacenter_steps or observation.datacenter_steps
+        price += max(observation.datacenters, 1) * steps * observation.step_price
+        assert observation.forecast["datacenter"].ready
     assert price <= left
 
 
 @given(observations(), answers)
-def test_no_answer_gets_past_a_limit(seen, answer):
-    held = hold(answer, seen)
-    within_limits(held.answer, seen)
-    assert bool(held.adjustments) == (held.answer != answer)
+def test_no_answer_exceeds_a_limit(observation, answer):
+    constrained = enforce_limits(answer, observation)
+    assert_within_limits(constrained.answer, observation)
+    assert bool(constrained.adjustments) == (constrained.answer != answer)
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
 @settings(max_examples=25)
-@given(seen=observations(), share=st.sampled_from([0.0, 0.6, 1.0]))
-def test_no_built_in_policy_gets_past_a_limit(policy, seen, share):
+@given(observation=observations(), share=st.sampled_from([0.0, 0.6, 1.0]))
+def test_no_built_in_policy_exceeds_a_limit(policy, observation, share):
     schedule = [{"regime": "federated", "rounds": 3}, {"regime": "hybrid"}]
     strategy = StrategySection(policy=policy, target_edge_share=share, schedule=schedule)
-    mine = load_policy(strategy)
-    seen = dataclasses.replace(seen, state={})
+    loaded = load_policy(strategy)
+    observation = dataclasses.replace(observation, state={})
     for _ in range(3):
-        wanted = checked_answer(mine, policy, seen)
-        held = hold(wanted, seen)
-        within_limits(held.answer, seen)
-        # The same observation always gets the same answer, from a policy that is new as well.
-        assert checked_answer(load_policy(strategy), policy, seen) == wanted
-        if isinstance(wanted, Stop | Wait):
+        proposed = checked_answer(loaded, policy, observation)
+        constrained = enforce_limits(proposed, observation)
+        assert_within_limits(constrained.answer, observation)
+        # The same observation always gets the same answer, also from a new policy object.
+        assert checked_answer(load_policy(strategy), policy, observation) == proposed
+        if isinstance(proposed, Stop | Wait):
             break
-        seen = dataclasses.replace(seen, state=wanted.state)
-        if isinstance(wanted, Compare):
-            found = compared(wanted.models, [-0.1] * (len(wanted.models) - 1))
-            seen = dataclasses.replace(seen, comparisons=(*seen.comparisons, found))
+        observation = dataclasses.replace(observation, state=proposed.state)
+        if isinstance(proposed, Compare):
+            result = comparison_of(proposed.models, [-0.1] * (len(proposed.models) - 1))
+            observation = dataclasses.replace(
+                observation, comparisons=(*observation.comparisons, result)
+            )
 
 
-class Hostile:
-    """Answers whatever it was made with."""
+class FixedAnswer:
+    """Returns a given answer."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -172,17 +179,17 @@ class Hostile:
     st.sampled_from(["regime", "reason", "cohort", "datacenter_steps", "step_scale", "state"]),
     st.sampled_from([-1, 0, math.nan, math.inf, True, "x", [], None, {"x": {1}}, object()]),
 )
-def test_nonsense_is_refused_or_harmless(seen, field, value):
+def test_an_invalid_answer_is_refused_or_harmless(observation, field, value):
     plan = dataclasses.replace(Plan("federated", "because"), **{field: value})
     try:
-        answer = checked_answer(Hostile(plan), "mine", seen)
+        answer = checked_answer(FixedAnswer(plan), "mine", observation)
     except JobError as error:
         assert "the policy 'mine' answered" in str(error)  # noqa: PT017 - nothing need be raised
         return
-    within_limits(hold(answer, seen).answer, seen)
+    assert_within_limits(enforce_limits(answer, observation).answer, observation)
 
 
-# -- what is said --------------------------------------------------------------------------------
+# -- reasons -------------------------------------------------------------------------------------
 
 NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
 
@@ -227,8 +234,8 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
             ),
         ),
         (Plan("datacenter", "x"), {"epsilon_left": 0.0}, Plan("datacenter", "x")),
-        (Plan("federated", "x", cohort=2), {"needed": 6}, Plan("federated", "x", cohort=6)),
-        (Plan("federated", "x", cohort=50), {"needed": 6}, Plan("federated", "x", cohort=50)),
+        (Plan("federated", "x", cohort=2), {"quorum": 6}, Plan("federated", "x", cohort=6)),
+        (Plan("federated", "x", cohort=50), {"quorum": 6}, Plan("federated", "x", cohort=50)),
         (
             Compare(("current", "served"), 9, "x"),
             {},
@@ -246,5 +253,21 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
         ),
     ],
 )
-def test_each_limit_says_what_it_does(answer, changes, expected):
-    assert hold(answer, observe(**changes)).answer == expected
+def test_each_limit_gives_its_reason(answer, changes, expected):
+    assert enforce_limits(answer, observe(**changes)).answer == expected
+
+
+def test_a_plan_waits_for_devices_that_become_eligible_later():
+    later = observe(clients_ready=2, clients_ineligible=4, quorum=3, seconds_until_quorum=600.0)
+    constrained = enforce_limits(Plan("federated", "x"), later)
+    assert isinstance(constrained.answer, Wait)
+    assert constrained.answer.seconds == 600.0
+    assert constrained.adjustments[0].startswith(
+        "2 devices may be invited and the quorum is 3; 4 are outside of their hours or at"
+    )
+    assert enforce_limits(Plan("datacenter", "x"), later).answer.regime == "datacenter"
+    # Other devices may still connect.
+    too_few = observe(clients_ready=2, clients_ineligible=0, quorum=3)
+    assert enforce_limits(Plan("federated", "x"), too_few).answer.regime == "federated"
+    never = observe(clients_ready=2, clients_ineligible=4, quorum=3)
+    assert isinstance(enforce_limits(Plan("hybrid", "x"), never).answer, Stop)

@@ -1,4 +1,4 @@
-"""Observations as a run would make them, for tests of policies."""
+"""Observations for tests of policies, and a simulated run of a policy."""
 
 import json
 
@@ -10,7 +10,8 @@ MODELS = ("current", "served", "initial")
 
 
 def observe(round_=1, history=(), **changes):
-    seen = {
+    """An observation with plausible values; `changes` override them."""
+    values = {
         "round": round_,
         "rounds": 10,
         "history": history,
@@ -21,40 +22,40 @@ def observe(round_=1, history=(), **changes):
         "state": {},
         "models": MODELS,
     }
-    return Observation(**{**seen, **changes})
+    return Observation(**{**values, **changes})
 
 
-def past(round_, regime, price=1.0, **metrics):
+def past_round(round_, regime, price=1.0, **metrics):
     return PastRound(
         round=round_, regime=regime, metrics=metrics, seconds=1.0, price=price, accepted=1
     )
 
 
-def compared(models, differences, error=0.01):
-    """A comparison in which each model but the first differs from it by so much."""
+def comparison_of(models, differences, error=0.01):
+    """A comparison in which the models after the first have these differences from it."""
     difference = dict(zip(models, (0.0, *differences), strict=True))
     return Comparison(
         models=models,
         devices=8,
-        score={name: 0.5 + found for name, found in difference.items()},
+        score={name: 0.5 + value for name, value in difference.items()},
         difference=difference,
         standard_error=dict.fromkeys(models, error),
         price=0.5,
     )
 
 
-def play(strategy, rounds, see=lambda round_: {}, judge=None, losses=lambda round_: 1.0):
-    """What a policy plans round after round, with everything it remembers going through JSON.
+def simulate(strategy, rounds, changes=lambda round_: {}, judge=None, losses=lambda round_: 1.0):
+    """Return the answers of a policy, round after round; its state passes through JSON.
 
-    `see` gives what is special about a round, and `judge(models)` the differences that devices
-    find, or a sentence if none can be asked.
+    `changes(round_)` overrides values of a round's observation. `judge(models)` returns the
+    differences that devices report, or a sentence if the comparison is refused.
     """
     state, history, kept, plans = {}, [], set(), []
     spent = 0.0
     for round_ in range(1, rounds + 1):
         comparisons, refused = [], []
         while True:
-            seen = observe(
+            observation = observe(
                 round_,
                 history,
                 rounds=rounds,
@@ -62,23 +63,23 @@ def play(strategy, rounds, see=lambda round_: {}, judge=None, losses=lambda roun
                 models=(*MODELS, *sorted(kept)),
                 comparisons=tuple(comparisons),
                 refused=tuple(refused),
-                **{"spent": spent, **see(round_)},
+                **{"spent": spent, **changes(round_)},
             )
-            # A policy that was just made answers as one that has been there all the time.
-            answer = checked_answer(load_policy(strategy), strategy.policy, seen)
+            # A new policy object answers like one that exists since the first round.
+            answer = checked_answer(load_policy(strategy), strategy.policy, observation)
             if not isinstance(answer, Compare):
                 break
-            found = judge(answer.models)
-            if isinstance(found, str):
-                refused.append(found)
+            differences = judge(answer.models)
+            if isinstance(differences, str):
+                refused.append(differences)
             else:
-                comparisons.append(compared(answer.models, found))
+                comparisons.append(comparison_of(answer.models, differences))
                 state = answer.state
         plans.append(answer)
         if not isinstance(answer, Plan):
             break
         kept |= answer.keep.keys()
         state = answer.state
-        spent += seen.price(answer.regime, answer.cohort, answer.datacenter_steps)
-        history = [*history, past(round_, answer.regime, loss=losses(round_))]
+        spent += observation.price(answer.regime, answer.cohort, answer.datacenter_steps)
+        history = [*history, past_round(round_, answer.regime, loss=losses(round_))]
     return plans

@@ -1,11 +1,10 @@
 import pytest
+from tests.server.strategy.observations import observe, past_round
 
 from isthmus.errors import JobError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Plan, Wait, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
-
-from .observing import observe, past
 
 
 def plans(strategy, rounds, **changes):
@@ -84,11 +83,11 @@ def test_a_schedule_with_a_phase_that_is_never_reached_is_refused():
 
 def test_the_gain_of_a_regime_is_of_its_last_evaluated_round():
     history = [
-        past(1, "datacenter", loss=2.0),
-        past(2, "federated", loss=1.5),
-        past(3, "datacenter"),
-        past(4, "datacenter", loss=1.25),
-        past(5, "federated", accuracy=0.5),
+        past_round(1, "datacenter", loss=2.0),
+        past_round(2, "federated", loss=1.5),
+        past_round(3, "datacenter"),
+        past_round(4, "datacenter", loss=1.25),
+        past_round(5, "federated", accuracy=0.5),
     ]
     seen = observe(6, history)
     assert seen.last_gain("federated") == 0.5

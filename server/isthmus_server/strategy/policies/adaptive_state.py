@@ -1,0 +1,97 @@
+"""Settings and state of the adaptive policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from isthmus.job.section import Section
+
+
+class AdaptiveSettings(Section):
+    """`[strategy.settings]` of the adaptive policy."""
+
+    z: Annotated[float, Field(ge=0)] = 1.0
+    """Standard errors by which a comparison must be won or lost to count."""
+    devices: Annotated[int, Field(ge=2)] | None = None
+    """Devices in a comparison. Default: the cohort."""
+    warm_test: Annotated[int, Field(ge=1)] = 5
+    """Datacenter rounds before the warm model is compared with the initial one."""
+    warm_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Part of the budget that a warm start and its test may take; 0 for no warm start."""
+    warm_length: Annotated[float, Field(ge=0)] = 0.3
+    """Maximum length of a warm start, as a part of the rounds with devices that the budget buys."""
+    plateau: Annotated[int, Field(ge=1)] = 8
+    """Datacenter rounds in which the held-out loss does not fall by 1 % that end a warm start."""
+    probation: Annotated[int, Field(ge=1)] = 5
+    """Edge rounds after which the served model is compared with the warm one."""
+    probation_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Part of the remaining budget that this comparison may take; otherwise it is left out."""
+    transfer_share: Annotated[float, Field(gt=0)] = 0.05
+    """Maximum price of the datacenter's gradient, as a part of what the devices of a round cost;
+    with expensive steps the gradient is the mean of fewer batches."""
+    transfer_part: Annotated[float, Field(gt=0, le=1)] = 0.33
+    """The gradient's weight as a part of (1 - pi)/pi: devices add the whole gradient to each of
+    their steps, during which their own gradients shrink."""
+    transfer_pull: Annotated[float, Field(gt=0)] = 0.55
+    """Maximum norm of what devices add, as a part of the norm of their own first step."""
+    alike: Annotated[float, Field(ge=0, lt=1)] = 0.667
+    """Public data resemble the devices' if rounds with devices lower the held-out loss below this
+    part of its value after the first round; 0: never."""
+    alike_rounds: Annotated[int, Field(ge=1)] = 3
+    """Rounds with devices before that is checked; three times as many after a warm start."""
+    forgotten: Annotated[float, Field(gt=1)] = 2.5
+    """Devices forget what others taught if their loss in a round exceeds this multiple of the
+    first. They then rehearse public data, and the server takes shorter steps."""
+    damped: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Factor on the length of these shorter steps."""
+    apart: Annotated[float, Field(gt=0)] = 0.175
+    """Public data differ from the devices' if `estimates.gradient_divergence` exceeds this; the
+    datacenter then trains in parallel in every other round."""
+    undone: Annotated[float, Field(gt=1)] = 1.33
+    """Like `forgotten`, for parallel training in every round."""
+    parallel_share: Annotated[float, Field(gt=0)] = 0.33
+    """Maximum price of the datacenter's training in such a round, as a part of what the devices
+    cost; with expensive steps it makes fewer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveState:
+    """What the policy remembers from round to round."""
+
+    phase: str = "start"
+    """start, warm or edge."""
+    warm_rounds: int = 0
+    """Warm rounds so far."""
+    max_warm_rounds: int = 0
+    """Limit on warm rounds."""
+    min_warm_rounds: int = 0
+    """Warm rounds before a plateau can end the warm start."""
+    before_devices: bool = False
+    """Whether the warm start began before the devices' window; it ends when that opens."""
+    warm_accepted: bool = False
+    """Whether the warm model beat the initial one."""
+    datacenter_excluded: bool = False
+    """Whether the warm model lost, so that the datacenter is not used any more."""
+    edge_rounds: int = 0
+    """Rounds with devices since the phase began, or since training returned to the warm model."""
+    probation_over: bool = False
+    failed_probations: int = 0
+    step_scale: float = 1.0
+    """Factor on the devices' steps."""
+    uses_gradient: bool = False
+    """Whether devices apply the datacenter's gradient although the whole target is theirs."""
+    pending_comparison: str = ""
+    """The purpose of the requested comparison: warm or probation."""
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> AdaptiveState:
+        """Restore the state from the last answer."""
+        return cls(**state)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state for the next answer."""
+        return dataclasses.asdict(self)
