@@ -85,7 +85,9 @@ def decoders(folder):
     )
     ask.proof = statement(bytes(32), "client", bytes(16), request)[:64]
     job = parse_job('name = "table"\n[task]\nsource = "task.py:Learn"')
-    hello = link_pb2.Envelope(hello=link_pb2.Hello(name="a", version_max=1, instance="one"))
+    hello = link_pb2.Envelope(
+        hello=link_pb2.Hello(name="a", version_min=2, version_max=2, instance="one")
+    )
     vector = LAYOUT.encode(torch.zeros(LAYOUT.size))
     found = {
         "envelope": (

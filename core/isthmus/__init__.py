@@ -9,7 +9,7 @@ Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.rounds.coordinator
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
 from isthmus.task.definition import Participant, Task, load_task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "IsthmusError",

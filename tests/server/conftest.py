@@ -180,7 +180,7 @@ class Net:
                     if message.WhichOneof("body") == kind:
                         return getattr(message, kind)
 
-            fields = {"version_min": 1, "version_max": 1, "name": "raw", "role": link_pb2.CLIENT}
+            fields = {"version_min": 2, "version_max": 2, "name": "raw", "role": link_pb2.CLIENT}
             await send(hello=link_pb2.Hello(**{**fields, "instance": "one", **hello}))
             yield call, send, receive
             call.cancel()

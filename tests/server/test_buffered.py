@@ -306,15 +306,6 @@ async def test_a_whole_run_in_buffers(place, secure):
     assert all("loss" in row["training"]["federated"] for row in rows)
 
 
-async def test_a_device_that_cannot_keep_its_update_is_not_asked_for_a_secure_one(place):
-    """One of an older version would send it in plain."""
-    await place.listen(names=tuple("abcd"))
-    place.link.peers["b"].version = 1
-    report, _ = await place.run("run", "federated.mode=buffered", "rounds=2")
-    asked = {r["participant"] for row in report["rounds"] for r in row["receipts"]}
-    assert asked == {"a", "c", "d"}
-
-
 async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
     await place.listen(names=tuple("abcdef"))
     settings = ("federated.mode=buffered", "federated.secure_aggregation=false", "rounds=4")

@@ -41,8 +41,8 @@ async def test_another_version_of_the_link_is_refused_for_good(net, monkeypatch)
     with pytest.raises(AdmissionRefused) as caught:
         await net.call(None, "a")
     assert str(caught.value) == (
-        "the server refused 'a': link version 8 to 9 is spoken there and 1 to 2 here; "
-        "upgrade the older side"
+        "the server refused 'a': it supports link versions 8 to 9 and this server supports "
+        "version 2; upgrade the older side"
     )
 
 
@@ -61,7 +61,7 @@ async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net,
         ({"instance": "x" * 129}, _NAMES),
         ({"role": 0}, "role=0 is not one this server knows"),
         ({"role": 77}, "role=77 is not one this server knows"),
-        ({"version_min": 2, "version_max": 1}, "link version 2 to 1 is spoken there and 1 to 2"),
+        ({"version_min": 3, "version_max": 2}, "it supports link versions 3 to 2 and this server"),
     ],
 )
 async def test_a_hello_that_makes_no_sense_is_refused(net, hello, sentence):

@@ -9,7 +9,6 @@ from isthmus.errors import UserError
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport import uplink
 from isthmus_server.model import merge
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.views.report import document
@@ -300,18 +299,3 @@ async def test_no_device_is_asked_where_there_is_no_gradient(with_ranks, planned
         await coordinator.run()
     (row,) = document(store)["failed_attempts"]
     assert [receipt["participant"] for receipt in row["receipts"]] == ["dc"]
-
-
-async def test_participants_of_an_older_version_cannot_transfer(
-    with_ranks, planned, place, monkeypatch
-):
-    monkeypatch.setattr(uplink, "VERSION", 1)
-    plans = planned([TRANSFER])
-    _, coordinator, ranks = await with_ranks(*plans, "attempts=1")
-    with pytest.raises(UserError, match="the datacenter 'dc' speaks version 1 of the link and can"):
-        await coordinator.run()
-    place.link.peers["dc"].version = 2
-    store = place.create("devices", *plans, "attempts=1", "federated.clients=3")
-    with pytest.raises(UserError, match="0 devices are ready that speak version 2 of the link"):
-        await Coordinator(store, place.link).run()
-    assert not gradients_of(ranks)

@@ -1,6 +1,8 @@
-"""Version N - 1 of the link, as it was recorded (see `recordings/record.py`), with ours of today.
+"""Recorded transcripts of the link (see `recordings/record.py`) replayed against both sides.
 
-One side is the real thing; the other says what it said then, and may say nothing else.
+Every supported version has a recording. In each test one side is the real implementation and the
+other replays its recorded messages, so a change that breaks the wire format of a supported version
+fails here.
 """
 
 import asyncio
@@ -24,14 +26,19 @@ from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
-BEFORE = VERSION - 1
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+@pytest.fixture(params=range(OLDEST_VERSION, VERSION + 1), ids="version-{}".format)
+def version(request):
+    """Every version of the link that this release supports."""
+    return request.param
 
 
 @pytest.fixture
-def recorded():
-    """Who spoke, and the envelope."""
-    path = Path(__file__).parent / f"recordings/link-{BEFORE}.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def recording(version):
+    """The transcript of a version: pairs of the sender and the envelope."""
+    lines = map(json.loads, (RECORDINGS / f"link-{version}.jsonl").read_text().splitlines())
     return [
         (line["from"], link_pb2.Envelope.FromString(base64.b64decode(line["envelope"])))
         for line in lines
@@ -44,80 +51,86 @@ def folder(tmp_path):
     return tmp_path
 
 
-class Actor:
-    """One side of a recording, played to the other; names that the other side draws are its own."""
+class Replay:
+    """Plays one side of a recording against a real other side.
+
+    Request ids and the SHA-256 of blobs that the real side chooses replace the recorded ones in
+    what is sent.
+    """
 
     def __init__(self, call):
         self.call = call
-        self.names = {}
-        self.unheard = []
+        self.replacements = {}
+        self.pending = []
 
-    async def hear(self, recorded):
-        """The other side's message in the place of a recorded one, whatever came before it."""
+    async def receive(self, recorded):
+        """The real side's message of the recorded one's kind; the order of kinds may differ."""
         kind = recorded.WhichOneof("body")
         while True:
-            for message in self.unheard:
+            for message in self.pending:
                 if message.WhichOneof("body") == kind:
-                    self.unheard.remove(message)
-                    self.learn(kind, recorded, message)
+                    self.pending.remove(message)
+                    self.match(kind, recorded, message)
                     return message
             message = link_pb2.Envelope.FromString(await self.call.read())
             if message.WhichOneof("body") not in ("ping", "progress"):
-                self.unheard.append(message)
+                self.pending.append(message)
 
-    def learn(self, kind, recorded, message):
+    def match(self, kind, recorded, received):
+        """Compare a message with the recorded one and note the names that replace recorded ones."""
         if kind == "request":
-            old, new = recorded.request, message.request
+            old, new = recorded.request, received.request
             assert new.WhichOneof("work") == old.WhichOneof("work")
-            self.names[old.id] = new.id
+            self.replacements[old.id] = new.id
             if (model := model_of(old)) is not None:
                 assert model_of(new).size == model.size
-                self.names[model.sha256] = model_of(new).sha256
+                self.replacements[model.sha256] = model_of(new).sha256
         elif kind == "reply":
-            old, new = recorded.reply, message.reply
+            old, new = recorded.reply, received.reply
             assert new.WhichOneof("outcome") == old.WhichOneof("outcome")
             assert new.id == old.id
-            self.names[old.trained.result.sha256] = new.trained.result.sha256
+            self.replacements[old.trained.result.sha256] = new.trained.result.sha256
         elif kind == "pull":
-            assert message.pull.sha256 == self.name(recorded.pull.sha256)
+            assert received.pull.sha256 == self.replaced(recorded.pull.sha256)
 
-    def name(self, recorded):
-        return self.names.get(recorded, recorded)
+    def replaced(self, name):
+        return self.replacements.get(name, name)
 
-    async def say(self, recorded):
-        said = link_pb2.Envelope.FromString(recorded.SerializeToString())
-        kind = said.WhichOneof("body")
+    async def send(self, recorded):
+        """Send a recorded message with the real side's names."""
+        message = link_pb2.Envelope.FromString(recorded.SerializeToString())
+        kind = message.WhichOneof("body")
         if kind in ("reply", "progress"):
-            getattr(said, kind).id = self.name(getattr(said, kind).id)
+            getattr(message, kind).id = self.replaced(getattr(message, kind).id)
         elif kind == "pull":
-            said.pull.sha256 = self.name(said.pull.sha256)
-        await self.call.write(said.SerializeToString())
+            message.pull.sha256 = self.replaced(message.pull.sha256)
+        await self.call.write(message.SerializeToString())
 
 
-def test_both_versions_are_spoken():
-    assert OLDEST_VERSION <= BEFORE
+def test_the_current_and_at_most_the_previous_version_are_supported():
+    assert VERSION - 1 <= OLDEST_VERSION <= VERSION
 
 
-async def test_a_device_of_the_version_before_takes_part_in_our_rounds(recorded, folder):
+async def test_a_recorded_device_takes_part_in_rounds_of_a_real_server(version, recording, folder):
     link = Link(30.0)
     port = await link.start()
     store = Store.create(folder / "run", parse_job(JOB), folder)
     running = asyncio.create_task(Coordinator(store, link).run())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL_OPTIONS) as channel:
-        device = Actor(channel.stream_stream(METHOD)())
-        for speaker, envelope in recorded:
-            if speaker == "device":
-                await device.say(envelope)
+        device = Replay(channel.stream_stream(METHOD)())
+        for sender, envelope in recording:
+            if sender == "device":
+                await device.send(envelope)
                 continue
-            heard = await device.hear(envelope)
+            message = await device.receive(envelope)
             if envelope.HasField("welcome"):
-                assert heard.welcome.version == BEFORE
+                assert message.welcome.version == version
             if envelope.HasField("receipt"):
-                assert heard.receipt.accepted
-                assert heard.receipt.id == device.name(envelope.receipt.id)
+                assert message.receipt.accepted
+                assert message.receipt.id == device.replaced(envelope.receipt.id)
         final = await running
-        # The server says nothing to it that a device of that version would not have heard then.
-        assert [message.WhichOneof("body") for message in device.unheard] in ([], ["receipt"])
+        # The server sends nothing that is not in the recording, but the receipt of the last reply.
+        assert [message.WhichOneof("body") for message in device.pending] in ([], ["receipt"])
         device.call.cancel()
     ended = [(state, row["round"]) for _, state, row in store.ended(0, most=9)]
     store.close()
@@ -126,45 +139,49 @@ async def test_a_device_of_the_version_before_takes_part_in_our_rounds(recorded,
     assert final
 
 
-async def test_our_device_takes_part_in_the_rounds_of_a_server_of_the_version_before(
-    recorded, folder
-):
+def assert_equivalent(recorded, received):
+    """Check the fields of a device's message that do not depend on the machine."""
+    if recorded.HasField("hello"):
+        assert received.hello.version_max == VERSION
+        assert (received.hello.name, received.hello.role) == (
+            recorded.hello.name,
+            recorded.hello.role,
+        )
+    elif recorded.HasField("reply") and recorded.reply.HasField("trained"):
+        expected, trained = recorded.reply.trained, received.reply.trained
+        assert (trained.examples, trained.steps) == (expected.examples, expected.steps)
+        assert trained.training["loss"] == pytest.approx(expected.training["loss"], rel=1e-4)
+        assert trained.result.size == expected.result.size
+    elif recorded.HasField("reply") and recorded.reply.HasField("opened"):
+        assert received.reply.opened.examples == recorded.reply.opened.examples
+    elif recorded.HasField("chunk"):
+        expected, values = (
+            torch.frombuffer(bytearray(message.chunk.data)[-60:], dtype=torch.float32)
+            for message in (recorded, received)
+        )
+        assert torch.allclose(expected, values, atol=1e-5)
+
+
+async def test_a_real_device_takes_part_in_rounds_of_a_recorded_server(version, recording, folder):
     done = asyncio.get_running_loop().create_future()
 
     async def connect(_requests, context):
-        server = Actor(context)
+        server = Replay(context)
         try:
-            for speaker, envelope in recorded:
-                if speaker == "server":
+            for sender, envelope in recording:
+                if sender == "server":
                     if envelope.request.HasField("open"):
                         envelope.request.open.base = str(folder)
-                    await server.say(envelope)
+                    await server.send(envelope)
                 elif not envelope.HasField("progress"):
-                    compare(envelope, await server.hear(envelope))
+                    message = await server.receive(envelope)
+                    if message.HasField("hello"):
+                        assert message.hello.version_min <= version <= message.hello.version_max
+                    assert_equivalent(envelope, message)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
             raise
-
-    def compare(old, new):
-        if old.HasField("hello"):
-            hello = new.hello
-            assert hello.version_min <= BEFORE <= hello.version_max
-            assert (hello.name, hello.role) == (old.hello.name, old.hello.role)
-        elif old.HasField("reply") and old.reply.HasField("trained"):
-            for field in ("examples", "steps"):
-                assert getattr(new.reply.trained, field) == getattr(old.reply.trained, field)
-            loss = old.reply.trained.training["loss"]
-            assert new.reply.trained.training["loss"] == pytest.approx(loss, rel=1e-4)
-            assert new.reply.trained.result.size == old.reply.trained.result.size
-        elif old.HasField("reply") and old.reply.HasField("opened"):
-            assert new.reply.opened.examples == old.reply.opened.examples
-        elif old.HasField("chunk"):
-            then, now = (
-                torch.frombuffer(bytearray(m.chunk.data)[-60:], dtype=torch.float32)
-                for m in (old, new)
-            )
-            assert torch.allclose(then, now, atol=1e-5)
 
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(connect)
@@ -185,18 +202,17 @@ async def test_our_device_takes_part_in_the_rounds_of_a_server_of_the_version_be
         await server.stop(0)
 
 
-def test_a_job_that_uses_nothing_new_has_nothing_new_in_it(recorded):
-    """Devices refuse keys that they do not know: so those are sent that the job needs."""
-    (old,) = [e.request.open for _, e in recorded if e.request.HasField("open")]
+def test_a_job_is_sent_without_keys_that_an_earlier_release_does_not_know(recording):
+    """Devices refuse unknown keys, so a job contains only the keys that it sets."""
+    (opening,) = [e.request.open for _, e in recording if e.request.HasField("open")]
     job = parse_job(JOB)
-    assert read_job(old.job) == job  # what was sent then
-    assert json.loads(write_job(job)).keys() <= json.loads(old.job).keys()
+    assert read_job(opening.job) == job
 
-    def check(new, known):
-        assert new.keys() <= known.keys()
-        for key, value in new.items():
+    def assert_keys_known(table, known):
+        assert table.keys() <= known.keys()
+        for key, value in table.items():
             if isinstance(value, dict) and key != "settings":
-                check(value, known[key])
+                assert_keys_known(value, known[key])
 
-    check(json.loads(write_job(job)), json.loads(old.job))
+    assert_keys_known(json.loads(write_job(job)), json.loads(opening.job))
     assert read_job(write_job(job)) == job

@@ -13,7 +13,6 @@ from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import score
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport import uplink
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_server.rounds import coordinator as coordinator_module
@@ -185,18 +184,6 @@ async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(place, asking
     )
     assert [visit["over"] for visit in row["visits"]] == [False, True]
     assert (row["comparisons"], report["status"]) == ([], "finished")
-
-
-async def test_devices_of_an_older_version_are_not_asked(place, asking, net, monkeypatch):
-    monkeypatch.setattr(uplink, "VERSION", 1)
-    await place.listen()
-    report, _ = await place.run("run", *asking(), "attempts=1")
-    assert report["rounds"][1]["reason"] == (
-        "devices could not compare the models in 1 tries; the last time because: 3 of the 3 "
-        "devices that are ready speak a version of the link before 2 and cannot score models; "
-        "update them"
-    )
-    assert report["rounds"][1]["visits"][0]["receipts"] == []
 
 
 async def test_virtual_devices_compare_models(place, asking, write_task):

@@ -14,7 +14,6 @@ Unknown keys are errors, so a typing mistake never silently falls back to a defa
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -228,48 +227,28 @@ def parse_job(text: str, overrides: Iterable[str] = (), *, origin: str = "job") 
 
 
 def write_job(job: Job) -> str:
-    """A job as it is sent, in JSON: only what is not at its default.
+    """Encode a job for the link, as JSON with only the values that are not defaults.
 
-    So whoever is one version behind, and lacks a new key, can read a job that makes no use of it.
-    A default is therefore part of the format: change one with the version of the link only.
+    A participant of the previous version, which lacks a new key, can thus read a job that does not
+    use that key. Defaults are therefore part of the format: change one only together with the
+    version of the link.
     """
     return job.model_dump_json(exclude_defaults=True)
 
 
-_RENAMED = {
-    ("federated", "buffer", "staleness"): "staleness_exponent",
-    ("federated", "utility", "staleness"): "uncertainty",
-}
-"""Keys that a server of the version of the link before has under other names."""
-
-
 def read_job(text: str) -> Job:
-    """A job as `write_job` wrote it, or that of the version before.
+    """Read a job that `write_job` wrote.
 
     Raises:
-        JobError: it cannot be read by this version.
+        JobError: this version cannot read it.
     """
     try:
-        return Job.model_validate_json(_with_new_names(text))
+        return Job.model_validate_json(text)
     except ValidationError as error:
         first, *_ = sentences(error, Job)
         raise JobError(
             f"the job cannot be read here, maybe it is of a newer version: {first}"
         ) from None
-
-
-def _with_new_names(text: str) -> str:
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError):
-        return text  # what is wrong with it is said when it is validated
-    for (*path, old), new in _RENAMED.items():
-        inner = table
-        for part in path:
-            inner = inner.get(part) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and old in inner:
-            inner[new] = inner.pop(old)
-    return json.dumps(table)
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

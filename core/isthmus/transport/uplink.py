@@ -30,11 +30,9 @@ from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
 VERSION = 2
-"""Newest version of the link spoken here. Since 2 devices also keep updates for later."""
-OLDEST_VERSION = 1
-"""Oldest version of the link still spoken here."""
-SCORES_AND_GRADIENTS = 2
-"""Version since which devices score models and take a gradient along, and datacenters give one."""
+"""Newest version of the link protocol that this release supports."""
+OLDEST_VERSION = 2
+"""Oldest supported version: the one before `VERSION`, if an earlier release used it."""
 
 METHOD = "/isthmus.link.v1.Link/Connect"
 CHANNEL_OPTIONS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from isthmus.job import Job
-from isthmus.transport.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.rounds.cohort_selection import Cohorts
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.run_state import RunState
@@ -41,8 +40,6 @@ def resolve_plan(
         federated = federated.for_cohort(plan.cohort)
     one = alone and len(ranks) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
-    if transfers:  # others would not know what comes behind the model
-        busy = {*busy, *roster.able()} - set(roster.speaking(SCORES_AND_GRADIENTS))
     averages = job.strategy.served_average > 0
     return RoundSpec(
         plan=plan,

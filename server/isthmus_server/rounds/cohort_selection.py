@@ -14,9 +14,6 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy.attendance import Attendance
 from isthmus_server.strategy.device_selection import select_devices
 
-KEEPING = 2
-"""Version of the link since which devices keep updates; older ones would send them in plain."""
-
 
 class Cohorts:
     """Invites devices within their hours and their most rounds, as the job selects them.
@@ -73,8 +70,6 @@ class Cohorts:
         """
         buffered = settings.mode == "buffered"
         able = self.roster.able()
-        if buffered and settings.secure_aggregation:
-            able = self.roster.speaking(KEEPING)
         again, invited = self._again
         if again == round_ and set(invited) <= set(able):
             return {name: self.roster.clients[name].examples for name in sorted(invited)}

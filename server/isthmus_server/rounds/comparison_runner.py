@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
-from isthmus.transport.uplink import SCORES_AND_GRADIENTS
 from isthmus_server.regimes.context import Federation
 from isthmus_server.regimes.results import AttemptFailed
 from isthmus_server.rounds.clock import Clock
@@ -94,21 +93,9 @@ class ComparisonRunner:
         return row
 
     def _whom(self, asked: Compare, number: int) -> list[str]:
-        """The same devices in every try.
-
-        Raises:
-            AttemptFailed: too few of those that are here can score models.
-        """
-        able = self.roster.speaking(SCORES_AND_GRADIENTS)
-        ready = len(self.roster.able())
-        old = ready - len(able)
-        if old and len(able) < asked.devices:
-            raise AttemptFailed(
-                f"{old} of the {ready} devices that are ready speak a version "
-                f"of the link before {SCORES_AND_GRADIENTS} and cannot score models; update them",
-                [],
-            )
+        """The same devices in every try."""
         # Numbers below 0 draw apart from the rounds' cohorts.
+        able = self.roster.able()
         return select_devices(able, count=asked.devices, seed=self.job.seed, round_=-number)
 
     def _price(self, asked: Compare, receipts: Sequence[Receipt]) -> float:

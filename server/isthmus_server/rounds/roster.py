@@ -116,11 +116,6 @@ class Roster:
         """Devices that may be asked now."""
         return [name for name in self.clients if not self.rests(name)]
 
-    def speaking(self, version: int) -> list[str]:
-        """Those of them whose link is of a version, or a newer one."""
-        peers = self.link.peers
-        return [name for name in self.able() if name in peers and peers[name].version >= version]
-
     # -- waiting -----------------------------------------------------------------------------------
 
     async def wait_for_embedded(self) -> None:

@@ -17,7 +17,6 @@ from isthmus.errors import IsthmusError, JobError, RoundFailed
 from isthmus.job import Job
 from isthmus.transport.blobs import InFile
 from isthmus.transport.stream import to_the_end
-from isthmus.transport.uplink import SCORES_AND_GRADIENTS
 from isthmus.wire import link_pb2
 from isthmus_server.model import merge
 from isthmus_server.model.global_model import GlobalModel
@@ -118,7 +117,7 @@ class Trainer:
         The datacenters' mean gradient at the round's model comes first, times the transfer weight;
         then devices train, and add it to the gradient of each of their steps.
         """
-        self._check_able(work)
+        self._check_transfer()
         async with self._published(summing=False):
             first = await self._together(work, self._ask_gradient, None)
         weight = work.plan.transfer_weight
@@ -135,32 +134,16 @@ class Trainer:
         ranks = [dataclasses.replace(one, vector=None) for one in first.datacenters]
         return Trained(federated=found, datacenters=ranks, gradient=gradient)
 
-    def _check_able(self, work: RoundSpec) -> None:
-        """Refuse before anybody works.
+    def _check_transfer(self) -> None:
+        """Refuse the transfer of gradients to a Flower app.
 
         Raises:
-            AttemptFailed: somebody who is needed cannot transfer gradients.
-            JobError: the devices' work is not Isthmus's to change.
+            JobError: the devices run a Flower app, which cannot add a gradient to its own.
         """
         if self.job.federated.flower is not None and self.job.federated.flower.app is not None:
             raise JobError(
                 'merge="transfer" has devices add a gradient to their own, which a Flower app '
                 "(federated.flower.app) knows nothing of; use another merge, or leave the app out"
-            )
-        peers, needed = self.link.peers, work.federated.needed
-        for name in work.datacenters:
-            if name in peers and peers[name].version < SCORES_AND_GRADIENTS:
-                raise AttemptFailed(
-                    f"the datacenter {name!r} speaks version {peers[name].version} of the link and "
-                    "cannot give its gradient; update it",
-                    [],
-                )
-        if len(work.cohort) < needed and self.fleet.buffered is None:
-            raise AttemptFailed(
-                f"{len(work.cohort)} devices are ready that speak version {SCORES_AND_GRADIENTS} "
-                f"of the link and can take a gradient along, and the quorum is {needed}; update "
-                "the others",
-                [],
             )
 
     @asynccontextmanager

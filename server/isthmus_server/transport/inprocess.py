@@ -13,7 +13,6 @@ import uuid
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.transport.blobs import Buffer, Write
 from isthmus.transport.requests import blob_of, model_of
-from isthmus.transport.uplink import VERSION
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 from isthmus_server.transport.link import Link
@@ -46,7 +45,7 @@ class InProcessLink(Link):
     def join(self, name: str, role: link_pb2.Role, worker: Worker) -> None:
         """A participant dials in."""
         instance = uuid.uuid4().hex
-        hello = link_pb2.Hello(name=name, role=role, instance=instance, version_max=VERSION)
+        hello = link_pb2.Hello(name=name, role=role, instance=instance)
         peer = Peer(hello)
         peer.fresh = False
         self.peers[name] = peer

@@ -132,6 +132,10 @@ async def end(context: grpc.aio.ServicerContext, refused: str | None) -> None:
             await context.abort(code, why)
 
 
+def _versions(oldest: int, newest: int) -> str:
+    return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
 def greet(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
     """The version to speak, or why there is none."""
     if not isinstance(first, link_pb2.Envelope) or not first.HasField("hello"):
@@ -144,7 +148,7 @@ def greet(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
     version = min(hello.version_max, VERSION)
     if version < max(hello.version_min, OLDEST_VERSION):
         return 0, (
-            f"link version {hello.version_min} to {hello.version_max} is spoken there and "
-            f"{OLDEST_VERSION} to {VERSION} here; upgrade the older side"
+            f"it supports link {_versions(hello.version_min, hello.version_max)} and this server "
+            f"supports {_versions(OLDEST_VERSION, VERSION)}; upgrade the older side"
         )
     return version, ""

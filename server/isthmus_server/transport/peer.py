@@ -10,7 +10,6 @@ from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.identity.tls import Subject
 from isthmus.transport.blobs import Assembly, Piece
 from isthmus.transport.stream import Stream, to_the_end
-from isthmus.transport.uplink import VERSION
 from isthmus.wire import link_pb2
 
 MAX_OUTBOX = 64
@@ -62,8 +61,6 @@ class Peer:
         self.name = hello.name
         self.role = hello.role
         self.instance = hello.instance
-        self.version = min(hello.version_max, VERSION)
-        """Of the link, as both sides speak it."""
         self.stream: Stream | None = None
         self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
         self.unacknowledged: set[str] = set()

@@ -114,7 +114,7 @@ class Fleet:
                     if message.WhichOneof("body") == kind:
                         return getattr(message, kind)
 
-            fields = {"version_min": 1, "version_max": 1, "instance": "one"}
+            fields = {"version_min": 2, "version_max": 2, "instance": "one"}
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await send(hello=link_pb2.Hello(**{**fields, **hello}))
             yield call, send, receive

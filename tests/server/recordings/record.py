@@ -1,10 +1,10 @@
-"""Records what a device and a server of this checkout say to each other in a small job.
+"""Record the messages that a device and a server exchange in a small job.
 
     python tests/server/recordings/record.py > tests/server/recordings/link-N.jsonl
 
-Run once for each version N of the link, by the last code that speaks no newer one; the file is then
-kept as it is. Each line has who spoke and the serialised envelope. It uses nothing of the tests, so
-that it also runs in old checkouts.
+Run it once for each version N of the link, with the first release that supports it; the file is
+then kept unchanged. Each line holds the sender, the kind of message and the serialised envelope.
+The script imports nothing from the tests, so that it also runs in old checkouts.
 """
 
 import asyncio
@@ -76,15 +76,15 @@ ranks = 0
 """
 
 
-class Recorded(Stream):
-    """A device's stream, written down."""
+class RecordedStream(Stream):
+    """A device's stream that prints every message of both directions."""
 
     async def send(self, message):
         data = message if isinstance(message, bytes) else message.SerializeToString()
         write("device", data)
         await super().send(data)
 
-    async def receive(self, timeout=None):  # noqa: ASYNC109 - as its base has it
+    async def receive(self, timeout=None):  # noqa: ASYNC109 - the signature of the base class
         message = await super().receive(timeout)
         if message is not None:
             write("server", envelope_of(message).SerializeToString())
@@ -92,37 +92,39 @@ class Recorded(Stream):
 
 
 def envelope_of(message):
+    """A received message as an envelope; chunks arrive as `Piece`."""
     if not isinstance(message, Piece):
         return message
     chunk = link_pb2.Chunk(sha256=message.sha256, offset=message.offset, data=bytes(message.data))
     return link_pb2.Envelope(chunk=chunk)
 
 
-def write(speaker, data):
+def write(sender, data):
+    """Print one line of the recording; pings depend on time and are left out."""
     kind = link_pb2.Envelope.FromString(data).WhichOneof("body")
     if kind != "ping":
-        said = base64.b64encode(data).decode()
-        print(json.dumps({"from": speaker, "kind": kind, "envelope": said}), flush=True)
+        envelope = base64.b64encode(data).decode()
+        print(json.dumps({"from": sender, "kind": kind, "envelope": envelope}), flush=True)
 
 
 async def main(folder):
     (folder / "task.py").write_text(TASK)
-    uplink.Stream = Recorded
+    uplink.Stream = RecordedStream
     link = Link(30.0)
     port = await link.start("127.0.0.1", 0)
     agent = Agent(Participant(name="phone", regime="federated"), None)
-    known = {"identity": agent.identity, "on_welcome": agent.welcomed}
-    device = uplink.Uplink(f"127.0.0.1:{port}", "phone", link_pb2.CLIENT, agent, **known)
-    dialling = asyncio.create_task(device.run())
+    options = {"identity": agent.identity, "on_welcome": agent.welcomed}
+    device = uplink.Uplink(f"127.0.0.1:{port}", "phone", link_pb2.CLIENT, agent, **options)
+    connection = asyncio.create_task(device.run())
     store = Store.create(folder / "run", parse_job(JOB), folder)
     await Coordinator(store, link, lambda kind, data: None).run()
     store.close()
-    dialling.cancel()
-    await asyncio.gather(dialling, return_exceptions=True)
+    connection.cancel()
+    await asyncio.gather(connection, return_exceptions=True)
     await link.stop()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, "")
-    with tempfile.TemporaryDirectory() as made:
-        asyncio.run(main(Path(made)))
+    with tempfile.TemporaryDirectory() as temporary:
+        asyncio.run(main(Path(temporary)))
