@@ -32,10 +32,10 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once; waits would warn
 
-import figures
 import torch
 from datacenter_ranks import Case, Timing, compare, exchange
-from spawned import on_ranks
+from harness import figures
+from harness.process_group import on_ranks
 
 from isthmus.job import Job
 from isthmus.task import load_task

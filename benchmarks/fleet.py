@@ -1,29 +1,31 @@
-"""What one server bears: idle connections, a broadcast, a restart, broken wires, a large model.
+"""Limits of one server: idle connections, broadcast, restart, cut connections, a large model.
 
-The server is `isthmus server start` in a process of its own, with mutual TLS on real sockets of
-loopback, its registry, and jobs that an operator submits (`fleet_place.py`). The devices are real
-ends of the link, each with a certificate and a connection of its own, in two other processes; they
-compute nothing (`fleet_devices.py`). All share this machine's cores.
+The server is a separate `isthmus server start` process with mutual TLS on loopback sockets, a
+registry, and jobs submitted by an operator (`device_fleet/server.py`). The devices are real
+protocol clients in two other processes; each has its own certificate and connection and computes
+nothing (`device_fleet/devices.py`). All processes share the cores of this machine.
 
- 1. Idle connections. Resident bytes of the server when everybody was welcomed and has been idle
-    for two leases (heartbeats go both ways meanwhile, and nobody may be cut off), less those before
-    anybody dialled, over the connections.
- 2. A broadcast. A round of the null job: 1 MB goes to each device and each replies, from the moment
-    the first is asked to when the last has replied (its update, also 1 MB, is named in the reply
-    and waits until then; afterwards the round goes on to its end, or the benchmark fails). The
-    floor is the same bytes to as many bare sockets of as many processes with one copy at each end
-    and a reply (`fleet_floor.py`), measured in turn with the rounds; medians are compared, and the
-    CPU time of all processes is printed beside them, because a busy machine changes it less.
- 3. A reconnect storm. In the second of three rounds, with most updates taken and four on their way,
-    the server is killed and started again. The time is from when it listens to the last device's
-    welcome, each with its own pauses. Nothing is lost: the job ends with all rounds, and its model
-    is the one in which each update counts exactly once (every device's has another value).
- 4. Cut wires. A round of one device whose connection is cut at the borders of chunks, both ways
-    (`fleet_cuts.py`): bytes on the wire over the content's. Begun anew each time it would be
-    cuts / 2.
- 5. A large model. Two rounds of 250M float32 parameters with four devices, each of which gets all
-    of it and sends an update of full size: the server's peak (the kernel's VmHWM), less what it
-    is with no job and nobody there, over the model's size.
+ 1. Idle connections. The server's resident bytes per connection: measured after every device was
+    welcomed and has been idle for two leases, minus the bytes before the first connection.
+    Heartbeats go both ways meanwhile, and no device may be disconnected.
+ 2. Broadcast. A round of the null job: every device receives 1 MB and replies. Measured from the
+    first request to the last reply. The reply only names the update, which is also 1 MB and is
+    transferred afterwards; the round must then finish, or the benchmark fails. The lower bound
+    (`device_fleet/socket_floor.py`) sends the same bytes to as many plain sockets, in as many
+    processes, with one copy at each end and a reply. Rounds and lower bound are measured in turn
+    and their medians compared. The CPU time of all processes is printed too, because other load on
+    the machine changes it less.
+ 3. Reconnection after a restart. In the second of three rounds the server is killed and restarted
+    when most updates have been accepted and four are still in transfer. The time is from the
+    moment the new server listens to the last device's welcome, including each device's backoff.
+    The job must finish all rounds, and the final model must contain each update exactly once
+    (every device sends a different value).
+ 4. Cut connections. A round of one device whose connection is cut at chunk boundaries in both
+    directions (`device_fleet/interruptions.py`): bytes transferred over the size of the blob.
+    Restarting from byte 0 after each cut would transfer cuts / 2 times the blob.
+ 5. A large model. Two rounds of 250M float32 parameters with four devices; each receives the whole
+    model and sends an update of full size. The server's peak memory (the kernel's VmHWM) minus its
+    memory without jobs and devices, over the size of the model.
 
 Figures: `bytes_per_idle_connection`, `broadcast_over_floor`, `storm_seconds/<devices>`,
 `resumed_over_content/down` and `/up`, `large_model_peak_over_model`.
@@ -42,12 +44,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import figures
-import fleet_floor
-from fleet_cuts import resume
-from fleet_devices import Drivers, News, value
-from fleet_place import Place, kill, report, settled_memory
-from processes import memory, reset_peak
+from device_fleet import socket_floor
+from device_fleet.devices import Drivers, News, value
+from device_fleet.interruptions import resume
+from device_fleet.server import Place, kill, report, settled_memory
+from harness import figures
+from harness.processes import memory, reset_peak
 from safetensors.numpy import load_file
 
 DRIVERS = 2
@@ -166,7 +168,7 @@ def broadcast(sizes: Sizes) -> Found:
                 if number > 1:  # connections have found their windows in the first
                     ours.append(notes.replied_at - notes.begun)
                     ours_cpu.append(spent() - begin)
-                    seconds, cpu = fleet_floor.broadcast(count, BROADCAST_BYTES, DRIVERS, 2)
+                    seconds, cpu = socket_floor.broadcast(count, BROADCAST_BYTES, DRIVERS, 2)
                     floor.append(min(seconds))
                     floor_cpu.append(cpu)
                 devices.release(number)

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import figures
 import torch
 import torch.distributed as dist
-from spawned import on_ranks
+from harness import figures
+from harness.process_group import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -28,11 +28,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import figures
-from contenders import contenders, fixed
-from curves import Curve, chart
-from scenario import Scenario, drawn, load
-from simulation import Outcome, Point, simulate
+from harness import figures
+from regime_simulation.contenders import contenders, fixed
+from regime_simulation.curves import Curve, chart
+from regime_simulation.scenario import Scenario, drawn, load
+from regime_simulation.simulation import Outcome, Point, simulate
 
 from isthmus.errors import IsthmusError, UserError
 

@@ -36,11 +36,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import figures
-import flower_runtime
-from processes import Program, Tree, started
+from harness import figures, flower_runtime
+from harness.processes import Program, Tree, started
 
-HERE = Path(__file__).parent
+HARNESS = Path(__file__).parent / "harness"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -112,7 +111,11 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
                 f"parameters={size.parameters} clients={clients} "
                 f'rounds={size.flower_rounds} marks="{marks}"'
             )
-            command = [str(flower_runtime.SCRIPTS / "flwr"), "run", str(HERE / "flower_stock")]
+            command = [
+                str(flower_runtime.SCRIPTS / "flwr"),
+                "run",
+                str(HARNESS / "flower_stock"),
+            ]
             submit = subprocess.run(
                 [*command, "--run-config", config],
                 env={**os.environ, **environment},
@@ -144,7 +147,7 @@ def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:
         "federated.quorum": clients,
     }
     isthmus = str(SCRIPTS / "isthmus")
-    command = [isthmus, "run", str(HERE / "null_job.toml"), "--run-dir", str(directory)]
+    command = [isthmus, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
     command += ["--address", "127.0.0.1:0"]
     command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     with started(command, scratch / f"{directory.name}.log") as program:

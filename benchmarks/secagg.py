@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import figures
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -54,6 +53,7 @@ from flwr.supercore.primitives.asymmetric import (
     private_key_to_bytes,
     public_key_to_bytes,
 )
+from harness import figures
 
 from isthmus_privacy.crypto import shamir
 from isthmus_privacy.crypto.keys import OneTimeKey

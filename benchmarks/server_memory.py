@@ -21,9 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import figures
 import torch
-from processes import Program, free_port, memory, reset_peak, started, wait_for_port
+from harness import figures
+from harness.processes import Program, free_port, memory, reset_peak, started, wait_for_port
 
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
@@ -31,7 +31,7 @@ from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 
-HERE = Path(__file__).parent
+HARNESS = Path(__file__).parent / "harness"
 CLIENTS = 32
 PARAMETERS = 5_000_000
 
@@ -137,7 +137,11 @@ async def measure(scratch: Path, rounds: int) -> tuple[int, int]:
         "federated.cohort": CLIENTS,
         "federated.quorum": CLIENTS,
     }
-    command = [str(Path(sys.executable).parent / "isthmus"), "run", str(HERE / "null_job.toml")]
+    command = [
+        str(Path(sys.executable).parent / "isthmus"),
+        "run",
+        str(HARNESS / "null_job.toml"),
+    ]
     command += ["--run-dir", str(scratch / "run"), "--address", f"127.0.0.1:{port}"]
     command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     with started(command, scratch / "server.log") as server:

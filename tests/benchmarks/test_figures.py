@@ -1,8 +1,8 @@
 import doctest
 import json
 
-import figures
 import pytest
+from harness import figures
 
 
 def test_table_aligns_its_columns():

@@ -2,9 +2,9 @@
 
 import asyncio
 
-import fleet_floor
-from fleet_cuts import Wire
-from fleet_devices import Crowd, Round, value
+from device_fleet import socket_floor
+from device_fleet.devices import Crowd, Round, value
+from device_fleet.interruptions import Wire
 
 
 def test_the_notes_of_two_processes_are_one_round():
@@ -26,7 +26,7 @@ def test_an_update_is_encoded_under_the_header_of_the_run_and_named_by_what_it_i
 
 
 def test_the_floor_ends_with_a_reply_of_everybody():
-    seconds, cpu = fleet_floor.broadcast(connections=5, size=600_000, processes=2, repeats=2)
+    seconds, cpu = socket_floor.broadcast(connections=5, size=600_000, processes=2, repeats=2)
     assert len(seconds) == 2
     assert min(seconds) > 0
     assert cpu >= 0

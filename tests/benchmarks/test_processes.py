@@ -3,7 +3,7 @@ import sys
 import time
 
 import pytest
-from processes import Tree, free_port, memory, reset_peak, started, wait_for_port
+from harness.processes import Tree, free_port, memory, reset_peak, started, wait_for_port
 
 BURN = "import time\nwhile time.process_time() < 0.5: pass"
 

@@ -3,12 +3,11 @@
 import json
 import random
 
-import curves
 import pytest
 import regimes
-import scenario
-from scenario import Federated, Run, Scenario, Split, Zone
-from simulation import Point, simulate
+from regime_simulation import curves, scenario
+from regime_simulation.scenario import Federated, Run, Scenario, Split, Zone
+from regime_simulation.simulation import Point, simulate
 
 from isthmus.errors import JobError
 

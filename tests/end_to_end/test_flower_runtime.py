@@ -27,7 +27,7 @@ def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.05")
     roots = PROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]  # what is here, wherever flwr is
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / name) for name in roots))
-    from flower_runtime import NAME, SCRIPTS, deployment
+    from harness.flower_runtime import NAME, SCRIPTS, deployment
 
     app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"
     shutil.copytree(APP, app)

@@ -12,9 +12,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from fleet_devices import Crowd, Device, value
-from fleet_place import Place, report
-from processes import Program
+from device_fleet.devices import Crowd, Device, value
+from device_fleet.server import Place, report
+from harness.processes import Program
 from safetensors.numpy import load_file
 
 from isthmus.identity.membership import Membership

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import letters
 import torch
-from scenario import HOUR, Scenario, job_for
+from regime_simulation import letters
+from regime_simulation.scenario import HOUR, Scenario, job_for
 
 from isthmus.errors import JobError
 from isthmus.job import Job

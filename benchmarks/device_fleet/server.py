@@ -20,14 +20,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from processes import Program, free_port, memory, started, wait_for_port
+from harness.processes import Program, free_port, memory, started, wait_for_port
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
 from isthmus_server.control_plane.authority import Authority
 from isthmus_server.control_plane.registry import Registry
 
-HERE = Path(__file__).parent
+HARNESS = Path(__file__).parents[1] / "harness"
 ISTHMUS = str(Path(sys.executable).parent / "isthmus")
 
 
@@ -42,7 +42,7 @@ class Place:
         self.address = f"127.0.0.1:{self.port}"
         _isthmus("server", "init", str(self.state), "--host", "127.0.0.1")
         (self.state / "tasks").mkdir()
-        shutil.copy(HERE / "null_task.py", self.state / "tasks")
+        shutil.copy(HARNESS / "null_task.py", self.state / "tasks")
         self.join(["operator"], "operator")
 
     def join(self, names: list[str], kind: str = "client") -> list[Path]:
@@ -107,7 +107,7 @@ class Place:
         }
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         operator = str(self.folder / "members" / "operator")
-        job = str(HERE / "null_job.toml")
+        job = str(HARNESS / "null_job.toml")
         return self.state / "runs" / _isthmus("submit", job, *words, "--state", operator).strip()
 
     def ended(self) -> str:

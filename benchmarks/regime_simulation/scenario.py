@@ -276,7 +276,7 @@ def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) 
         "seconds": scenario.run.ticks * HOUR,
         "budget": scenario.run.budget,
         "task": {
-            "source": "letters:Letters",
+            "source": "regime_simulation.letters:Letters",
             "data": str(data.resolve()),
             "settings": {
                 "hidden": list(scenario.model.hidden),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
-from processes import Program, Tree, free_port, started, wait_for_port
+from harness.processes import Program, Tree, free_port, started, wait_for_port
 
 SCRIPTS = next(
     Path(str(distribution("flwr").locate_file(file))).resolve().parent

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scenario import HOURS, Scenario
+from regime_simulation.scenario import HOURS, Scenario
 
 Changes = Mapping[str, Any]
 

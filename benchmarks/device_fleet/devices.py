@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import Tree
+from harness.processes import Tree
 
 from isthmus.identity.membership import Membership
 from isthmus.transport.blobs import Buffer, describe
