@@ -31,7 +31,8 @@ from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.service.messages import Command, ControlSignal
-from isthmus_datacenter.training.engine import Engine, Place
+from isthmus_datacenter.training.engine import Engine, RankPlacement
+from isthmus_datacenter.training.round import train_round
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -113,11 +114,11 @@ class Ours:
         command = Command(
             op="open", run_id="run", job=job.model_dump_json(), base=str(HERE), layout=header
         )
-        place = Place(
+        placement = RankPlacement(
             rank=rank, ranks=case.ranks, device=device, participant="benchmark", state=state
         )
-        self.engine = Engine(command, place)
-        self.engine.checkpoints.begin = lambda *_: None  # type: ignore[method-assign]  # the peer writes none
+        self.engine = Engine(command, placement)
+        self.engine.checkpoints.begin_save = lambda *_: None  # type: ignore[method-assign]  # the peer writes none
         self.step = 0
 
     def train(self, steps: int) -> float:
@@ -126,8 +127,10 @@ class Ours:
             op="train", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
-        said = self.engine.train(command, lambda report: None, lambda: ControlSignal.CONTINUE)
-        return float(said["seconds"])  # type: ignore[arg-type]  # an object to mypy
+        values = train_round(
+            self.engine, command, lambda report: None, lambda: ControlSignal.CONTINUE
+        )
+        return float(values["seconds"])  # type: ignore[arg-type]  # an object to mypy
 
 
 class ByHand:
@@ -203,8 +206,8 @@ def exchange(
         for repeat in range(repeats + 2):
             dist.barrier()
             started = time.monotonic()
-            load_shards(Path(model), engine.layout, engine.share)
-            store_shards(Path(f"{model}.back"), engine.layout, engine.share)
+            load_shards(Path(model), engine.layout, engine.shard)
+            store_shards(Path(f"{model}.back"), engine.layout, engine.shard)
             dist.barrier()
             between = time.monotonic()
             target.copy_(source)

@@ -5,7 +5,7 @@ many of Adam's moments, each divided by tensor_parallel x pipeline_parallel, and
 where the ZeRO stage is above 0. PyTorch's `fully_shard` keeps gradients and parameters sharded
 between steps in stages 1 and 2 as well; the stages differ in what is gathered during one.
 
-Then what the exchange of the whole model takes at its peak, as a share of the model: memory of a
+Then what the exchange of the whole model takes at its peak, as a shard of the model: memory of a
 rank's own beyond what it held, and pages of the file that it looked at, which the kernel may drop.
 
     python benchmarks/parallel_memory.py --quick
@@ -38,7 +38,7 @@ from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.service.messages import ControlSignal
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import Updater
+from isthmus_datacenter.training.optimizer import ShardedOptimizer
 
 KINDS = ("param", "grad", "optimizer")
 FACTORS = {"param": 4, "grad": 4, "optimizer": 8}
@@ -95,28 +95,28 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
     dp, tp, pp, stage = degrees
     task = Stack({"width": width})
     torch.manual_seed(0)
-    ranks = ParallelDims(
+    dims = ParallelDims(
         ranks=dp * tp * pp, zero_stage=stage, tensor=tp, pipeline=pp, microbatches=pp
     )
     device = torch.device("cpu")
     (batch, _) = task.eval_data().tensors
     model = task.model()
     layout = TensorLayout.of(model)
-    share = parallelize(task, model, ranks, rank, device, sample=lambda: batch)
-    updater = Updater(
-        share,
+    shard = parallelize(task, model, dims, rank, device, sample=lambda: batch)
+    optimizer = ShardedOptimizer(
+        shard,
         lambda parameters: task.optimizer(parameters, Participant(name="", regime="datacenter")),
         None,
         False,
     )
-    passes = ForwardBackward(task, share, rank, device, len(batch))
-    passes.run(batch, batch, 1.0, lambda: ControlSignal.CONTINUE)
-    gradients = sum(local(each).nbytes for each in share.gradients().values())
-    updater.step(1.0)
-    parameters = sum(local(each).nbytes for each in share.parameters().values())
+    forward_backward = ForwardBackward(task, shard, rank, device, len(batch))
+    forward_backward.run(batch, batch, 1.0, lambda: ControlSignal.CONTINUE)
+    gradients = sum(local(each).nbytes for each in shard.gradients().values())
+    optimizer.step(1.0)
+    parameters = sum(local(each).nbytes for each in shard.parameters().values())
     moments = sum(
         local(value).nbytes
-        for state in updater.optimizer.state.values()
+        for state in optimizer.inner.state.values()
         for value in state.values()
         if value.ndim
     )
@@ -125,9 +125,9 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
         os.truncate(file, layout.nbytes)
     dist.barrier()
     with _peaks() as (own, mapped):
-        store_shards(file, layout, share)
+        store_shards(file, layout, shard)
         dist.barrier()
-        load_shards(file, layout, share)
+        load_shards(file, layout, shard)
     return [parameters, gradients, moments, own[0], mapped[0]]
 
 

@@ -28,7 +28,7 @@ from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.rng import derived_seed
 
 CPU = torch.device("cpu")
@@ -109,9 +109,9 @@ class _Run:
         self.examples = count_examples(self.dataset, "local_data()")
         with user_code("eval_data()"):
             self.held_out = self.task.eval_data()
-        self.order = Order(
+        self.order = ExampleOrder(
             examples=self.examples,
-            ranks=1,
+            replicas=1,
             batch_size=self.job.datacenter.batch_size,
             seed=self.job.seed,
         )

@@ -19,32 +19,32 @@ from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
-from isthmus_datacenter.parallel.fused_attention import _Deal, part_of
-from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.parallel.replicas import Replicas
+from isthmus_datacenter.parallel.tensor_styles import FusedOutputExchange, heads_of_part
 from isthmus_datacenter.service.messages import Command, ControlSignal
-from isthmus_datacenter.training.agreement import AgreedError
-from isthmus_datacenter.training.data import Order
-from isthmus_datacenter.training.engine import Engine, Place
+from isthmus_datacenter.training.consensus import ConsensusError
+from isthmus_datacenter.training.data import ExampleOrder
+from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
+from isthmus_datacenter.training.round import train_round
 
 
 def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
-    place = Place(
+    placement = RankPlacement(
         rank=rank,
         ranks=dist.get_world_size(),
         device=torch.device("cpu"),
         participant="test",
         state=Path(state),
     )
-    return Engine(Command(**command), place)
+    return Engine(Command(**command), placement)
 
 
 def shard_everything() -> None:
     """Have each block be a unit of its own, however small; no fp16 step overflows at first."""
-    isthmus_datacenter.training.optimizer.FIRST_SCALE = 256.0
+    isthmus_datacenter.training.optimizer.INITIAL_LOSS_SCALE = 256.0
 
     isthmus_datacenter.training.engine.parallelize = functools.partial(
         parallelize, smallest_unit=1, backend="aot_eager"
@@ -57,8 +57,11 @@ def train(
     """Train several runs, one after the other: `(how to open it, what to do, state)`."""
     shard_everything()
     return [
-        engine(rank, opened, state).train(
-            Command(**command), lambda report: None, lambda: ControlSignal.CONTINUE
+        train_round(
+            engine(rank, opened, state),
+            Command(**command),
+            lambda report: None,
+            lambda: ControlSignal.CONTINUE,
         )
         for opened, command, state in works
     ]
@@ -81,12 +84,12 @@ def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> l
     """Load a model and write it again; the size of each local shard."""
     shard_everything()
     made = engine(rank, opened, target + ".state")
-    load_shards(Path(source), made.layout, made.share)
-    store_shards(Path(target), made.layout, made.share)
+    load_shards(Path(source), made.layout, made.shard)
+    store_shards(Path(target), made.layout, made.shard)
     dist.barrier()
     return [
         getattr(parameter, "_local_tensor", parameter).numel()
-        for parameter in made.share.parameters().values()
+        for parameter in made.shard.parameters().values()
     ]
 
 
@@ -95,9 +98,9 @@ def dealt(rank: int, pieces: int) -> bool:
     ranks = dist.get_world_size()
     whole = torch.arange(2.0 * 3 * pieces * ranks * 2).reshape(2, 3, -1)
     shard = whole.chunk(ranks, -1)[rank].clone().requires_grad_()
-    mine = _Deal(dist.group.WORLD, pieces)(shard)
+    mine = FusedOutputExchange(dist.group.WORLD, pieces)(shard)
     (mine * mine.detach()).sum().backward()  # type: ignore[no-untyped-call]
-    expected = part_of(whole, part=rank, degree=ranks, pieces=pieces)
+    expected = heads_of_part(whole, part=rank, degree=ranks, pieces=pieces)
     return torch.equal(mine, expected) and torch.equal(shard.grad, shard.detach())  # type: ignore[arg-type]
 
 
@@ -111,14 +114,18 @@ def added_up(rank: int) -> tuple[list[list[float]], dict[str, list[float] | None
         torch.full((20,), 4.0 * mine),
         torch.full((2,), 5.0 * mine),
     ]
-    Replicas(dist.group.WORLD, pack_bytes=64).add_up(tensors)
+    GradientAllReduce(dist.group.WORLD, bucket_bytes=64).sum(tensors)
     stage = nn.ParameterDict({name: torch.zeros(1) for name in ("both", "one", "none")})
     names = {name: name for name in stage}
-    share = ModelShard(ParallelDims(ranks=2, zero_stage=0), {0: stage}, {0: names})
-    share.replicas = Replicas(dist.group.WORLD)
+    shard = ModelShard(
+        ParallelDims(ranks=2, zero_stage=0),
+        {0: stage},
+        {0: names},
+        all_reduce=GradientAllReduce(dist.group.WORLD),
+    )
     (stage["both"] * mine + (stage["one"] * mine if rank else 0.0)).sum().backward()
-    gradients = share.gradients()
-    share.add_up(gradients)
+    gradients = shard.gradients()
+    shard.sum_over_replicas(gradients)
     left = {name: None if each.grad is None else each.grad.tolist() for name, each in stage.items()}
     assert {name: each.tolist() for name, each in gradients.items()} == {
         name: each for name, each in left.items() if each is not None
@@ -132,7 +139,7 @@ def store_state(rank: int, opened: dict[str, Any], states: list[str], step: int,
     for state in states:
         _load(made, state, step)
         torch.save(
-            {name: _fields(made, parameter) for name, parameter in made.share.parameters().items()},
+            {name: _fields(made, parameter) for name, parameter in made.shard.parameters().items()},
             f"{to}/{Path(state).name}",
         )
 
@@ -155,19 +162,20 @@ def compare_state(
 
 
 def _load(made: Engine, state: str, step: int) -> None:
-    made.checkpoints, made.at = Checkpoints(Path(state)), None
-    made._go_to(step)
+    made.checkpoints = Checkpoints(Path(state))
+    made.invalidate_state()
+    made.restore_step(step)
 
 
 def _fields(made: Engine, parameter: torch.nn.Parameter) -> dict[str, Any]:
-    return {"value": parameter.detach(), **made.updater.optimizer.state[parameter]}
+    return {"value": parameter.detach(), **made.optimizer.inner.state[parameter]}
 
 
 def _compared(made: Engine, state: str, step: int, whole: str) -> tuple[int, list[str]]:
     _load(made, state, step)
     expected = torch.load(whole)
     same, differing = 0, []
-    for name, parameter in made.share.parameters().items():
+    for name, parameter in made.shard.parameters().items():
         fields = _fields(made, parameter)
         if fields.keys() != expected[name].keys():
             differing.append(f"{name}: {sorted(fields)}")
@@ -207,19 +215,21 @@ def beside_one_process(
             result.write_bytes(layout.header + bytes(4 * layout.size))
         made = engine(rank, {**opened, "layout": layout.header.decode("latin-1")}, f"{result}.d")
         command = Command(op="train", run_id="run", until_step=steps, result=str(result))
-        made.train(command, lambda report: None, lambda: ControlSignal.CONTINUE)
-        _train_alone(task, model, dataclasses.replace(made.order, ranks=1, batch_size=batch), steps)
+        train_round(made, command, lambda report: None, lambda: ControlSignal.CONTINUE)
+        _train_alone(
+            task, model, dataclasses.replace(made.order, replicas=1, batch_size=batch), steps
+        )
         together = layout.decode(bytearray(result.read_bytes()))
         found.append((float((together - layout.gather(model)).abs().max()), made.note))
     return found
 
 
-def _train_alone(task: Task, model: nn.Module, order: Order, steps: int) -> None:
+def _train_alone(task: Task, model: nn.Module, order: ExampleOrder, steps: int) -> None:
     participant = Participant(name="test", regime="datacenter")
     optimizer = task.optimizer(model.parameters(), participant)
     data: Any = task.local_data(participant)
     for step in range(steps):
-        rows = [data[index] for index in order.steps(step, step + 1, 0)]
+        rows = [data[index] for index in order.indices(step, step + 1, 0)]
         inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
         losses(task, model, inputs, target)[1].mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -233,7 +243,7 @@ def refusals(rank: int, openeds: list[dict[str, Any]], state: str) -> list[str]:
         try:
             engine(rank, opened, state)
             said.append("")
-        except AgreedError as error:
+        except ConsensusError as error:
             said.append(str(error))
     return said
 
@@ -245,19 +255,19 @@ def save_for_ever(rank: int, opened: dict[str, Any], state: str, told: str) -> N
     while True:
         step += 1
         _fill(made, float(step))
-        made.checkpoints.begin(step, made.share, made.updater)
-        made.checkpoints.finish()
+        made.checkpoints.begin_save(step, made.shard, made.optimizer)
+        made.checkpoints.finish_save()
         if rank == 0:
             Path(told).write_text(str(step))
             made.checkpoints.keep_only({step - 1, step})
 
 
 def _fill(made: Engine, value: float) -> None:
-    for parameter in made.share.parameters().values():
+    for parameter in made.shard.parameters().values():
         parameter.grad = torch.zeros_like(parameter)
-    made.updater.optimizer.step()  # so that there is state
+    made.optimizer.inner.step()  # so that there is state
     with torch.no_grad():
-        for parameter in made.share.parameters().values():
+        for parameter in made.shard.parameters().values():
             for each in _fields(made, parameter).values():
                 each.fill_(value)
 
@@ -273,7 +283,7 @@ def read_back(rank: int, opened: dict[str, Any], states: list[str]) -> list[dict
             _load(made, state, step)
             numbers[step] = {
                 float(number)
-                for parameter in made.share.parameters().values()
+                for parameter in made.shard.parameters().values()
                 for each in _fields(made, parameter).values()
                 for number in (each.min(), each.max())
             }

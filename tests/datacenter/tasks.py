@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import Dataset, TensorDataset
 
 import isthmus_datacenter.training.engine
+import isthmus_datacenter.training.round
 from isthmus import Participant, Task
 from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
 
@@ -316,16 +317,17 @@ class Faulty(Table):
         self.losses = 0
         self.forwards = 0
         if "RANK" in os.environ:
-            self._fail_before(isthmus_datacenter.training.engine, "load_shards", "load")
-            self._fail_before(isthmus_datacenter.training.engine, "store_shards", "store")
-            begin = getattr(Checkpoints.begin, "__wrapped__", Checkpoints.begin)
+            self._fail_before(isthmus_datacenter.training.round, "load_shards", "load")
+            for module in (isthmus_datacenter.training.engine, isthmus_datacenter.training.round):
+                self._fail_before(module, "store_shards", "store")
+            begin = getattr(Checkpoints.begin_save, "__wrapped__", Checkpoints.begin_save)
 
             @functools.wraps(begin)
             def failing(checkpoints: Checkpoints, step: int, *more: Any) -> None:
                 begin(checkpoints, step, *more)  # it is written in the background
                 self.maybe_fail(f"save {step}")
 
-            Checkpoints.begin = failing  # type: ignore[method-assign]  # the engine makes its own
+            Checkpoints.begin_save = failing  # type: ignore[method-assign]  # the engine makes its own
 
     def _fail_before(self, owner: Any, name: str, place: str) -> None:
         """Where the task has no code of its own."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus_datacenter.parallel.attention import by_heads
-from isthmus_datacenter.parallel.equivalence_check import run_still
-from isthmus_datacenter.parallel.pipeline_stages import check_chain, cut
-from isthmus_datacenter.parallel.tensor_plans import tensor_plan
+from isthmus_datacenter.parallel.attention import find_head_sharding
+from isthmus_datacenter.parallel.equivalence_check import check_stages, run_in_eval_mode
+from isthmus_datacenter.parallel.pipeline_stages import split_at_blocks
+from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan
 
 WIDTH, HEAD = 16, 4
 
@@ -117,9 +117,9 @@ def words() -> torch.Tensor:
 def test_whole_groups_of_heads_are_cut(words: torch.Tensor) -> None:
     model = Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found, others = by_heads(model, 2, lambda: run_still(model, words))
+    found, others = find_head_sharding(model, 2, lambda: run_in_eval_mode(model, words))
     assert [each.name for each in found] == ["blocks.0", "blocks.1"]
-    assert [each.mixes for each in found] == [(block.out,) for block in model.blocks]
+    assert [each.output_projections for each in found] == [(block.out,) for block in model.blocks]
     assert not others
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -128,16 +128,16 @@ def test_whole_groups_of_heads_are_cut(words: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "pieces", "remembered"),
+    ("order", "pieces", "attributes"),
     [("one after another", 3, ("width",)), ("head by head", 1, ()), ("of its own", 0, ())],
 )
-def test_one_layer_for_all_three(order: str, pieces: int, remembered: tuple[str, ...]) -> None:
+def test_one_layer_for_all_three(order: str, pieces: int, attributes: tuple[str, ...]) -> None:
     model = nn.Sequential(nn.Linear(4, WIDTH), Together(order))
     before = model[1].width, model[1].heads
     hidden = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    found, others = by_heads(model, 2, lambda: run_still(model, hidden))
-    assert [(each.fused, each.pieces, each.remembered) for each in found] == (
-        [("c_attn", pieces, remembered)] if pieces else []
+    found, others = find_head_sharding(model, 2, lambda: run_in_eval_mode(model, hidden))
+    assert [(each.fused, each.pieces, each.width_attributes) for each in found] == (
+        [("c_attn", pieces, attributes)] if pieces else []
     )
     assert [each.name for each in others] == ([] if pieces else ["1"])
     assert (model[1].width, model[1].heads) == before
@@ -148,8 +148,8 @@ def test_layers_may_be_called_by_keyword() -> None:
     model = nn.Sequential(nn.Linear(4, WIDTH), Together("head by head"))
     model[1].out, model[1].c_attn = ByKeyword(WIDTH, WIDTH), ByKeyword(WIDTH, 3 * WIDTH)
     hidden = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    found, others = by_heads(model, 2, lambda: run_still(model, hidden))
-    assert ([each.mixes for each in found], others) == ([(model[1].out,)], [])
+    found, others = find_head_sharding(model, 2, lambda: run_in_eval_mode(model, hidden))
+    assert ([each.output_projections for each in found], others) == ([(model[1].out,)], [])
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,16 @@ def test_layers_may_be_called_by_keyword() -> None:
         ({"counted": 4}, 2, "queries are 16 wide, keys 8"),  # the model counts its heads
     ],
 )
-def test_what_cannot_be_cut_by_heads_is_gathered_and_said(
+def test_what_cannot_be_cut_find_head_sharding_is_gathered_and_said(
     more: dict[str, Any], degree: int, widths: str, words: torch.Tensor
 ) -> None:
     model = Model(**more)
-    plan, notes = tensor_plan(model, degree, [model], lambda: run_still(model, words))
+    plan, notes = default_tensor_plan(
+        model, degree, [model], lambda: run_in_eval_mode(model, words)
+    )
     assert notes[0] == (
-        f"'blocks.0' and 1 more cannot be cut by heads into tensor_parallel={degree} equal parts "
-        f"({widths}): each of its layers is gathered on its own"
+        f"'blocks.0' and 1 more cannot be sharded by heads into tensor_parallel={degree} equal "
+        f"parts ({widths}): the output of each of its layers is gathered separately"
     )
     assert "blocks.0.q_proj" in plan
 
@@ -176,16 +178,16 @@ def test_what_cannot_be_cut_by_heads_is_gathered_and_said(
 def test_what_is_left_whole_is_said(words: torch.Tensor) -> None:
     model = Model()
     model.blocks[0].table = nn.Parameter(torch.zeros(1000))
-    _, notes = tensor_plan(model, 2, [model], lambda: run_still(model, words))
+    _, notes = default_tensor_plan(model, 2, [model], lambda: run_in_eval_mode(model, words))
     (note,) = notes
     assert note.startswith("33%")
-    assert " of the parameters stay whole on every rank, the largest in 'blocks.0'" in note
+    assert " of the parameters are replicated on every rank, the largest in 'blocks.0'" in note
 
 
 def test_every_stage_has_the_angles_and_only_the_first_the_dropout(words: torch.Tensor) -> None:
     model = Model()
-    stages = cut(model, 2, words)
-    check_chain(stages, run_still(model, words), words)
+    stages = split_at_blocks(model, 2, words)
+    check_stages(stages, run_in_eval_mode(model, words), words)
     kinds = [[type(stage.get_submodule(at)) for at in ("drop", "angles")] for stage in stages]
     assert kinds[0] == [nn.Dropout, Angles]
     assert kinds[1][0] is not nn.Dropout
@@ -194,6 +196,6 @@ def test_every_stage_has_the_angles_and_only_the_first_the_dropout(words: torch.
 
 def test_blocks_that_are_not_called_are_no_stages(words: torch.Tensor) -> None:
     model = Inside()
-    stages = cut(model, 2, words)
-    with pytest.raises(TypeError, match="Pass"):
-        check_chain(stages, run_still(model, words), words)
+    stages = split_at_blocks(model, 2, words)
+    with pytest.raises(TypeError, match="SkippedModule"):
+        check_stages(stages, run_in_eval_mode(model, words), words)

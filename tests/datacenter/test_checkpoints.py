@@ -82,7 +82,7 @@ def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     assert losses[0] == losses[1]
     (told,) = trained.events
     # Its seventh loss is of the seventh step; the checkpoint after the sixth may not be whole.
-    assert re.search(r"replaced in \d+\.\d s; .* went on with steps 0 to 9 after [56]$", told)
+    assert re.search(r"replaced in \d+\.\d s; .* resumed steps 0 to 9 after step [56]$", told)
     kept = sorted(path.name for path in (warm.service.state / run_id).iterdir())
     assert [name for name in kept if not name.startswith("data-")] == ["step-9"]
 
@@ -126,7 +126,7 @@ def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> 
     store.close()
     assert row["attempt"] == 2  # asked again only when somebody was there
     assert re.fullmatch(
-        r"went on with steps 0 to 60 after \d+, where an earlier try was saved",
+        r"resumed steps 0 to 60 after step \d+, saved by an earlier attempt",
         row["receipts"][0]["reason"],
     )
     warm.open("not-taken", made)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from isthmus import TaskError
 from isthmus.task.scoring import build_model
-from isthmus_datacenter.parallel.equivalence_check import run_still
+from isthmus_datacenter.parallel.equivalence_check import run_in_eval_mode
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 
@@ -21,29 +21,31 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
     task: str, recompute: bool, setup: Any
 ) -> None:
     made = setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
-    layout = ParallelDims.of(made.job.datacenter, 1)
+    dims = ParallelDims.from_section(made.job.datacenter, 1)
     sample = torch.stack([made.task.local_data(None)[at][0] for at in range(2)])
-    expected = run_still(build_model(made.task, 5), sample)
+    expected = run_in_eval_mode(build_model(made.task, 5), sample)
     counter = CompileCounter()
-    share = parallelize(
+    shard = parallelize(
         made.task,
         build_model(made.task, 5),
-        layout,
+        dims,
         0,
         torch.device("cpu"),
         sample=lambda: sample,
         smallest_unit=1,
         backend=counter,
     )
-    (model,) = share.stages.values()
-    assert (run_still(model, sample) - expected).abs().max() < 1e-6
+    (model,) = shard.stages.values()
+    assert (run_in_eval_mode(model, sample) - expected).abs().max() < 1e-6
     assert counter.frame_count > 0
-    assert {name for name, _ in model.named_parameters()} == set(share.parameters())
+    assert {name for name, _ in model.named_parameters()} == set(shard.parameters())
 
 
 def test_gradients_that_several_ranks_cannot_add_up_are_refused(setup: Any) -> None:
     task = setup("Gpt", ranks=2).task
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True))
-    layout = ParallelDims(ranks=2, zero_stage=0)
-    with pytest.raises(TaskError, match=r"^module '0' has sparse=True, which several ranks cannot"):
-        parallelize(task, model, layout, 0, torch.device("cpu"), sample=list)
+    dims = ParallelDims(ranks=2, zero_stage=0)
+    with pytest.raises(
+        TaskError, match=r"^module '0' has sparse=True, and gradients of several ranks"
+    ):
+        parallelize(task, model, dims, 0, torch.device("cpu"), sample=list)

@@ -10,19 +10,19 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.training.data import Feed, Order
+from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 
 
 @pytest.mark.parametrize(("examples", "ranks", "batch_size"), [(10, 2, 3), (3, 4, 5), (64, 2, 4)])
 def test_every_epoch_has_each_example_once(examples: int, ranks: int, batch_size: int) -> None:
-    order = Order(examples=examples, ranks=ranks, batch_size=batch_size, seed=1)
+    order = ExampleOrder(examples=examples, replicas=ranks, batch_size=batch_size, seed=1)
     size = ranks * batch_size
     steps = -(-3 * examples // size)
     stream = [
         index
         for step in range(steps)
         for rank in range(ranks)
-        for index in order.steps(step, step + 1, rank)
+        for index in order.indices(step, step + 1, rank)
     ]
     epochs = [stream[at : at + examples] for at in range(0, 3 * examples, examples)]
     assert all(sorted(epoch) == list(range(examples)) for epoch in epochs)
@@ -30,18 +30,18 @@ def test_every_epoch_has_each_example_once(examples: int, ranks: int, batch_size
 
 
 def test_a_resumed_stretch_is_the_rest_of_the_whole() -> None:
-    order = Order(examples=23, ranks=3, batch_size=4, seed=9)
-    whole = list(order.steps(0, 20, 2))
-    assert list(order.steps(0, 7, 2)) + list(order.steps(7, 20, 2)) == whole
-    assert order.steps(0, 20, 2)[3:9] == whole[3:9]
+    order = ExampleOrder(examples=23, replicas=3, batch_size=4, seed=9)
+    whole = list(order.indices(0, 20, 2))
+    assert list(order.indices(0, 7, 2)) + list(order.indices(7, 20, 2)) == whole
+    assert order.indices(0, 20, 2)[3:9] == whole[3:9]
     assert order.examples_between(5, 90) == [order.example(place) for place in range(5, 90)]
 
 
 def test_seeds_and_ranks_see_different_data() -> None:
-    one = Order(examples=1000, ranks=2, batch_size=8, seed=0)
-    other = Order(examples=1000, ranks=2, batch_size=8, seed=1)
-    assert list(one.steps(0, 4, 0)) != list(other.steps(0, 4, 0))
-    assert not set(one.steps(0, 4, 0)) & set(one.steps(0, 4, 1))
+    one = ExampleOrder(examples=1000, replicas=2, batch_size=8, seed=0)
+    other = ExampleOrder(examples=1000, replicas=2, batch_size=8, seed=1)
+    assert list(one.indices(0, 4, 0)) != list(other.indices(0, 4, 0))
+    assert not set(one.indices(0, 4, 0)) & set(one.indices(0, 4, 1))
 
 
 class Stream(IterableDataset[Any]):
@@ -58,29 +58,29 @@ class Seekable(Stream):
         return iter([(number, -number) for number in range(at, self.count)])
 
 
-def seen(feed: Feed, first: int, until: int) -> list[list[int]]:
+def seen(feed: BatchSource, first: int, until: int) -> list[list[int]]:
     return [inputs.tolist() for inputs, _ in feed.batches(first, until)]
 
 
 @pytest.mark.parametrize("kind", [Stream, Seekable])
 @pytest.mark.parametrize("readers", [0, 1])
 def test_a_stream_is_shared_and_resumed_to_the_example(kind: Any, readers: int) -> None:
-    order = Order(examples=0, ranks=2, batch_size=2, seed=0)
+    order = ExampleOrder(examples=0, replicas=2, batch_size=2, seed=0)
     cpu = torch.device("cpu")
-    feeds = [Feed(kind(7), order, replica, cpu, readers) for replica in (0, 1)]
+    feeds = [BatchSource(kind(7), order, replica, cpu, readers) for replica in (0, 1)]
     assert seen(feeds[0], 0, 4) == [[0, 1], [4, 5], [1, 2], [5, 6]]
     assert seen(feeds[1], 0, 4) == [[2, 3], [6, 0], [3, 4], [0, 1]]
     assert seen(feeds[1], 2, 4) == [[3, 4], [0, 1]]
 
 
 def test_a_stream_with_nothing_in_it() -> None:
-    order = Order(examples=0, ranks=1, batch_size=2, seed=0)
-    with pytest.raises(TaskError, match="an iterable dataset with nothing in it"):
-        seen(Feed(Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
+    order = ExampleOrder(examples=0, replicas=1, batch_size=2, seed=0)
+    with pytest.raises(TaskError, match="an iterable dataset without any example"):
+        seen(BatchSource(Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
 
 
 def test_readers_change_nothing() -> None:
-    order = Order(examples=9, ranks=2, batch_size=2, seed=3)
+    order = ExampleOrder(examples=9, replicas=2, batch_size=2, seed=3)
     data = TensorDataset(torch.arange(9), torch.arange(9))
-    alone, helped = (Feed(data, order, 1, torch.device("cpu"), count) for count in (0, 2))
+    alone, helped = (BatchSource(data, order, 1, torch.device("cpu"), count) for count in (0, 2))
     assert seen(alone, 1, 6) == seen(helped, 1, 6)

@@ -16,9 +16,9 @@ from isthmus.wire import link_pb2
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.service.messages import ControlSignal
-from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import Updater
+from isthmus_datacenter.training.optimizer import ShardedOptimizer
 from isthmus_datacenter.virtual import VirtualDatacenter
 
 FIRST, UNTIL = 2, 5
@@ -36,10 +36,10 @@ def by_hand(made: Any, model: bytes) -> tuple[torch.Tensor, float]:
     task, module = made.task, made.task.model()
     made.layout.scatter(made.layout.decode(bytearray(model)), module)
     data = task.local_data(None)
-    order = Order(examples=len(data), ranks=1, batch_size=BATCH, seed=made.job.seed)
+    order = ExampleOrder(examples=len(data), replicas=1, batch_size=BATCH, seed=made.job.seed)
     total, units = 0.0, 0
     for step in range(FIRST, UNTIL):
-        rows = [data[i] for i in order.steps(step, step + 1, 0)]
+        rows = [data[i] for i in order.indices(step, step + 1, 0)]
         inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
         _, values = losses(task, module, inputs, target)
         values.mean().backward()  # type: ignore[no-untyped-call]
@@ -149,20 +149,20 @@ def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
 def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(setup: Any) -> None:
     task = setup("Table").task
     task.forward = lambda model, inputs: model(inputs).detach()
-    share = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
-    passes = ForwardBackward(task, share, 0, torch.device("cpu"), 4)
+    shard = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
+    forward_backward = ForwardBackward(task, shard, 0, torch.device("cpu"), 4)
     with pytest.raises(TaskError, match=r"^loss\(\) does not depend on what is trained; is some"):
-        passes.run(
+        forward_backward.run(
             torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: ControlSignal.CONTINUE
         )
 
 
 def test_an_optimizer_that_computes_losses_itself_is_one_sentence(setup: Any) -> None:
     model = setup("Table").task.model()
-    share = ModelShard(
+    shard = ModelShard(
         ParallelDims(ranks=1, zero_stage=0),
         {0: model},
         {0: {name: name for name, _ in model.named_parameters()}},
     )
     with pytest.raises(TaskError, match=r"^optimizer\(\) returned LBFGS, whose step\(\) computes"):
-        Updater(share, torch.optim.LBFGS, None, fp16=False)
+        ShardedOptimizer(shard, torch.optim.LBFGS, None, fp16=False)

@@ -19,7 +19,7 @@ from torch import nn
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model, evaluate, losses
-from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.data import ExampleOrder
 
 STEPS = 5
 BATCH = 8
@@ -118,10 +118,10 @@ def _reference(
     model = build_model(task, made.job.seed)
     optimizer = task.optimizer(model.parameters(), Participant(name="test", regime="datacenter"))
     data = task.local_data(Participant(name="test", regime="datacenter"))
-    order = Order(examples=len(data), ranks=1, batch_size=BATCH, seed=made.job.seed)
+    order = ExampleOrder(examples=len(data), replicas=1, batch_size=BATCH, seed=made.job.seed)
     total, units = 0.0, 0
     for step in range(STEPS):
-        rows = [data[i] for i in order.steps(step, step + 1, 0)]
+        rows = [data[i] for i in order.indices(step, step + 1, 0)]
         inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
         _, values = losses(task, model, inputs, target)
         torch.autograd.backward(values.mean())
@@ -317,11 +317,11 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason(
         ),
         (
             setup("Gpt", **elsewhere, pipeline_parallel=2, microbatches=1),
-            "microbatches=1 is below pipeline_parallel=2: some ranks would never have work",
+            "microbatches=1 is below pipeline_parallel=2: some ranks would always be idle",
         ),
         (
             setup("Gpt", ranks=0, batch_size=3, pipeline_parallel=2),
-            "a batch of 3 examples (batch_size=3 / accumulate=1) cannot be cut into "
+            "a batch of 3 examples (batch_size=3 / accumulate=1) cannot be split into "
             "pipeline_parallel=2 equal micro-batches",
         ),
         (
@@ -347,7 +347,7 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason(
         (setup("Gpt", {"plan": "shuffled"}, **elsewhere, pipeline_parallel=2), "pipeline_stages()"),
         (
             setup("Gpt", {"plan": "wrong"}, **elsewhere, tensor_parallel=2),
-            "with its matrices cut the model",
+            "with its matrices sharded the model",
         ),
         (
             setup("Gpt", {"plan": "half"}, **elsewhere, tensor_parallel=2),
@@ -355,7 +355,7 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason(
         ),
         (
             setup("Gpt", {"plan": "misspelt"}, **elsewhere, tensor_parallel=2),
-            "names 'layers.*.up', and no module is called so",
+            "names 'layers.*.up', and the model has no such module",
         ),
         (setup("Halved", **elsewhere, pipeline_parallel=2), "has a forward() of its own"),
     ]

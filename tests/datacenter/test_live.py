@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import isthmus_datacenter.training.live_progress
+import isthmus_datacenter.training.profile
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.logs import delete_old_logs
 from isthmus_datacenter.service.messages import ProgressReport
-from isthmus_datacenter.training.live_progress import Live
-from isthmus_datacenter.training.profile import Profile, count_flops
+from isthmus_datacenter.training.profile import ProgressReporter, RoundProfile, count_flops
 
 CPU = torch.device("cpu")
 
@@ -34,18 +33,18 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(isthmus_datacenter.training.live_progress, "time", clock)
+    monkeypatch.setattr(isthmus_datacenter.training.profile, "time", clock)
     return clock
 
 
 def test_reports_are_of_what_came_since_the_last(clock: Clock) -> None:
     told: list[ProgressReport] = []
-    live = Live(told.append, 100, 8, CPU)
+    reporter = ProgressReporter(told.append, 100, 8, CPU)
     total = torch.zeros((), dtype=torch.float64)
     for step in range(1, 9):
         clock.now += 0.125
         total += 20.0 * step  # ten units are scored here, of twenty
-        live.step(total, 10, 20)
+        reporter.step(total, 10, 20)
     assert [(each.steps, each.total_steps) for each in told] == [(4, 100), (8, 100)]
     assert [each.loss for each in told] == [2 * (1 + 2 + 3 + 4) / 4, 2 * (5 + 6 + 7 + 8) / 4]
     assert {each.examples_per_second for each in told} == {8 * 8.0}
@@ -54,9 +53,9 @@ def test_reports_are_of_what_came_since_the_last(clock: Clock) -> None:
 
 def test_a_round_that_goes_on_reports_the_whole(clock: Clock) -> None:
     told: list[ProgressReport] = []
-    live = Live(told.append, 100, 8, CPU, done=40, summed=1000.0)
+    reporter = ProgressReporter(told.append, 100, 8, CPU, steps_before=40, loss_sum_before=1000.0)
     clock.now += 1.0
-    live.step(torch.tensor(1030.0, dtype=torch.float64), 10, 10)
+    reporter.step(torch.tensor(1030.0, dtype=torch.float64), 10, 10)
     assert told == [
         ProgressReport(
             steps=41, total_steps=100, loss=3.0, examples_per_second=8.0, units_per_second=10.0
@@ -98,19 +97,19 @@ def test_what_a_service_says_while_it_works(warm: Any, setup: Any) -> None:
 
 
 def test_the_figures_of_a_round() -> None:
-    profile = Profile(CPU)
-    assert profile.figures(0, 0, 0, 0) == {}
+    profile = RoundProfile(CPU)
+    assert profile.step_figures(0, 0, 0, 0) == {}
     profile.begin()
-    for _ in profile.reads(iter([1, 2])):
-        with profile.device_time("passes"):
+    for _ in profile.timed_reads(iter([1, 2])):
+        with profile.device_time("forward_backward"):
             torch.randn(100, 100) @ torch.randn(100, 100)
         with profile.device_time("optimizer"):
             pass
     profile.end()
-    with profile.host("checkpoint"):
+    with profile.host_time("checkpoint"):
         pass
-    found = profile.figures(2, 16, 160, flops=1000.0)
-    shares = [found[f"{part}_share"] for part in ("reading", "passes", "optimizer")]
+    found = profile.step_figures(2, 16, 160, flops=1000.0)
+    shares = [found[f"{part}_share"] for part in ("reading", "forward_backward", "optimizer")]
     assert all(0 < share < 1 for share in shares)
     assert sum(shares) < 1
     assert found["step_seconds"] * 2 == pytest.approx(profile.seconds)
@@ -119,7 +118,7 @@ def test_the_figures_of_a_round() -> None:
     assert found["model_flops_per_second"] * profile.seconds == pytest.approx(2000)
     assert found["peak_memory_gib"] > 0.01
     assert "mfu" not in found
-    assert profile.around().keys() == {"checkpoint_seconds"}
+    assert profile.round_figures().keys() == {"checkpoint_seconds"}
 
 
 def test_operations_are_counted_without_being_noticed() -> None:

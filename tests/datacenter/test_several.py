@@ -16,7 +16,7 @@ from isthmus.job import Job, RegimeName
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model, losses
 from isthmus_datacenter.service.service import DatacenterService
-from isthmus_datacenter.training.data import Order
+from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
@@ -51,13 +51,15 @@ class _Worker:
         self.optimizer = task.optimizer(self.model.parameters(), participant)
         self.data = task.local_data(participant)
         size = job.datacenter.batch_size
-        self.order = Order(examples=len(self.data), ranks=1, batch_size=size, seed=job.seed)
+        self.order = ExampleOrder(
+            examples=len(self.data), replicas=1, batch_size=size, seed=job.seed
+        )
 
     def train(self, model: nn.Module, first: int) -> list[torch.Tensor]:
         """The pseudo-gradient of a round."""
         self.model.load_state_dict(model.state_dict())
         for step in range(first, first + STEPS):
-            rows = [self.data[i] for i in self.order.steps(step, step + 1, 0)]
+            rows = [self.data[i] for i in self.order.indices(step, step + 1, 0)]
             inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
             _, values = losses(self.task, self.model, inputs, target)
             values.mean().backward()  # type: ignore[no-untyped-call]
@@ -132,5 +134,7 @@ async def test_two_datacenters_and_one_that_joins_late(
         [(receipt["participant"], receipt["reason"]) for receipt in row["receipts"]]
         for row in store_document["rounds"]
     ]
-    new = "the optimizer kept at step 4 is a new one: it was not here"
+    new = (
+        "the optimizer kept at step 4 is a new one: this datacenter did not train the steps before"
+    )
     assert told == [[("alone", "")], [("alone", ""), ("late", new)], [("alone", ""), ("late", "")]]

@@ -46,7 +46,7 @@ CASES = {
         "llama",
         LLAMA | {"num_key_value_heads": 1},
         {"tensor_parallel": 2},
-        "'decoder.model.layers.0.self_attn' and 1 more cannot be cut by heads into "
+        "'decoder.model.layers.0.self_attn' and 1 more cannot be sharded by heads into "
         "tensor_parallel=2 equal parts (queries are 16 wide, keys 4): each of its layers is "
         "gathered on its own",
     ),

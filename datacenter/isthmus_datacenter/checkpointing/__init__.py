@@ -1,1 +1,1 @@
-"""Sharded checkpoints, and the whole model as one flat file."""
+"""Sharded checkpoints, and transfer of the whole model between the ranks and one flat file."""

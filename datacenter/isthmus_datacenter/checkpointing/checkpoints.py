@@ -1,11 +1,11 @@
-"""Checkpoints of one run: parameters, buffers and optimizer state, whatever the sharding.
+"""Checkpoints of one run: parameters, buffers and optimizer state, loadable by any sharding.
 
-A checkpoint is written beside the others, in the background, under a name of its own, and becomes
-`step-N` by moving one symbolic link when every rank has written its part: a crash leaves the old
-one or the new one, never half of either.
+A checkpoint is written in the background into a new directory, and becomes `step-N` by moving one
+symbolic link when every rank has written its part: a crash leaves the old checkpoint or the new
+one, never half of either.
 
-Within a round, checkpoints are linked as `within-ORIGIN-N`. The origin names everything that the
-state at step N follows from: so nobody can go on from a state that belongs to another try.
+Within a round, checkpoints are linked as `mid-round-LINEAGE-N`. The lineage identifies everything
+that the state at step N follows from, so that no round resumes from the state of another one.
 """
 
 from __future__ import annotations
@@ -34,29 +34,45 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from isthmus.errors import UserError
 from isthmus_datacenter.parallel.model_shard import ModelShard
-from isthmus_datacenter.training.optimizer import Updater
+from isthmus_datacenter.training.optimizer import ShardedOptimizer
 
 _GROUPS = "optimizer|groups"
 _SCALER = "optimizer|scaler"
-_MIDWAY = "midway"
+_RANK_PROGRESS = "rank-progress"
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
-    """A checkpoint within a round."""
+class MidRoundCheckpoint:
+    """Identifies a checkpoint within a round."""
 
-    origin: str
-    """Hexadecimal digits: what the round started from."""
+    lineage: str
+    """Hexadecimal digits: a digest of what the round started from."""
     step: int
 
     @property
     def link(self) -> str:
-        """Its name."""
-        return f"within-{self.origin}-{self.step}"
+        """Name of its symbolic link."""
+        return f"mid-round-{self.lineage}-{self.step}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankProgress:
+    """What a rank needs to resume within a round, in addition to model and optimizer state."""
+
+    position: str
+    """Position of the rank on the mesh without the tensor axis."""
+    saves: bool
+    """Whether this rank saves it: one of the tensor-parallel ranks at a position does."""
+    generators: dict[str, Any]
+    """States of the random number generators."""
+    loss_sum: float
+    """Losses of the round so far, of the units scored on this rank."""
+    units: int
+    """Units of the round so far, of all replicas."""
 
 
 @dataclasses.dataclass
-class _Pending:
+class _PendingSave:
     """A checkpoint that is being written."""
 
     name: str
@@ -65,53 +81,59 @@ class _Pending:
 
 
 class Checkpoints:
-    """The checkpoints of one run, seen alike by all ranks.
+    """The checkpoints of one run, in a directory that all ranks see.
 
-    Guarantees: what `has` says is there is whole, and is loaded as it was saved; it does not change
-    before the next `finish`.
+    Guarantees: a checkpoint that `has` reports is complete and is loaded as it was saved; this does
+    not change before the next `finish_save`.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
 
     def has(self, step: int) -> bool:
-        """Whether a whole checkpoint of that step is here."""
-        return self._is_whole(f"step-{step}")
+        """Whether there is a complete checkpoint of a step."""
+        return self._is_complete(f"step-{step}")
 
-    def origin(self, step: int) -> str:
-        """What the checkpoint of a step is called for as long as nobody saves that step again."""
+    def data_name(self, step: int) -> str:
+        """Return a name for the state in a step's checkpoint, which changes when it is replaced."""
         link = self.directory / f"step-{step}"
         return link.readlink().name if self.has(step) else f"none-{step}"
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def begin(self, step: int, share: ModelShard, updater: Updater) -> None:
+    def begin_save(self, step: int, shard: ModelShard, optimizer: ShardedOptimizer) -> None:
         """Begin to write the checkpoint of a step. All ranks call this together.
 
-        Nothing is copied: until `finish`, nothing may change the state.
+        The state is not copied: it must not change before `finish_save` returns.
         """
-        self._begin(f"step-{step}", _state(share, updater), _AsItIs())
+        self._begin_save(f"step-{step}", _state(shard, optimizer), _UncopiedStager())
 
-    def begin_within(self, at: Within, share: ModelShard, updater: Updater, midway: Midway) -> None:
-        """Begin to write a checkpoint within a round, from a copy. All ranks call this together.
+    def begin_mid_round_save(
+        self,
+        checkpoint: MidRoundCheckpoint,
+        shard: ModelShard,
+        optimizer: ShardedOptimizer,
+        progress: RankProgress,
+    ) -> None:
+        """Begin to write a checkpoint within a round. All ranks call this together.
 
-        Returns when the copy is made, in memory of the processor: training goes on.
+        Returns when the state is copied to the processor's memory: training can continue.
         """
-        state = _state(share, updater)
-        if midway.speaks:
-            state[f"{_MIDWAY}|{midway.place}"] = dataclasses.asdict(midway)
-        fast = torch.cuda.is_available()
+        state = _state(shard, optimizer)
+        if progress.saves:
+            state[f"{_RANK_PROGRESS}|{progress.position}"] = dataclasses.asdict(progress)
+        cuda = torch.cuda.is_available()
         options = StagingOptions(
-            use_pinned_memory=fast,
+            use_pinned_memory=cuda,
             use_shared_memory=False,
             use_async_staging=False,
-            use_non_blocking_copy=fast,
+            use_non_blocking_copy=cuda,
         )
-        self._begin(at.link, state, DefaultStager(options))
+        self._begin_save(checkpoint.link, state, DefaultStager(options))
 
-    def _begin(self, link: str, state: dict[str, Any], stager: AsyncStager) -> None:
-        self.finish()
+    def _begin_save(self, link: str, state: dict[str, Any], stager: AsyncStager) -> None:
+        self.finish_save()
         name: list[str] = [f"data-{uuid.uuid4().hex[:16]}"]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(name, src=0)
@@ -119,32 +141,32 @@ class Checkpoints:
             state,
             storage_writer=FileSystemWriter(self.directory / name[0]),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=_writers(),
+            process_group=_writer_group(),
             async_stager=stager,
         )
         assert isinstance(written, Future)
         linked: Future[None] = Future()
         written.add_done_callback(functools.partial(self._link, link, name[0], linked))
-        self._pending = _Pending(name[0], linked, stager)
+        self._pending = _PendingSave(name[0], linked, stager)
 
     def _link(self, link: str, name: str, linked: Future[None], written: Future[Any]) -> None:
-        """Make what is written a checkpoint; called by the thread that wrote it."""
+        """Link the written directory as a checkpoint; called by the thread that wrote it."""
         try:
             written.result()  # the metadata are written last, when all ranks have written
             if dist.get_rank() == 0:
                 new = self.directory / f"{name}.link"
                 new.symlink_to(name)
                 new.replace(self.directory / link)
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+        except Exception as error:  # noqa: BLE001 - raised again where the future is awaited
             linked.set_exception(error)
         else:
             linked.set_result(None)
 
-    def finish(self) -> None:
-        """Wait until what was begun is safe, if anything was. All ranks call this together.
+    def finish_save(self) -> None:
+        """Wait until a checkpoint that was begun is complete, if any. All ranks call this together.
 
-        Not before it returns may anybody be told that the step is done: whoever dies until then
-        finds the checkpoints as they were.
+        A step must not be reported as done before this returns: after a crash until then, only the
+        earlier checkpoints exist.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -155,68 +177,74 @@ class Checkpoints:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def restore(self, step: int, share: ModelShard, updater: Updater) -> None:
-        """Put a checkpoint into a share and a *fresh* optimizer. All ranks call this together.
+    def restore(self, step: int, shard: ModelShard, optimizer: ShardedOptimizer) -> None:
+        """Load a step into a shard and a *new* optimizer. All ranks call this together.
 
         Raises:
-            UserError: there is none of that step.
+            UserError: there is no checkpoint of that step.
         """
         if not self.has(step):
             raise UserError(
                 f"the datacenter has no checkpoint of step {step} in {self.directory}; "
                 "start it with the state directory it had, or send it the model"
             )
-        self._restore(f"step-{step}", share, updater, None)
+        self._restore(f"step-{step}", shard, optimizer, None)
 
-    def newest(self, until: int) -> int | None:
-        """The furthest step up to that one that has a checkpoint. All ranks call this together."""
-        return self._furthest("step", until)
+    def newest_step(self, until: int) -> int | None:
+        """Return the last step up to `until` with a checkpoint. All ranks call this together."""
+        return self._newest("step", until)
 
-    def newest_within(self, origin: str, until: int) -> Within | None:
-        """The furthest checkpoint within a round with this origin. All ranks call this together."""
-        step = self._furthest(f"within-{origin}", until)
-        return None if step is None else Within(origin, step)
+    def newest_mid_round(self, lineage: str, until: int) -> MidRoundCheckpoint | None:
+        """Return the last checkpoint of a lineage up to a step. All ranks call this together."""
+        step = self._newest(f"mid-round-{lineage}", until)
+        return None if step is None else MidRoundCheckpoint(lineage, step)
 
-    def _furthest(self, kind: str, until: int) -> int | None:
-        found: list[int | None] = [None]
+    def _newest(self, prefix: str, until: int) -> int | None:
+        newest: list[int | None] = [None]
         if dist.get_rank() == 0:
-            whole = [path for path in self.directory.glob(f"{kind}-*") if self._is_whole(path.name)]
-            steps = [int(path.name.rpartition("-")[2]) for path in whole]
-            found[0] = max((step for step in steps if step <= until), default=None)
+            links = [each.name for each in self.directory.glob(f"{prefix}-*")]
+            steps = [int(link.rpartition("-")[2]) for link in links if self._is_complete(link)]
+            newest[0] = max((step for step in steps if step <= until), default=None)
         if dist.get_world_size() > 1:
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+            dist.broadcast_object_list(newest, src=0)
+        return newest[0]
 
-    def restore_within(self, at: Within, share: ModelShard, updater: Updater, place: str) -> Midway:
-        """As `restore`; also what was saved of this rank's place on the mesh."""
-        key = f"{_MIDWAY}|{place}"
-        return Midway(**self._restore(at.link, share, updater, key)[key])
+    def restore_mid_round(
+        self,
+        checkpoint: MidRoundCheckpoint,
+        shard: ModelShard,
+        optimizer: ShardedOptimizer,
+        position: str,
+    ) -> RankProgress:
+        """Do as `restore`, and return the progress saved for a position on the mesh."""
+        key = f"{_RANK_PROGRESS}|{position}"
+        return RankProgress(**self._restore(checkpoint.link, shard, optimizer, key)[key])
 
     def _restore(
-        self, link: str, share: ModelShard, updater: Updater, also: str | None
+        self, link: str, shard: ModelShard, optimizer: ShardedOptimizer, extra_key: str | None
     ) -> dict[str, Any]:
         reader = FileSystemReader((self.directory / link).resolve())
-        known = reader.read_metadata().state_dict_metadata
-        state = _template(known, share, updater)
-        if also is not None:
-            state[also] = None
+        stored = reader.read_metadata().state_dict_metadata
+        state = _empty_state(stored, shard, optimizer)
+        if extra_key is not None:
+            state[extra_key] = None
         load(
             state,
             storage_reader=reader,
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
-        _install(state, updater)
+        _load_optimizer(state, optimizer)
         return state
 
     # -- files ----------------------------------------------------------------------------------
 
-    def keep_only(self, steps: set[int], within: Within | None = None) -> None:
-        """Delete every other checkpoint, and what crashes left behind. Rank 0 calls this."""
+    def keep_only(self, steps: set[int], mid_round: MidRoundCheckpoint | None = None) -> None:
+        """Delete all other checkpoints and the remains of crashes. Only rank 0 calls this."""
         if not self.directory.is_dir():
             return
         links = {self.directory / f"step-{step}" for step in steps}
-        if within is not None:
-            links.add(self.directory / within.link)
+        if mid_round is not None:
+            links.add(self.directory / mid_round.link)
         kept = {link.resolve() for link in links if link.is_symlink()}
         if self._pending is not None:
             kept.add((self.directory / self._pending.name).resolve())
@@ -224,32 +252,16 @@ class Checkpoints:
             if path.is_symlink() and path not in links:
                 path.unlink()
             elif path.is_dir() and not path.is_symlink() and path.resolve() not in kept:
-                # A crash in here leaves a directory without a link: removed the next time.
+                # A crash between the two leaves a directory without a link: removed next time.
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(path)
 
-    def _is_whole(self, link: str) -> bool:
+    def _is_complete(self, link: str) -> bool:
         return (self.directory / link / ".metadata").is_file()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Midway:
-    """What a rank needs besides the state to go on in the middle of a round."""
-
-    place: str
-    """Where the rank is on the mesh; ranks that share matrices are at one place."""
-    speaks: bool
-    """Whether this rank saves it."""
-    drawn: dict[str, Any]
-    """States of the generators of random numbers."""
-    summed: float
-    """Losses of the round so far, of the units scored here."""
-    units: int
-    """Units of the round so far, of all replicas."""
-
-
-class _AsItIs(AsyncStager):
-    """Writes the state from where it is: for a state that stands still until it is written."""
+class _UncopiedStager(AsyncStager):
+    """Writes tensors directly from the model, for state that does not change meanwhile."""
 
     should_synchronize_after_execute = False
 
@@ -264,42 +276,48 @@ class _AsItIs(AsyncStager):
 
 
 @functools.cache
-def _writers() -> dist.ProcessGroup:
-    """A group for the writers alone: their messages must not mix with those of the training."""
+def _writer_group() -> dist.ProcessGroup:
+    """A separate group for writing: its messages must not mix with those of the training."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 
 
-def _state(share: ModelShard, updater: Updater) -> dict[str, Any]:
+# -- state by name --------------------------------------------------------------------------------
+
+
+def _state(shard: ModelShard, optimizer: ShardedOptimizer) -> dict[str, Any]:
     """Everything that training changes and this rank owns, under flat names.
 
-    The optimizer's state is taken as it is: PyTorch's own helper takes a step with lr=0 to fill
-    an optimizer that has none yet, and that step is counted.
+    The optimizer's state is read directly: PyTorch's own helper takes a step with lr=0 to fill
+    an optimizer that has no state yet, and that step is counted.
     """
-    state = _model_state(share, share.copies)
-    for name, parameter in updater.named():
-        if name not in share.copies:
-            for key, value in updater.optimizer.state.get(parameter, {}).items():
+    copies = shard.tied.copies
+    state = _model_state(shard, copies)
+    for name, parameter in optimizer.named_parameters():
+        if name not in copies:
+            for key, value in optimizer.inner.state.get(parameter, {}).items():
                 state[f"optimizer|{name}|{key}"] = value
-    state[_GROUPS] = updater.groups()
-    state[_SCALER] = updater.scaler()
+    state[_GROUPS] = optimizer.group_options()
+    state[_SCALER] = optimizer.scaler_state()
     return state
 
 
-def _model_state(share: ModelShard, without: AbstractSet[str] = frozenset()) -> dict[str, Any]:
+def _model_state(shard: ModelShard, excluded: AbstractSet[str] = frozenset()) -> dict[str, Any]:
     parameters = {
         f"model|{name}": parameter.detach()
-        for name, parameter in share.parameters().items()
-        if parameter.requires_grad and name not in without
+        for name, parameter in shard.parameters().items()
+        if parameter.requires_grad and name not in excluded
     }
-    return {**parameters, **{f"buffer|{name}": each for name, each in share.buffers().items()}}
+    return {**parameters, **{f"buffer|{name}": each for name, each in shard.buffers().items()}}
 
 
-def _template(known: Mapping[str, Any], share: ModelShard, updater: Updater) -> dict[str, Any]:
-    """Tensors to load into: the share's own, and new ones for the optimizer's state."""
-    state: dict[str, Any] = _model_state(share)
-    parameters = dict(updater.named())
-    for key, stored in known.items():
+def _empty_state(
+    stored: Mapping[str, Any], shard: ModelShard, optimizer: ShardedOptimizer
+) -> dict[str, Any]:
+    """Tensors to load into: the shard's own, and new ones for the optimizer's state."""
+    state: dict[str, Any] = _model_state(shard)
+    parameters = dict(optimizer.named_parameters())
+    for key, metadata in stored.items():
         kind, _, rest = key.partition("|")
         if kind != "optimizer":
             continue
@@ -308,16 +326,16 @@ def _template(known: Mapping[str, Any], share: ModelShard, updater: Updater) -> 
             continue
         parameter = parameters.get(rest.rpartition("|")[0])
         if parameter is None:
-            continue  # another stage's
-        if isinstance(stored, TensorStorageMetadata):
-            state[key] = _empty(stored, parameter)
+            continue  # it is in another stage
+        if isinstance(metadata, TensorStorageMetadata):
+            state[key] = _empty_optimizer_tensor(metadata, parameter)
         else:
             state[key] = None
     return state
 
 
-def _empty(stored: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
-    """Room for one tensor of optimizer state, sharded where its parameter is."""
+def _empty_optimizer_tensor(stored: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of optimizer state, sharded as its parameter where sizes agree."""
     dtype = stored.properties.dtype
     if stored.size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype)
@@ -336,12 +354,12 @@ def _empty(stored: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tens
     )
 
 
-def _install(state: Mapping[str, Any], updater: Updater) -> None:
-    """Hand loaded state on; the share's tensors have been loaded in place."""
-    found: dict[str, dict[str, Any]] = {}
+def _load_optimizer(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> None:
+    """Give loaded state to the optimizer; the shard's tensors have been loaded in place."""
+    by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         kind, _, rest = key.partition("|")
         name, separator, field = rest.rpartition("|")
         if kind == "optimizer" and separator:
-            found.setdefault(name, {})[field] = value
-    updater.install(state[_GROUPS], found, state.get(_SCALER))
+            by_parameter.setdefault(name, {})[field] = value
+    optimizer.load_state(state[_GROUPS], by_parameter, state.get(_SCALER))

@@ -1,7 +1,8 @@
-"""The whole model between the ranks and one flat file: each rank touches only what it holds.
+"""Transfer the whole model between the ranks and one flat file: each rank its own slices.
 
-The file is `isthmus.tensors.exchange_set.TensorLayout.encode`'s format. It is mapped, not read: no
-rank ever holds the whole model, nothing is gathered, and any sharding reads what any other wrote.
+The file has the format of `isthmus.tensors.exchange_set.TensorLayout.encode`. It is memory-mapped:
+no rank ever has the whole model in its own memory, nothing is gathered, and any sharding can read
+what any other wrote.
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ from isthmus_datacenter.parallel.model_shard import ModelShard
 
 
 @torch.no_grad()
-def load_shards(path: Path, layout: TensorLayout, share: ModelShard) -> None:
+def load_shards(path: Path, layout: TensorLayout, shard: ModelShard) -> None:
     """Copy this rank's slices of the file into its parameters."""
-    for shard, part in _pairs(_mapped(path, layout, writable=False), layout, share):
-        shard.copy_(part)
+    vector = _mapped_vector(path, layout, writable=False)
+    for local_part, file_part in _matching_parts(vector, layout, shard):
+        local_part.copy_(file_part)
 
 
 @torch.no_grad()
-def store_shards(path: Path, layout: TensorLayout, share: ModelShard) -> None:
+def store_shards(path: Path, layout: TensorLayout, shard: ModelShard) -> None:
     """Write this rank's slices into the file, which has its full size already.
 
-    Where several ranks hold the same slice, the first of them writes it.
+    Where several ranks have the same slice, the first of them writes it.
     """
-    writes = {
+    written = {
         name
-        for name, parameter in share.parameters().items()
-        if name not in share.copies and _is_first_replica(parameter, share.mesh)
+        for name, parameter in shard.parameters().items()
+        if name not in shard.tied.copies and _is_first_replica(parameter, shard.mesh)
     }
-    vector = _mapped(path, layout, writable=True)
-    for shard, part in _pairs(vector, layout, share, only=writes):
-        part.copy_(shard)
+    vector = _mapped_vector(path, layout, writable=True)
+    for local_part, file_part in _matching_parts(vector, layout, shard, only=written):
+        file_part.copy_(local_part)
 
 
-def _mapped(path: Path, layout: TensorLayout, *, writable: bool) -> torch.Tensor:
-    """The vector (N) inside the file. A private mapping of a file we only read costs no memory."""
-    whole = torch.from_file(str(path), shared=writable, size=layout.nbytes, dtype=torch.uint8)
-    return whole[len(layout.header) :].view(torch.float32)
+def _mapped_vector(path: Path, layout: TensorLayout, *, writable: bool) -> torch.Tensor:
+    """The vector (N) in the file. A private mapping for reading uses no memory of its own."""
+    content = torch.from_file(str(path), shared=writable, size=layout.nbytes, dtype=torch.uint8)
+    return content[len(layout.header) :].view(torch.float32)
 
 
-def _pairs(
-    vector: torch.Tensor, layout: TensorLayout, share: ModelShard, only: set[str] | None = None
+def _matching_parts(
+    vector: torch.Tensor, layout: TensorLayout, shard: ModelShard, only: set[str] | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each local shard with the part of the vector that it is, both as views."""
-    parameters = share.parameters()
+    """Pairs of a rank's part of a parameter and the same part of the vector, both as views."""
+    parameters = shard.parameters()
     for name, part in layout.parts(vector):
         if name not in parameters or (only is not None and name not in only):
             continue
@@ -70,16 +72,16 @@ def _pairs(
 
 
 def _is_first_replica(parameter: torch.Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether no rank before this one, in its stage, holds the same slice."""
+    """Whether no rank before this one, in its pipeline stage, has the same slice."""
     if mesh is None:
         return True
     assert mesh.mesh_dim_names is not None
-    at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}
-    at.pop("pipeline", None)
+    coordinates = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}
+    coordinates.pop("pipeline", None)
     if isinstance(parameter, DTensor):
         for name, placement in zip(
             parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True
         ):
             if not placement.is_replicate():
-                del at[name]
-    return not any(at.values())
+                del coordinates[name]
+    return not any(coordinates.values())

@@ -1,13 +1,15 @@
-"""Attention cut by heads: found by the names of its layers, and believed after a trial.
+"""Find attention modules that can be sharded by heads, by names of layers and a numerical check.
 
-An attention that makes queries, keys and values by linear layers can be cut with one message: each
-rank has some heads, and the layer that mixes them adds up what the ranks found. Heads are nowhere
-written down that all models share. So a few examples go through each such module whole, and then
-again with one part of what its layers make after the other: what reaches the mixing layer must be
-that part of what reached it before. With grouped heads (Ainslie et al. 2023) the groups are cut.
+An attention that computes queries, keys and values by linear layers can be sharded with a single
+all-reduce: each rank has some heads, and the output projection sums the ranks' partial results.
+Models do not declare their heads in a common way. So a few examples pass through each candidate
+module whole, and then again with one part of the outputs of its input projections after the other:
+the input of the output projection must each time be that part of its whole input. With
+grouped-query attention (Ainslie et al. 2023) the groups are sharded.
 
-One layer may make all three (`fused`): one after another, or head by head. Both are tried. A module
-that then splits its outputs knows their width, so attributes of that width are tried smaller.
+One layer may compute all three (a *fused* layer): one after another, or interleaved by head. Both
+are checked. A module that then splits the outputs knows their width, so attributes with that value
+are reduced during the check.
 """
 
 from __future__ import annotations
@@ -20,119 +22,134 @@ from typing import Any
 import torch
 from torch import nn
 
-from isthmus_datacenter.parallel.fused_attention import part_of
-from isthmus_datacenter.parallel.linears import widths
+from isthmus_datacenter.parallel.tensor_styles import heads_of_part, linear_widths
 
-_FAMILIES = (
+_SEPARATE_NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("wq", "wk", "wv"),
     ("to_q", "to_k", "to_v"),
     ("q", "k", "v"),
 )
-"""Names of the layers in common transformers."""
-_FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
-"""Names of one layer that makes all three."""
-_ROUNDING = 1e-4
-"""Relative to the largest: a part of a matrix is multiplied in another order than the whole."""
+"""Names of the three input projections in common transformers."""
+_FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "to_qkv")
+"""Names of a layer that computes queries, keys and values."""
+_TOLERANCE = 1e-4
+"""Relative to the largest element: a part of a matrix product may sum in another order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """A module with layers for queries, keys and values, or with one for all three."""
+    """An attention module with separate or fused input projections."""
 
     name: str
     module: nn.Module
-    into: tuple[nn.Module, ...]
-    """That layer or layers: to be cut along their outputs."""
-    mixes: tuple[nn.Module, ...]
-    """What may be the layer after them, to be cut along its inputs."""
+    input_projections: tuple[nn.Module, ...]
+    """The layer or layers that compute queries, keys and values: sharded along their outputs."""
+    output_projections: tuple[nn.Module, ...]
+    """Candidates for the layer that mixes the heads: sharded along its inputs."""
     fused: str = ""
-    """Name of the one layer for all three."""
+    """Name of the fused layer; empty for separate ones."""
     pieces: int = 1
-    """What each layer makes is so many pieces of equal widths, and a part is a part of each."""
-    remembered: tuple[str, ...] = ()
-    """Attributes of the module that are the width of a piece."""
+    """Equally wide pieces of each input projection's outputs; a rank gets a part of each piece."""
+    width_attributes: tuple[str, ...] = ()
+    """Attributes of the module that hold the width of a piece."""
 
 
-class _ReachedError(Exception):
-    """The mixing layer was called; what comes after it is the same for all ranks."""
+class _OutputProjectionReached(Exception):
+    """Stops the module at its output projection: the rest is the same on all ranks."""
 
-    def __init__(self, given: torch.Tensor) -> None:
+    def __init__(self, inputs: torch.Tensor) -> None:
         super().__init__()
-        self.given = given
+        self.inputs = inputs
 
 
-def by_heads(
+def find_head_sharding(
     model: nn.Module, degree: int, run: Callable[[], Any]
 ) -> tuple[list[Attention], list[Attention]]:
-    """Those that can be cut into `degree` parts by heads, each with its one mix; and the others.
+    """Find the attention modules of a model and check which can be sharded by heads.
 
-    `run` sends a few examples through the whole model, in evaluation mode and without gradients.
+    Args:
+        model: the whole model; unchanged afterwards.
+        degree: number of tensor-parallel ranks.
+        run: sends a few examples through the model, in evaluation mode and without gradients.
+
+    Returns:
+        Those that can be sharded into `degree` equal parts, each with its one output projection;
+        and the others.
     """
-    found: dict[str, Attention] = {}
-    attentions = list(_attentions(model))
-    with contextlib.ExitStack() as watched:
-        for each in attentions:
-            watched.enter_context(_tried_when_called(each, degree, found))
-        if attentions:
+    shardable: dict[str, Attention] = {}
+    candidates = list(_candidates(model))
+    with contextlib.ExitStack() as checks:
+        for candidate in candidates:
+            checks.enter_context(_check_when_called(candidate, degree, shardable))
+        if candidates:
             run()
-    others = {each.name: each for each in attentions if each.name not in found}
-    return list(found.values()), list(others.values())
+    others = {each.name: each for each in candidates if each.name not in shardable}
+    return list(shardable.values()), list(others.values())
 
 
-def _attentions(model: nn.Module) -> Iterator[Attention]:
-    """All there are, with each way to cut one that may be right."""
+def _candidates(model: nn.Module) -> Iterator[Attention]:
+    """Modules with the layers of an attention, once for each way of sharding to check."""
     for name, module in model.named_modules():
         children = dict(module.named_children())
-        linears = {at: each for at, each in children.items() if type(each) is nn.Linear}
-        family = next((names for names in _FAMILIES if linears.keys() >= set(names)), None)
-        if family is not None:
-            into = tuple(linears.pop(each) for each in family)
-            width = into[0].out_features
-            mixes = tuple(each for each in linears.values() if each.in_features == width)
-            if mixes:
-                yield Attention(name, module, into, mixes)
-        for fused in _FUSED:  # in one order: all ranks must find the same
+        linears = {key: child for key, child in children.items() if type(child) is nn.Linear}
+        names = next((each for each in _SEPARATE_NAMES if linears.keys() >= set(each)), None)
+        if names is not None:
+            projections = tuple(linears.pop(each) for each in names)
+            width = projections[0].out_features
+            outputs = tuple(each for each in linears.values() if each.in_features == width)
+            if outputs:
+                yield Attention(name, module, projections, outputs)
+        for fused in _FUSED_NAMES:  # in a fixed order: all ranks must make the same plan
             if fused in children:
-                yield from _fused(name, module, fused)
+                yield from _fused_candidates(name, module, fused)
 
 
-def _fused(name: str, module: nn.Module, fused: str) -> Iterator[Attention]:
+def _fused_candidates(name: str, module: nn.Module, fused: str) -> Iterator[Attention]:
     layer = module.get_submodule(fused)
-    made = widths(layer)
-    if made is None:
+    layer_widths = linear_widths(layer)
+    if layer_widths is None:
         return
-    width = made[1] // 3
-    mixes = tuple(
+    width = layer_widths[1] // 3
+    outputs = tuple(
         each
         for each in module.children()
-        if each is not layer and (widths(each) or (0, 0))[0] == width
+        if each is not layer and (linear_widths(each) or (0, 0))[0] == width
     )
-    knows = tuple(at for at, value in vars(module).items() if type(value) is int and value == width)
-    yield Attention(name, module, (layer,), mixes, fused, 3, knows)
-    yield Attention(name, module, (layer,), mixes, fused)
+    attributes = tuple(
+        key for key, value in vars(module).items() if type(value) is int and value == width
+    )
+    yield Attention(name, module, (layer,), outputs, fused, 3, attributes)
+    yield Attention(name, module, (layer,), outputs, fused)
 
 
 @contextlib.contextmanager
-def _tried_when_called(
-    whole: Attention, degree: int, found: dict[str, Attention]
+def _check_when_called(
+    candidate: Attention, degree: int, shardable: dict[str, Attention]
 ) -> Iterator[None]:
-    """Have a module tried when it is called in the block; added to `found` where it can be cut."""
-    reached: dict[nn.Module, torch.Tensor] = {}
+    """Within the block, check a module when it is called; add it to `shardable` if it passes."""
+    whole_inputs: dict[nn.Module, torch.Tensor] = {}
 
-    def reaches(mix: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        reached.setdefault(mix, *given, *named.values())
+    def record(projection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        whole_inputs.setdefault(projection, *args, *kwargs.values())
 
-    def called(module: nn.Module, given: Any, named: Any, output: Any) -> None:
-        for mix in whole.mixes:
-            if mix in reached and whole.name not in found:
-                parts = _parts(whole, mix, degree, lambda: module.forward(*given, **named))
-                if _same(reached[mix], parts):
-                    found[whole.name] = dataclasses.replace(whole, mixes=(mix,))
+    def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for projection in candidate.output_projections:
+            if projection in whole_inputs and candidate.name not in shardable:
+                parts = _inputs_by_part(
+                    candidate, projection, degree, lambda: module.forward(*args, **kwargs)
+                )
+                if _parts_match(whole_inputs[projection], parts):
+                    shardable[candidate.name] = dataclasses.replace(
+                        candidate, output_projections=(projection,)
+                    )
 
-    hooks = [mix.register_forward_pre_hook(reaches, with_kwargs=True) for mix in whole.mixes]
-    hooks.append(whole.module.register_forward_hook(called, with_kwargs=True))
+    hooks = [
+        projection.register_forward_pre_hook(record, with_kwargs=True)
+        for projection in candidate.output_projections
+    ]
+    hooks.append(candidate.module.register_forward_hook(check, with_kwargs=True))
     try:
         yield
     finally:
@@ -140,58 +157,61 @@ def _tried_when_called(
             hook.remove()
 
 
-def _parts(
-    whole: Attention, mix: nn.Module, degree: int, run: Callable[[], Any]
+def _inputs_by_part(
+    candidate: Attention, projection: nn.Module, degree: int, run: Callable[[], Any]
 ) -> list[torch.Tensor]:
-    """What reaches the mixing layer with each part of the others; empty where something fails."""
+    """The output projection's input with each part of the heads; empty where the module fails."""
 
-    def stop(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        raise _ReachedError(*given, *named.values())
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _OutputProjectionReached(*args, *kwargs.values())
 
-    if any((widths(layer) or (0, 1))[1] % (whole.pieces * degree) for layer in whole.into):
+    if any(
+        (linear_widths(layer) or (0, 1))[1] % (candidate.pieces * degree)
+        for layer in candidate.input_projections
+    ):
         return []
-    found: list[torch.Tensor] = []
-    hook = mix.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    inputs: list[torch.Tensor] = []
+    hook = projection.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     try:
         for part in range(degree):
-            with _only(whole, part, degree):
+            with _restricted_to_part(candidate, part, degree):
                 try:
                     run()
-                except _ReachedError as reached:
-                    found.append(reached.given)
-    except Exception:  # noqa: BLE001 - the model's own code met shapes it was not written for
+                except _OutputProjectionReached as reached:
+                    inputs.append(reached.inputs)
+    except Exception:  # noqa: BLE001 - the model's code may not support the smaller shapes
         return []
     finally:
         hook.remove()
-    return found
+    return inputs
 
 
 @contextlib.contextmanager
-def _only(whole: Attention, part: int, degree: int) -> Iterator[None]:
-    """Have the layers make one of `degree` parts of what they make."""
+def _restricted_to_part(candidate: Attention, part: int, degree: int) -> Iterator[None]:
+    """Within the block, the input projections return one of `degree` parts of their outputs."""
 
-    def made(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
-        return part_of(output, part=part, degree=degree, pieces=whole.pieces)
+    def restrict(layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return heads_of_part(output, part=part, degree=degree, pieces=candidate.pieces)
 
-    hooks = [layer.register_forward_hook(made) for layer in whole.into]
-    known = {name: getattr(whole.module, name) for name in whole.remembered}
+    hooks = [layer.register_forward_hook(restrict) for layer in candidate.input_projections]
+    widths = {name: getattr(candidate.module, name) for name in candidate.width_attributes}
     try:
-        for name, width in known.items():
-            setattr(whole.module, name, width // degree)
+        for name, width in widths.items():
+            setattr(candidate.module, name, width // degree)
         yield
     finally:
-        for name, width in known.items():
-            setattr(whole.module, name, width)
+        for name, width in widths.items():
+            setattr(candidate.module, name, width)
         for hook in hooks:
             hook.remove()
 
 
-def _same(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
-    """Whether the parts are those of the whole, along the last dimension."""
+def _parts_match(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Whether the parts, concatenated along the last dimension, equal the whole."""
     if not parts or any(part.shape[:-1] != whole.shape[:-1] for part in parts):
         return False
-    together = torch.cat(list(parts), -1)
+    joined = torch.cat(list(parts), -1)
     scale = max(float(whole.abs().max()), 1e-6)
-    return together.shape == whole.shape and bool(
-        ((together - whole).abs() <= _ROUNDING * scale).all()
+    return joined.shape == whole.shape and bool(
+        ((joined - whole).abs() <= _TOLERANCE * scale).all()
     )

@@ -1,42 +1,111 @@
-"""What a sample of the data makes of a model, before and after something was done to it."""
+"""Check that a split or sharded model computes the same outputs as the whole one, on a sample.
+
+Neither pipeline stages nor tensor-parallel plans can be proved correct from the outside, so a few
+examples pass through the model before and after, and the outputs must agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from isthmus.errors import TaskError
 
-def run_still(model: nn.Module, *inputs: Any) -> Any:
-    """The output of a module in evaluation mode, without gradients; nothing remembers it."""
-    was = {module: module.training for module in model.modules()}
+StageTrace = tuple[tuple[Any, ...], Any]
+"""Inputs and output of one stage, for the sample."""
+
+_STAGES_TOLERANCE = 1e-4
+"""Relative difference allowed between a model and its stages, which compute in the same order."""
+_SHARDING_TOLERANCE = 1e-3
+"""Relative difference allowed between a whole and a sharded model, which sums in another order:
+above the rounding of a GPU's TF32, and far below the effect of a wrong plan."""
+
+
+def run_in_eval_mode(model: nn.Module, *inputs: Any) -> Any:
+    """Return the output of a module in evaluation mode, without gradients.
+
+    The modules' modes and the state of the random number generators are restored.
+    """
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return model(*inputs)
     finally:
-        for module, training in was.items():
+        for module, training in modes.items():
             module.training = training
 
 
-def same(first: Any, second: Any, tolerance: float) -> bool:
+def check_stages(stages: Sequence[nn.Module], expected: Any, sample: Any) -> list[StageTrace]:
+    """Run the stages in order on a sample and compare the last output with the whole model's.
+
+    Returns:
+        The inputs and the output of each stage.
+
+    Raises:
+        TaskError: the outputs differ.
+    """
+    value, traces = sample, []
+    for stage in stages:
+        inputs = value if isinstance(value, tuple) else (value,)
+        value = run_in_eval_mode(stage, *inputs)
+        traces.append((inputs, value))
+    if not outputs_match(expected, value, _STAGES_TOLERANCE):
+        raise TaskError("called in order, they give another output than the model")
+    return traces
+
+
+def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) -> None:
+    """Compare the output of a tensor-parallel module with the output it had before sharding.
+
+    All ranks that share the module call this together.
+
+    Raises:
+        TaskError: the module fails, or its output differs.
+    """
+    inputs, expected = trace
+    moved = torch.utils._pytree.tree_map(
+        lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, inputs
+    )
+    try:
+        output = run_in_eval_mode(module, *moved)
+    except Exception as error:
+        raise TaskError(
+            f"with its matrices sharded the model fails ({first_line(error)}); give the task a "
+            "tensor_parallel_plan(model) that fits it"
+        ) from error
+    if not outputs_match(expected, output, _SHARDING_TOLERANCE):
+        raise TaskError(
+            "with its matrices sharded the model gives another output than whole; correct the "
+            "task's tensor_parallel_plan(model), or give it one"
+        )
+
+
+def outputs_match(first: Any, second: Any, tolerance: float) -> bool:
     """Whether two outputs agree: tensors up to `tolerance`, relative to the largest element."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         if first.shape != second.shape:
             return False
         if not first.is_floating_point():
             return torch.equal(first, second.to(first.device))
-        there = second.to(first.device, first.dtype)
+        converted = second.to(first.device, first.dtype)
         scale = float(first.abs().max()) if first.numel() else 0.0
-        return bool(((first - there).abs() <= tolerance * max(scale, 1e-6)).all())
+        return bool(((first - converted).abs() <= tolerance * max(scale, 1e-6)).all())
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(
-            same(first[key], second[key], tolerance) for key in first
+            outputs_match(first[key], second[key], tolerance) for key in first
         )
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
         return len(first) == len(second) and all(
-            same(one, other, tolerance) for one, other in zip(first, second, strict=True)
+            outputs_match(left, right, tolerance) for left, right in zip(first, second, strict=True)
         )
     return type(first) is type(second)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 200 characters."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -1,8 +1,8 @@
-"""What one rank holds of the model: some stages of it, under the names the whole model gives.
+"""The part of the model that one rank has: pipeline stages, by the parameter names of the whole.
 
-Everything that goes between ranks and files goes by these names. A parameter that the model uses
-in two places has one name; where the two places are on different ranks, the first of them owns it
-and the other keeps a copy that is trained alike.
+Ranks and files exchange parameters by these names. A parameter that the model uses in two places
+has one name; where the two places are in stages on different ranks, the first of them owns it and
+the other has a copy that receives the same updates.
 """
 
 from __future__ import annotations
@@ -20,178 +20,81 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
-from isthmus_datacenter.parallel.replicas import Replicas
+
+BUCKET_BYTES = 1 << 25
+"""Maximum size of a message that combines several gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
-    """Names of the parameters and buffers of a whole model, found by what they are."""
+class ParameterNames:
+    """Names of the parameters and buffers of a whole model, by object identity."""
 
     parameters: Mapping[int, str]
     """By `id`: a tied parameter's first name."""
     buffers: Mapping[int, str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Names:
-        """Take them before anything is moved or replaced."""
+    def of(cls, model: nn.Module) -> ParameterNames:
+        """Record the names before any parameter is moved or replaced."""
         return cls(
             {id(parameter): name for name, parameter in model.named_parameters()},
             {id(buffer): name for name, buffer in model.named_buffers()},
         )
 
     def in_stage(self, stage: nn.Module) -> dict[str, str]:
-        """From the names inside a stage to those in the model.
+        """Map the names inside a stage to those in the model.
 
         Raises:
             TaskError: the stage has a parameter that the model does not have.
         """
-        found = {}
+        names = {}
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             if id(parameter) not in self.parameters:
                 raise TaskError(
                     f"pipeline_stages() made a stage with a parameter {name!r} that is not the "
                     "model's; stages must be built from the model's own modules"
                 )
-            found[name] = self.parameters[id(parameter)]
+            names[name] = self.parameters[id(parameter)]
         for name, buffer in stage.named_buffers(remove_duplicate=False):
-            found[name] = self.buffers.get(id(buffer), name)
-        return found
+            names[name] = self.buffers.get(id(buffer), name)
+        return names
 
 
-class ModelShard:
-    """One rank's part of the model."""
+@dataclasses.dataclass(frozen=True)
+class TiedParameters:
+    """Parameters of this rank that stages on other ranks use too, by name in the model."""
 
-    def __init__(
-        self,
-        layout: ParallelDims,
-        stages: Mapping[int, nn.Module],
-        names: Mapping[int, Mapping[str, str]],
-    ) -> None:
-        """`stages` by their number; `names` from those inside each stage to the model's."""
-        self.layout = layout
-        self.stages = dict(stages)
-        self.names = {at: dict(table) for at, table in names.items()}
-        self.mesh: DeviceMesh | None = None
-        self.replicas: Replicas | None = None
-        """Who adds up gradients with this rank; None where `fully_shard` does it, or nobody."""
-        self.sample_flops = 0
-        """Operations of the whole model's forward pass of the sample, where it was made."""
-        self.notes: list[str] = []
-        """What a person should know of how the model was cut."""
-        self.copies: set[str] = set()
-        """Parameters that a rank of an earlier stage owns."""
-        self.tied: dict[str, dist.ProcessGroup] = {}
-        """Parameters that other stages hold too, each with the group of those who do."""
-        self.holders: dict[str, int] = {}
-        """How many stages hold each of those."""
+    copies: frozenset[str] = frozenset()
+    """Those that a rank of an earlier stage owns."""
+    groups: Mapping[str, dist.ProcessGroup] = dataclasses.field(default_factory=dict)
+    """The ranks that have the parameter."""
+    stage_counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many stages use the parameter."""
 
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules of all stages."""
-        for stage in self.stages.values():
-            yield from stage.modules()
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters as they are now: shards, unless a forward pass gathered them."""
-        found: dict[str, nn.Parameter] = {}
-        for at, stage in self.stages.items():
-            for name, parameter in stage.named_parameters():
-                found.setdefault(self.names[at][name], parameter)
-        return found
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients there are, cut as their parameters are."""
-        found = {}
-        for name, parameter in self.parameters().items():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            # Without fully_shard nobody adds up what the ranks that share a matrix found.
-            placements = parameter.placements if isinstance(parameter, DTensor) else ()
-            if isinstance(gradient, DTensor) and gradient.placements != placements:
-                gradient = parameter.grad = gradient.redistribute(placements=placements)
-            found[name] = gradient
-        return found
-
-    def add_up(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Make gradients those of all replicas, where `fully_shard` does not do it.
-
-        A parameter has one afterwards if it has one on any of them.
-        """
-        if self.replicas is None:
-            return
-        trained = {name: each for name, each in self.parameters().items() if each.requires_grad}
-        whole = {
-            name: gradients[name] if name in gradients else torch.zeros_like(each)
-            for name, each in trained.items()
-        }
-        finders = torch.tensor([float(name in gradients) for name in whole])
-        self.replicas.add_up([*map(local, whole.values()), finders])
-        for (name, gradient), found in zip(whole.items(), finders.tolist(), strict=True):
-            if found and name not in gradients:
-                gradients[name] = trained[name].grad = gradient
-
-    def agree_on_whole(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Make alike what all ranks of a tensor-parallel group found for what none of them cuts.
-
-        It is the same but for rounding, which depends on where a rank's memory lies; after many
-        steps, copies of one parameter would not be copies any more.
-        """
-        if self.layout.tensor == 1:
-            return
-        assert self.mesh is not None
-        whole = [local(each) for _, each in sorted(gradients.items()) if not _is_cut(each)]
-        if not whole:
-            return
-        flat = torch.cat([each.flatten() for each in whole])
-        dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
-        flat /= self.layout.tensor
-        parts = torch.split(flat, [each.numel() for each in whole])
-        torch._foreach_copy_(
-            whole, [new.view_as(old) for new, old in zip(parts, whole, strict=True)]
-        )
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """This rank's buffers."""
-        found: dict[str, torch.Tensor] = {}
-        for at, stage in self.stages.items():
-            for name, buffer in stage.named_buffers():
-                found.setdefault(self.names[at].get(name, name), buffer)
-        return found
-
-    def has_buffers(self) -> bool:
-        """Whether the model has any, here or in another stage. All ranks call this together."""
-        found = torch.tensor([len(self.buffers())])
-        if self.layout.pipeline > 1:
-            dist.all_reduce(found)
-        return bool(found)
-
-    def at_rest(self) -> None:
-        """Free what a forward pass without a backward one left gathered.
-
-        Until then the modules' parameters are the gathered ones, and not those of the optimizer.
-        """
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def find_tied(self, tables: Sequence[Mapping[str, str]], rank: int) -> None:
-        """Make the groups of ranks that hold one parameter. All ranks call this together.
+    @classmethod
+    def find(
+        cls, dims: ParallelDims, stage_names: Sequence[Mapping[str, str]], rank: int
+    ) -> TiedParameters:
+        """Create the process groups of tied parameters. All ranks call this together.
 
         Args:
-            tables: the names of every stage's parameters, also of stages that others hold.
-            rank: this one.
+            dims: how the stages are distributed.
+            stage_names: for each stage of the model, the map from its names to the model's.
+            rank: this rank.
 
         Raises:
             TaskError: two stages of one rank share a parameter.
         """
-        layout = self.layout
-        holders: dict[str, list[int]] = {}
-        for at, table in enumerate(tables):
-            for name in sorted(set(table.values())):
-                holders.setdefault(name, []).append(at)
-        here = layout.place(rank)
-        for name, stages in sorted(holders.items()):
-            rows = [at % layout.pipeline for at in stages]
+        users: dict[str, list[int]] = {}
+        for index, names in enumerate(stage_names):
+            for name in sorted(set(names.values())):
+                users.setdefault(name, []).append(index)
+        pipeline_rank = dims.coordinates(rank).pipeline
+        copies: set[str] = set()
+        groups: dict[str, dist.ProcessGroup] = {}
+        stage_counts: dict[str, int] = {}
+        for name, stages in sorted(users.items()):
+            rows = [index % dims.pipeline for index in stages]
             if len(rows) == 1:
                 continue
             if len(set(rows)) < len(rows):
@@ -199,32 +102,220 @@ class ModelShard:
                     f"parameter {name!r} is used in pipeline stages {stages}, two of which are on "
                     "one rank; use schedule='1f1b' or untie it"
                 )
-            for column in range(layout.data * layout.tensor):
-                members = [row * layout.data * layout.tensor + column for row in rows]
-                group = _group(tuple(members))
+            for column in range(dims.data * dims.tensor):
+                members = [row * dims.data * dims.tensor + column for row in rows]
+                group = _process_group(tuple(members))
                 if rank in members:
-                    self.tied[name] = group
-                    self.holders[name] = len(rows)
-            if here.pipeline in rows and here.pipeline != rows[0]:
-                self.copies.add(name)
+                    groups[name] = group
+                    stage_counts[name] = len(rows)
+            if pipeline_rank in rows and pipeline_rank != rows[0]:
+                copies.add(name)
+        return cls(frozenset(copies), groups, stage_counts)
 
 
-@functools.cache  # as the meshes are
-def _group(members: tuple[int, ...]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(members))
-    return group
+class GradientAllReduce:
+    """Sums gradients over ranks that hold the same whole parameters, on processors.
+
+    `fully_shard` does the same on devices, where its copies of parameters and gradients cost little
+    and it overlaps messages with the backward pass. Processors have nothing to overlap messages
+    with, and pay for every copy.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._group, self._bucket_bytes = group, bucket_bytes
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        """Reused: allocating a buffer costs as much as copying into it."""
+
+    def sum(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks, identical to the last bit on all.
+
+        All ranks of the group call this together, with tensors of the same shapes and dtypes in
+        the same order.
+        """
+        for bucket in _buckets(gradients, self._bucket_bytes):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.all_reduce(bucket[0], group=self._group)
+                continue
+            flat = self._flat_buffer(bucket)
+            torch.cat([each.flatten() for each in bucket], out=flat)
+            dist.all_reduce(flat, group=self._group)
+            _copy_back(flat, bucket)
+
+    def _flat_buffer(self, bucket: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A vector with as many elements as the tensors together."""
+        size, dtype = sum(each.numel() for each in bucket), bucket[0].dtype
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[dtype] = torch.empty(size, dtype=dtype)
+        return buffer[:size]
+
+
+class ModelShard:
+    """One rank's part of the model."""
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        stages: Mapping[int, nn.Module],
+        names: Mapping[int, Mapping[str, str]],
+        *,
+        mesh: DeviceMesh | None = None,
+        tied: TiedParameters | None = None,
+        all_reduce: GradientAllReduce | None = None,
+        sample_flops: int = 0,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Collect the stages of one rank.
+
+        Args:
+            dims: how the model is distributed.
+            stages: this rank's pipeline stages by their number.
+            names: for each stage, the map from the names inside it to the model's.
+            mesh: the device mesh; None on a single rank without `fully_shard`.
+            tied: parameters shared with stages on other ranks.
+            all_reduce: sums gradients over the replicas; None where `fully_shard` does it, or
+                where there is one replica.
+            sample_flops: operations of the whole model's forward pass of the sample; 0 if unknown.
+            notes: for the user, on how the model was sharded.
+        """
+        self.dims = dims
+        self.stages = dict(stages)
+        self.names = {index: dict(table) for index, table in names.items()}
+        self.mesh = mesh
+        self.tied = tied or TiedParameters()
+        self.all_reduce = all_reduce
+        self.sample_flops = sample_flops
+        self.notes = list(notes)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Iterate over all modules of all stages."""
+        for stage in self.stages.values():
+            yield from stage.modules()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Current parameters of this rank: shards, unless a forward pass gathered them."""
+        parameters: dict[str, nn.Parameter] = {}
+        for index, stage in self.stages.items():
+            for name, parameter in stage.named_parameters():
+                parameters.setdefault(self.names[index][name], parameter)
+        return parameters
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of this rank."""
+        buffers: dict[str, torch.Tensor] = {}
+        for index, stage in self.stages.items():
+            for name, buffer in stage.named_buffers():
+                buffers.setdefault(self.names[index].get(name, name), buffer)
+        return buffers
+
+    def has_buffers(self) -> bool:
+        """Whether any stage of the model has buffers. All ranks call this together."""
+        count = torch.tensor([len(self.buffers())])
+        if self.dims.pipeline > 1:
+            dist.all_reduce(count)
+        return bool(count)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Existing gradients, sharded as their parameters are."""
+        gradients = {}
+        for name, parameter in self.parameters().items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            # Without fully_shard, partial sums of the tensor-parallel ranks are still pending.
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            if isinstance(gradient, DTensor) and gradient.placements != placements:
+                gradient = parameter.grad = gradient.redistribute(placements=placements)
+            gradients[name] = gradient
+        return gradients
+
+    def sum_over_replicas(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Sum gradients over all replicas, where `fully_shard` does not do it.
+
+        A parameter has a gradient afterwards if it had one on any replica.
+        """
+        if self.all_reduce is None:
+            return
+        trained = {name: each for name, each in self.parameters().items() if each.requires_grad}
+        summands = {
+            name: gradients[name] if name in gradients else torch.zeros_like(each)
+            for name, each in trained.items()
+        }
+        replicas_with_gradient = torch.tensor([float(name in gradients) for name in summands])
+        self.all_reduce.sum([*map(local, summands.values()), replicas_with_gradient])
+        for (name, gradient), count in zip(
+            summands.items(), replicas_with_gradient.tolist(), strict=True
+        ):
+            if count and name not in gradients:
+                gradients[name] = trained[name].grad = gradient
+
+    def average_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Average over the tensor-parallel ranks the gradients that none of them shards.
+
+        They are equal but for rounding, which depends on memory addresses; after many steps, the
+        copies of one parameter would differ.
+        """
+        if self.dims.tensor == 1:
+            return
+        assert self.mesh is not None
+        replicated = [
+            local(each) for _, each in sorted(gradients.items()) if not _is_tensor_sharded(each)
+        ]
+        if not replicated:
+            return
+        flat = torch.cat([each.flatten() for each in replicated])
+        dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
+        flat /= self.dims.tensor
+        _copy_back(flat, replicated)
+
+    def reshard(self) -> None:
+        """Free parameters that a forward pass without a backward pass left gathered.
+
+        Until then the modules' parameters are the gathered ones, and not those of the optimizer.
+        """
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, detached."""
+    """Return the part of a tensor that this rank holds, detached."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # or this would be recorded, at some cost, to be forgotten
+        with torch.no_grad():  # otherwise autograd would record this, which costs time
             tensor = tensor.to_local()
     return tensor.detach()
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
-    """Whether ranks of a tensor-parallel group hold different parts of it."""
+@functools.cache  # a process group is never released, and a rank opens many runs
+def _process_group(members: tuple[int, ...]) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(list(members))
+    return group
+
+
+def _buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Group consecutive tensors of one dtype up to a number of bytes; a larger one stays single."""
+    bucket: list[torch.Tensor] = []
+    nbytes = 0
+    for each in tensors:
+        if bucket and (each.dtype != bucket[0].dtype or nbytes + each.nbytes > max_bytes):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(each)
+        nbytes += each.nbytes
+    if bucket:
+        yield bucket
+
+
+def _copy_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive elements of a vector into tensors."""
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    torch._foreach_copy_(
+        list(tensors), [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
+    )
+
+
+def _is_tensor_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the ranks of a tensor-parallel group hold different parts of a tensor."""
     return isinstance(tensor, DTensor) and any(
         name == "tensor" and not placement.is_replicate()
         for name, placement in zip(

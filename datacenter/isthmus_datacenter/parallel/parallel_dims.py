@@ -1,9 +1,9 @@
-"""Which rank holds what: the degrees of parallelism, the ZeRO stage, and the mesh they make.
+"""Degrees of parallelism, ZeRO stage and pipeline schedule, and the device mesh they define.
 
->>> layout = ParallelDims(ranks=8, zero_stage=3, tensor=2, pipeline=2, microbatches=4)
->>> layout.axes
+>>> dims = ParallelDims(ranks=8, zero_stage=3, tensor=2, pipeline=2, microbatches=4)
+>>> dims.axes
 {'pipeline': 2, 'shard': 2, 'tensor': 2}
->>> layout.place(5)
+>>> dims.coordinates(5)
 Coordinates(pipeline=1, data=0, tensor=1)
 >>> ParallelDims(ranks=4, zero_stage=0).axes
 {'replicate': 4, 'shard': 1}
@@ -25,34 +25,34 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 _LOOPED = ("interleaved", "zero_bubble")
 _STAGES_PER_RANK = 2
-"""Of the schedules that loop over the ranks."""
+"""In schedules that pass through the ranks several times ('looped')."""
 
 
 class LayoutError(UserError):
-    """The model cannot be laid out on the ranks as the job says; the message has the arithmetic."""
+    """The job's parallel layout does not fit the ranks; the message has the arithmetic."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Where one rank is on the mesh."""
+    """Position of one rank on the mesh, as an index along each axis."""
 
     pipeline: int
     data: int
-    """Which replica: decides what data the rank trains on."""
+    """Index of the replica, which decides what data the rank trains on."""
     tensor: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """How one model lies on the ranks.
+    """How one model is distributed over the ranks.
 
-    Every ZeRO stage is the same code, `fully_shard`, on another mesh or with another option:
-    stage 0 shards over an axis of one rank and replicates over the rest; stages 1 and 2 keep
-    gathered parameters from forward to backward, and differ only when several pieces make a step;
-    stage 3 gathers them twice. At rest, stages 1 to 3 hold a share of everything. Only stage 0 on
-    processors leaves it out (`adds_up`).
+    ZeRO stages differ in the mesh (`data_mesh`) and one option (`reshard_after_forward`) of
+    `fully_shard`; see `fully_sharded.apply_zero_stage`. Between steps, stages 1 to 3 shard
+    parameters, gradients and optimizer state. Only stage 0 on processors works without
+    `fully_shard` (`uses_all_reduce`).
 
-    The innermost axis is tensor parallelism, which talks most, then data, then pipeline.
+    An *axis* is one of the mesh; a *dim* of a tensor. The innermost axis is tensor parallelism,
+    which communicates most, then data, then pipeline.
     """
 
     ranks: int
@@ -60,30 +60,30 @@ class ParallelDims:
     zero_stage: int
     """0 to 3, as in Rajbhandari et al. 2020."""
     tensor: int = 1
-    """Ranks that share each matrix."""
+    """Ranks over which each matrix is sharded."""
     pipeline: int = 1
-    """Ranks that share the layers."""
+    """Ranks over which the layers are divided."""
     schedule: Schedule = "1f1b"
     microbatches: int = 1
-    """Pieces that are in the pipeline together."""
+    """Parts of a batch that are in the pipeline at the same time."""
     accumulate: int = 1
-    """Pieces of a batch that are trained one after the other."""
+    """Parts of a batch whose gradients are accumulated one after the other."""
     precision: Precision = "fp32"
     compile: bool = False
     checkpoint_activations: bool = False
 
     @classmethod
-    def of(cls, section: DatacenterSection, ranks: int) -> ParallelDims:
-        """The layout a job asks for, on the ranks there are.
+    def from_section(cls, section: DatacenterSection, ranks: int) -> ParallelDims:
+        """Apply a job's [datacenter] section to a number of ranks.
 
         Raises:
-            LayoutError: it is impossible.
+            LayoutError: the section is impossible on so many ranks.
         """
         try:
             section.replicas(ranks)
         except ValueError as error:
             raise LayoutError(str(error)) from None
-        layout = cls(
+        dims = cls(
             ranks=ranks,
             zero_stage=section.zero_stage,
             tensor=section.tensor_parallel,
@@ -95,11 +95,11 @@ class ParallelDims:
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
         )
-        layout.check()
-        return layout
+        dims.check()
+        return dims
 
     def check(self) -> None:
-        """Refuse what cannot work, or would be silently wrong.
+        """Refuse combinations that cannot work, or would give wrong results.
 
         Raises:
             LayoutError: with the reason.
@@ -114,7 +114,7 @@ class ParallelDims:
         if self.microbatches < self.pipeline:
             raise LayoutError(
                 f"microbatches={self.microbatches} is below pipeline_parallel={self.pipeline}: "
-                "some ranks would never have work"
+                "some ranks would always be idle"
             )
         if self.schedule in _LOOPED and self.microbatches % self.pipeline:
             raise LayoutError(
@@ -124,12 +124,12 @@ class ParallelDims:
 
     @property
     def data(self) -> int:
-        """Replicas that train on data of their own."""
+        """Number of replicas; each trains on its own part of the data."""
         return self.ranks // (self.tensor * self.pipeline)
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, outermost first, with their sizes."""
+        """Sizes of the mesh's axes by name, outermost first."""
         axes = {} if self.pipeline == 1 else {"pipeline": self.pipeline}
         axes |= {"replicate": self.data} if self.zero_stage == 0 else {}
         axes["shard"] = 1 if self.zero_stage == 0 else self.data
@@ -137,57 +137,57 @@ class ParallelDims:
 
     @property
     def stages(self) -> int:
-        """Stretches the layers are cut into."""
+        """Number of pipeline stages."""
         if self.pipeline == 1:
             return 1
         return self.pipeline * (_STAGES_PER_RANK if self.schedule in _LOOPED else 1)
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether gathered parameters are dropped between forward and backward."""
+        """Whether gathered parameters are freed between the forward and the backward pass."""
         return self.zero_stage == 3
 
     @property
-    def wrapped(self) -> bool:
-        """Whether `fully_shard` has something to do: for replicas, or for mixed precision."""
+    def needs_fully_shard(self) -> bool:
+        """Whether there are several replicas or mixed precision, which `fully_shard` provides."""
         return self.data > 1 or self.precision != "fp32"
 
-    def adds_up(self, device_type: str) -> bool:
-        """Whether `Replicas` does the same for less: with whole replicas, on processors."""
+    def uses_all_reduce(self, device_type: str) -> bool:
+        """Whether a `GradientAllReduce` replaces `fully_shard`: whole replicas on processors."""
         return device_type == "cpu" and self.zero_stage == 0 and self.precision == "fp32"
 
-    def place(self, rank: int) -> Coordinates:
-        """Where a rank is."""
+    def coordinates(self, rank: int) -> Coordinates:
+        """Position of a rank on the mesh."""
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinates(pipeline, data, tensor)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages a rank holds, in the order of the layers."""
-        return list(range(self.place(rank).pipeline, self.stages, self.pipeline))
+        """Numbers of a rank's pipeline stages, in the order of the layers."""
+        return list(range(self.coordinates(rank).pipeline, self.stages, self.pipeline))
 
-    def scores(self, rank: int) -> bool:
-        """Whether this rank's losses count: one rank of each replica sees them and is asked."""
-        place = self.place(rank)
-        return place.tensor == 0 and place.pipeline == self.pipeline - 1
+    def counts_losses(self, rank: int) -> bool:
+        """Whether a rank contributes its replica's losses: one rank of each replica does."""
+        coordinates = self.coordinates(rank)
+        return coordinates.tensor == 0 and coordinates.pipeline == self.pipeline - 1
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The device mesh; every rank must call this at the same point."""
+        """Create or reuse the device mesh. All ranks call this together."""
         return _mesh(device_type, tuple(self.axes.items()))
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of the mesh that `fully_shard` works on."""
+        """The axes of the mesh that `fully_shard` works on."""
         return mesh["replicate", "shard"] if self.zero_stage == 0 else mesh["shard"]
 
 
-@functools.cache  # a process group cannot be given back, and a rank opens many runs
+@functools.cache  # a process group is never released, and a rank opens many runs
 def _mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
     names, sizes = zip(*axes, strict=True)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def _microbatches(section: DatacenterSection) -> int:
-    """As given, or two for each rank of the pipeline, or one."""
+    """The job's number, or by default two for each rank of the pipeline, or one."""
     if section.pipeline_parallel == 1:
         if section.microbatches not in (None, 1):
             raise LayoutError(
@@ -197,12 +197,12 @@ def _microbatches(section: DatacenterSection) -> int:
         return 1
     if section.microbatches is not None:
         return section.microbatches
-    piece = section.batch_size // section.accumulate
+    examples = section.batch_size // section.accumulate
     for microbatches in (2 * section.pipeline_parallel, section.pipeline_parallel):
-        if piece % microbatches == 0:
+        if examples % microbatches == 0:
             return microbatches
     raise LayoutError(
-        f"a batch of {piece} examples (batch_size={section.batch_size} / accumulate="
-        f"{section.accumulate}) cannot be cut into pipeline_parallel={section.pipeline_parallel} "
-        "equal micro-batches, one for each rank"
+        f"a batch of {examples} examples (batch_size={section.batch_size} / accumulate="
+        f"{section.accumulate}) cannot be split into pipeline_parallel={section.pipeline_parallel} "
+        "equal micro-batches, at least one for each rank"
     )

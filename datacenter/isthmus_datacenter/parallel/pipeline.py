@@ -1,9 +1,9 @@
-"""A model in stages on several ranks: the schedules that train it and the chain that runs it.
+"""Pipeline parallelism: schedules that train the stages, and a chain that runs them forward.
 
-Training goes through `torch.distributed.pipelining`, whose stages know the shapes of one kind of
-batch; each kind has a schedule of its own, over the same modules. Everything else, evaluation above
-all, goes through the chain, where each batch brings its own shape: a short last batch needs no
-padding, and nothing about it can spoil a schedule.
+Training uses the schedules of `torch.distributed.pipelining`, whose stages have fixed shapes; each
+shape of a batch has a schedule of its own, over the same modules. Everything else, evaluation above
+all, uses `StageChain`, which sends the shapes with the tensors: a short last batch needs no padding
+and does not disturb a schedule.
 """
 
 from __future__ import annotations
@@ -38,64 +38,62 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""What can be handed from stage to stage."""
-_HEADER = 64
-"""Numbers in front of what is handed on: how many tensors; of each, type, dimensions, sizes."""
+"""Types that can be sent from stage to stage; the header has the index."""
+_HEADER_LENGTH = 64
+"""Numbers in the header before the tensors: their count; of each, type, dimensions and sizes."""
 
-Score = Callable[[Any, int], torch.Tensor]
-"""The loss to run backward from, given the output and the number of one micro-batch."""
+MicrobatchLoss = Callable[[Any, int], torch.Tensor]
+"""Loss of one micro-batch as a scalar, given the model's output and the micro-batch's number."""
 
 
-class Chain(nn.Module):
-    """The whole model as one call that all ranks of a pipeline make together.
+class StageChain(nn.Module):
+    """Forward pass through all stages, which all ranks of a pipeline call together.
 
-    Only the last stage's rank gets an output; the others get None.
+    Only the rank of the last stage returns an output; the others return None.
     """
 
-    def __init__(self, share: ModelShard, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, shard: ModelShard, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self.stages = nn.ModuleDict({str(at): stage for at, stage in share.stages.items()})
-        self.count = share.layout.stages
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in shard.stages.items()})
+        self.count = shard.dims.stages
         self.group = group
         self.device = device
-        self.seen: dict[int, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
-        """What went into each stage here and came out, of the last call."""
+        self.last_traces: dict[int, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
+        """Inputs and outputs of each stage on this rank, of the last call."""
 
     def forward(self, inputs: Any) -> Any:
-        """Run one batch; only the first stage looks at it."""
-        width = self.group.size()
+        """Run one batch; only the first stage reads `inputs`."""
+        ranks = self.group.size()
         output: Any = None
         for name, stage in self.stages.items():
-            at = int(name)
-            given = (inputs,) if at == 0 else self._receive((at - 1) % width)
-            output = stage(*given)
-            if at < self.count - 1:
-                sent = output if isinstance(output, tuple) else (output,)
-                self._send(sent, (at + 1) % width)
-                self.seen[at] = (given, sent)
+            index = int(name)
+            stage_inputs = (inputs,) if index == 0 else self._receive((index - 1) % ranks)
+            output = stage(*stage_inputs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            self.last_traces[index] = (stage_inputs, outputs)
+            if index < self.count - 1:
+                self._send(outputs, (index + 1) % ranks)
                 output = None
-            else:
-                self.seen[at] = (given, output if isinstance(output, tuple) else (output,))
         return output
 
-    def _send(self, tensors: tuple[Any, ...], to: int) -> None:
+    def _send(self, tensors: tuple[Any, ...], destination: int) -> None:
         header = [len(tensors)]
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
                 raise TaskError(
-                    "a pipeline stage must hand on a tensor or a tuple of tensors, not "
+                    "a pipeline stage must return a tensor or a tuple of tensors, not "
                     f"{getattr(tensor, 'dtype', type(tensor).__name__)}"
                 )
             header += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-        if len(header) > _HEADER:
-            raise TaskError(f"a pipeline stage hands on {len(tensors)} tensors, which is too many")
-        header += [0] * (_HEADER - len(header))
-        dist.send(torch.tensor(header), group=self.group, group_dst=to)
+        if len(header) > _HEADER_LENGTH:
+            raise TaskError(f"a pipeline stage returns {len(tensors)} tensors, which is too many")
+        header += [0] * (_HEADER_LENGTH - len(header))
+        dist.send(torch.tensor(header), group=self.group, group_dst=destination)
         for tensor in tensors:
-            dist.send(tensor.detach().contiguous(), group=self.group, group_dst=to)
+            dist.send(tensor.detach().contiguous(), group=self.group, group_dst=destination)
 
     def _receive(self, source: int) -> tuple[torch.Tensor, ...]:
-        header = torch.empty(_HEADER, dtype=torch.int64)
+        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
         dist.recv(header, group=self.group, group_src=source)
         count, *rest = header.tolist()
         received = []
@@ -109,86 +107,50 @@ class Chain(nn.Module):
 
 
 class Pipeline:
-    """Trains the stages of a share, one batch of any shape at a time."""
+    """Trains the stages of a model shard, one batch of any shape at a time."""
 
-    def __init__(self, share: ModelShard, device: torch.device) -> None:
-        assert share.mesh is not None
-        self.share = share
+    def __init__(self, shard: ModelShard, device: torch.device) -> None:
+        assert shard.mesh is not None
+        self.shard = shard
         self.device = device
-        self.group = share.mesh.get_group("pipeline")
-        self.chain = Chain(share, self.group, device)
+        self.group = shard.mesh.get_group("pipeline")
+        self.chain = StageChain(shard, self.group, device)
         self._schedules: dict[Any, Any] = {}
-        self._score: Score | None = None
+        self._loss: MicrobatchLoss | None = None
+        """Of the batch that is running."""
 
-    def run(self, inputs: Any, score: Score) -> None:
-        """Forward and backward of one batch; `score` is called where the last stage is."""
+    def run(self, inputs: Any, loss: MicrobatchLoss) -> None:
+        """Run forward and backward of one batch; `loss` is called on the rank of the last stage."""
         if not isinstance(inputs, torch.Tensor):
             raise TaskError(
                 f"a pipeline takes a batch of inputs as one tensor, not {type(inputs).__name__}; "
                 "set pipeline_parallel = 1"
             )
-        layout = self.share.layout
-        kind = (tuple(inputs.shape), inputs.dtype)
-        if kind not in self._schedules:
-            self._schedules[kind] = self._schedule(inputs)
-        self._score = score
-        first, last = 0 in self.share.stages, layout.stages - 1 in self.share.stages
-        # The target is the number of each micro-batch; the task's own may be any structure.
-        numbers = torch.arange(layout.microbatches) if last else None
+        dims = self.shard.dims
+        key = (tuple(inputs.shape), inputs.dtype)
+        if key not in self._schedules:
+            self._schedules[key] = self._build_schedule(inputs)
+        self._loss = loss
+        has_first, has_last = 0 in self.shard.stages, dims.stages - 1 in self.shard.stages
+        # The schedule's target is the number of each micro-batch; the task's target may be any
+        # structure, which the schedule could not split.
+        numbers = torch.arange(dims.microbatches) if has_last else None
         with user_code("a pass through the pipeline"):
             try:
-                self._schedules[kind].step(
-                    *((inputs,) if first else ()), target=numbers, return_outputs=False
+                self._schedules[key].step(
+                    *((inputs,) if has_first else ()), target=numbers, return_outputs=False
                 )
             except RuntimeError as error:
                 if error.__cause__ is None:
                     raise
-                # A stage tells of all its tensors, and keeps back what happened.
+                # PyTorch's message lists all tensors of the stage; the cause is the actual error.
                 raise error.__cause__ from error.__cause__.__cause__
-        self._score = None
-
-    def _schedule(self, inputs: torch.Tensor) -> Any:
-        """A schedule for batches like this one."""
-        layout = self.share.layout
-        piece = inputs[: inputs.shape[0] // layout.microbatches]
-        # Run once to see the shapes between stages; drawn numbers must not move by it, since a
-        # rank that was restarted does this at another step.
-        with torch.no_grad(), torch.random.fork_rng():
-            self.chain(piece)
-        self.share.at_rest()
-        stages: list[Any] = []
-        for at, module in self.share.stages.items():
-            given, made = self.chain.seen[at]
-            stages.append(
-                PipelineStage(
-                    module,
-                    at,
-                    layout.stages,
-                    self.device,
-                    input_args=tuple(_like(each, at > 0) for each in given),
-                    output_args=tuple(_like(each, True) for each in made),
-                    group=self.group,
-                )
-            )
-        self.chain.seen = {}
-        if layout.schedule in ("gpipe", "1f1b"):
-            kind = ScheduleGPipe if layout.schedule == "gpipe" else Schedule1F1B
-            return kind(stages[0], layout.microbatches, loss_fn=self._loss, scale_grads=False)
-        looped = (
-            ScheduleInterleaved1F1B
-            if layout.schedule == "interleaved"
-            else ScheduleInterleavedZeroBubble
-        )
-        return looped(stages, layout.microbatches, loss_fn=self._loss, scale_grads=False)
-
-    def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        assert self._score is not None
-        return self._score(output, int(number))
+        self._loss = None
 
     def sync_tied(self) -> None:
-        """Add up the gradients of parameters that several stages use."""
-        parameters, gradients = self.share.parameters(), self.share.gradients()
-        for name, group in sorted(self.share.tied.items()):
+        """Sum the gradients of parameters that several stages use, over those stages."""
+        parameters, gradients = self.shard.parameters(), self.shard.gradients()
+        for name, group in sorted(self.shard.tied.groups.items()):
             if not parameters[name].requires_grad:
                 continue
             if name not in gradients:
@@ -198,8 +160,48 @@ class Pipeline:
                 )
             dist.all_reduce(local(gradients[name]), group=group)
 
+    def _build_schedule(self, inputs: torch.Tensor) -> Any:
+        """A schedule for batches of this shape and type."""
+        dims = self.shard.dims
+        microbatch = inputs[: inputs.shape[0] // dims.microbatches]
+        # Run once to learn the shapes between stages. The random number generators must not
+        # advance: a restarted rank does this at another step.
+        with torch.no_grad(), torch.random.fork_rng():
+            self.chain(microbatch)
+        self.shard.reshard()
+        stages: list[Any] = []
+        for index, module in self.shard.stages.items():
+            stage_inputs, stage_outputs = self.chain.last_traces[index]
+            stages.append(
+                PipelineStage(
+                    module,
+                    index,
+                    dims.stages,
+                    self.device,
+                    input_args=tuple(_empty_like(each, index > 0) for each in stage_inputs),
+                    output_args=tuple(_empty_like(each, True) for each in stage_outputs),
+                    group=self.group,
+                )
+            )
+        self.chain.last_traces = {}
+        if dims.schedule in ("gpipe", "1f1b"):
+            single = ScheduleGPipe if dims.schedule == "gpipe" else Schedule1F1B
+            return single(
+                stages[0], dims.microbatches, loss_fn=self._microbatch_loss, scale_grads=False
+            )
+        looped = (
+            ScheduleInterleaved1F1B
+            if dims.schedule == "interleaved"
+            else ScheduleInterleavedZeroBubble
+        )
+        return looped(stages, dims.microbatches, loss_fn=self._microbatch_loss, scale_grads=False)
 
-def _like(tensor: Any, trains: bool) -> Any:
-    """An empty tensor of the same kind, as the schedules want to see it."""
+    def _microbatch_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        assert self._loss is not None
+        return self._loss(output, int(number))
+
+
+def _empty_like(tensor: Any, requires_grad: bool) -> Any:
+    """An uninitialised tensor of the same shape and type, which schedules take as a description."""
     empty = torch.empty_like(tensor.detach())
-    return empty.requires_grad_(trains and empty.is_floating_point())
+    return empty.requires_grad_(requires_grad and empty.is_floating_point())

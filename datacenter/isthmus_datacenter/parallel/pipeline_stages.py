@@ -1,10 +1,11 @@
-"""How to cut a model into pipeline stages where its task does not say.
+"""Split a model into pipeline stages: as its task says, or at its longest container of blocks.
 
-The longest container of blocks is cut into stretches of about equally many parameters; what runs
-before the first block goes to the first stage, what runs after it to the last. What runs before,
-has no parameters, and makes something else than what the blocks hand on (the angles of rotary
-embeddings) is in every stage. None of this can be proved from the outside, so a sample of the data
-goes through the whole model and through the stages, and the outputs must agree.
+Without help of the task, the longest container of blocks is split into contiguous groups with about
+equal numbers of parameters. Modules that run before the first block go to the first stage, modules
+that run after it to the last. A module that runs before, has no parameters, and returns something
+else than the blocks' hidden states (the angles of rotary embeddings) is in every stage. None of
+this can be proved from the outside, so the outputs for a sample of the data must agree with those
+of the whole model (`equivalence_check`).
 """
 
 from __future__ import annotations
@@ -18,49 +19,113 @@ import torch
 from torch import nn
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.equivalence_check import run_still, same
+from isthmus.task import Task, user_code
+from isthmus_datacenter.parallel.equivalence_check import (
+    StageTrace,
+    check_stages,
+    first_line,
+    run_in_eval_mode,
+)
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 
-class Pass(nn.Module):
-    """Stands where another stage's module is: hands on the first of what that takes."""
+def split_into_stages(
+    task: Task, model: nn.Module, dims: ParallelDims, sample: Any, expected: Any
+) -> tuple[list[nn.Module], list[StageTrace]]:
+    """Split a model into the pipeline's stages, and check them on a sample.
 
-    def __init__(self, instead_of: nn.Module) -> None:
-        super().__init__()
-        self._first = _first_name(instead_of)
+    Args:
+        task: may give stages of its own.
+        model: the whole model.
+        dims: has more than one pipeline stage.
+        sample: inputs of a few examples.
+        expected: the whole model's output for them.
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        """The first argument, unchanged; None where there is none."""
-        return given[0] if given else named.get(self._first)
+    Returns:
+        The stages, which share the model's modules; and for each its inputs and output.
+
+    Raises:
+        TaskError: the model cannot be split like this, and what to do about it.
+    """
+    if type(task).forward is not Task.forward:
+        raise TaskError(
+            "the task has a forward() of its own, which a pipeline's stages cannot go through; "
+            "move it into the model or set pipeline_parallel = 1"
+        )
+    if not isinstance(sample, torch.Tensor):
+        raise TaskError(
+            f"a pipeline takes a batch of inputs as one tensor, not {type(sample).__name__}; "
+            "set pipeline_parallel = 1"
+        )
+    with user_code("pipeline_stages()"):
+        task_stages = task.pipeline_stages(model, dims.stages)
+    if task_stages is None:
+        stages = split_at_blocks(model, dims.stages, sample)
+        try:
+            return stages, check_stages(stages, expected, sample)
+        except Exception as error:
+            raise TaskError(
+                f"the model cannot be cut into {dims.stages} pipeline stages without help, "
+                f"because its forward() does more than call its blocks in order "
+                f"({first_line(error)}); give the task a pipeline_stages(model, n)"
+            ) from error
+    stages = list(task_stages)
+    if len(stages) != dims.stages or not all(isinstance(each, nn.Module) for each in stages):
+        raise TaskError(
+            f"pipeline_stages(model, {dims.stages}) must return {dims.stages} modules, and "
+            f"returned {[type(each).__name__ for each in stages]}"
+        )
+    try:
+        return stages, check_stages(stages, expected, sample)
+    except Exception as error:
+        raise TaskError(
+            f"the stages of pipeline_stages() do not do what the model does: {first_line(error)}"
+        ) from error
 
 
-def _first_name(module: nn.Module) -> str:
-    """What a module's forward() calls the first thing it takes."""
-    return next(iter(inspect.signature(module.forward).parameters), "")
-
-
-def cut(model: nn.Module, stages: int, sample: torch.Tensor) -> list[nn.Module]:
-    """The model as stages that are called one after the other; they share its modules.
+def split_at_blocks(model: nn.Module, stages: int, sample: torch.Tensor) -> list[nn.Module]:
+    """Split a model at its longest container of blocks; the stages share the model's modules.
 
     Raises:
         TaskError: there are fewer blocks than stages.
     """
-    path, container = _blocks(model, stages)
-    order = _order_of_calls(model, path, container, sample)
-    groups = _balance(container, stages)
-    return [_stage(model, path, order, set(groups[at]), at, stages) for at in range(stages)]
+    path, container = _longest_container(model, stages)
+    positions = _positions_around_blocks(model, path, container, sample)
+    groups = _balanced_groups(container, stages)
+    return [
+        _stage_view(model, path, positions, set(groups[index]), index, stages)
+        for index in range(stages)
+    ]
 
 
-def _blocks(model: nn.Module, stages: int) -> tuple[list[str], nn.Module]:
-    """The container to cut, with the names that lead to it."""
+class SkippedModule(nn.Module):
+    """Takes the place of a module that is in another stage: returns its first argument."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self._first_parameter = _first_parameter(replaced)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument unchanged; None if there is none."""
+        return args[0] if args else kwargs.get(self._first_parameter)
+
+
+def _first_parameter(module: nn.Module) -> str:
+    """Name of the first parameter of a module's forward()."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
+
+
+def _longest_container(model: nn.Module, stages: int) -> tuple[list[str], nn.Module]:
+    """The container to split, with the names that lead to it."""
     longest = 0
     best: tuple[int, str, nn.Module] | None = None
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        weighted = sum(_size(child) > 0 for child in module.children())
-        longest = max(longest, weighted)
-        if weighted >= stages and (best is None or _size(module) > best[0]):
-            best = (_size(module), name, module)
+        blocks = sum(_parameter_count(child) > 0 for child in module.children())
+        longest = max(longest, blocks)
+        if blocks >= stages and (best is None or _parameter_count(module) > best[0]):
+            best = (_parameter_count(module), name, module)
     if best is None:
         raise TaskError(
             f"the model cannot be cut into {stages} pipeline stages: its longest Sequential or "
@@ -70,97 +135,107 @@ def _blocks(model: nn.Module, stages: int) -> tuple[list[str], nn.Module]:
     return (best[1].split(".") if best[1] else []), best[2]
 
 
-def _order_of_calls(
+def _positions_around_blocks(
     model: nn.Module, path: list[str], container: nn.Module, sample: torch.Tensor
 ) -> dict[str, str]:
-    """`before`, `after` or `beside`: what each module around the blocks is to them."""
-    order: dict[str, str] = {}
-    made: dict[str, Any] = {}
-    reached: list[torch.Size | None] = []
+    """Find by a forward pass whether each module around the blocks runs `before` or `after` them.
+
+    `every_stage` marks a module that all stages need.
+    """
+    positions: dict[str, str] = {}
+    output_shapes: dict[str, Any] = {}
+    block_input_shapes: list[torch.Size | None] = []
     hooks = []
     module = model
     for depth, step in enumerate(path):
         for name, child in module.named_children():
             if name == step:
                 continue
-            full = ".".join([*path[:depth], name])
+            full_name = ".".join([*path[:depth], name])
 
-            def called(*_: Any, full: str = full) -> None:
-                order.setdefault(full, "after" if reached else "before")
+            def record_call(*_: Any, full_name: str = full_name) -> None:
+                positions.setdefault(full_name, "after" if block_input_shapes else "before")
 
-            def returned(_: Any, given: Any, output: Any, full: str = full) -> None:
-                made.setdefault(full, _shape(output))
+            def record_output(_: Any, args: Any, output: Any, full_name: str = full_name) -> None:
+                output_shapes.setdefault(full_name, _shape(output))
 
-            hooks.append(child.register_forward_pre_hook(called))
-            if not _size(child):
-                hooks.append(child.register_forward_hook(returned))
+            hooks.append(child.register_forward_pre_hook(record_call))
+            if not _parameter_count(child):
+                hooks.append(child.register_forward_hook(record_output))
         module = module.get_submodule(step)
 
-    def reaches(block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        reached.append(_shape(given[0] if given else named.get(_first_name(block))))
+    def record_block_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        block_input_shapes.append(_shape(args[0] if args else kwargs.get(_first_parameter(block))))
 
     hooks += [
-        block.register_forward_pre_hook(reaches, with_kwargs=True) for block in container.children()
+        block.register_forward_pre_hook(record_block_input, with_kwargs=True)
+        for block in container.children()
     ]
     try:
-        run_still(model, sample)
+        run_in_eval_mode(model, sample)
     finally:
         for hook in hooks:
             hook.remove()
-    handed_on = reached[0] if reached else None
-    for full, shape in made.items():
-        if order[full] == "before" and shape != handed_on:
-            order[full] = "beside"
-    return order
+    hidden_shape = block_input_shapes[0] if block_input_shapes else None
+    for full_name, shape in output_shapes.items():
+        if positions[full_name] == "before" and shape != hidden_shape:
+            positions[full_name] = "every_stage"
+    return positions
 
 
 def _shape(value: Any) -> torch.Size | None:
-    """Of one tensor; None for anything else."""
+    """Shape of a tensor; None for anything else."""
     return value.shape if isinstance(value, torch.Tensor) else None
 
 
-def _balance(container: nn.Module, stages: int) -> list[list[str]]:
-    """Names of the blocks of each stage: contiguous, each with parameters, about equally many."""
-    sizes = [(name, _size(block)) for name, block in container.named_children()]
+def _balanced_groups(container: nn.Module, stages: int) -> list[list[str]]:
+    """Names of each stage's blocks: contiguous, each with parameters, about equally many."""
+    sizes = [(name, _parameter_count(block)) for name, block in container.named_children()]
     total = sum(size for _, size in sizes)
-    left = sum(size > 0 for _, size in sizes)
+    blocks_left = sum(size > 0 for _, size in sizes)
     groups: list[list[str]] = [[]]
-    seen = held = 0
+    assigned = blocks_in_group = 0
     for name, size in sizes:
-        more = stages - len(groups)
-        full = 2 * seen + size > 2 * total * len(groups) / stages
-        if size and held and more and (full or left <= more):
+        groups_left = stages - len(groups)
+        full = 2 * assigned + size > 2 * total * len(groups) / stages
+        if size and blocks_in_group and groups_left and (full or blocks_left <= groups_left):
             groups.append([])
-            held = 0
+            blocks_in_group = 0
         groups[-1].append(name)
-        seen += size
-        held += size > 0
-        left -= size > 0
+        assigned += size
+        blocks_in_group += size > 0
+        blocks_left -= size > 0
     return groups
 
 
-def _stage(
-    model: nn.Module, path: list[str], order: Mapping[str, str], blocks: set[str], at: int, of: int
+def _stage_view(
+    model: nn.Module,
+    path: Sequence[str],
+    positions: Mapping[str, str],
+    blocks: set[str],
+    index: int,
+    stages: int,
 ) -> nn.Module:
-    """A copy of the modules that lead to the blocks; everything else is shared or passed by."""
-    clone = root = _shallow(model)
+    """Copy the modules that lead to the blocks; share or skip everything else."""
+    clone = root = _shallow_copy(model)
     for depth, step in enumerate(path):
         for name, module in clone._modules.items():
-            when = order.get(".".join([*path[:depth], name]))
-            here = when == "beside" or at == (0 if when == "before" else of - 1)
-            if name != step and not here and module is not None:
-                clone._modules[name] = Pass(module)
+            position = positions.get(".".join([*path[:depth], name]))
+            own_stage = 0 if position == "before" else stages - 1
+            included = position == "every_stage" or index == own_stage
+            if name != step and not included and module is not None:
+                clone._modules[name] = SkippedModule(module)
         child = clone._modules[step]
         assert child is not None
-        clone._modules[step] = clone = _shallow(child)
+        clone._modules[step] = clone = _shallow_copy(child)
     for name, block in clone._modules.items():
         if name not in blocks and block is not None:
-            clone._modules[name] = Pass(block)
+            clone._modules[name] = SkippedModule(block)
     return root
 
 
-def _shallow(module: nn.Module) -> nn.Module:
-    """The same module with tables of its own."""
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """The same module with its own tables of parameters, buffers, children and hooks."""
     clone = copy.copy(module)
     for key, value in clone.__dict__.items():
         if isinstance(value, (dict, set)):
@@ -168,23 +243,5 @@ def _shallow(module: nn.Module) -> nn.Module:
     return clone
 
 
-def _size(module: nn.Module) -> int:
+def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def check_chain(
-    stages: Sequence[nn.Module], whole: Any, sample: Any
-) -> list[tuple[tuple[Any, ...], Any]]:
-    """Run the stages one after the other; what went into each and came out.
-
-    Raises:
-        TaskError: the last one's output is not the whole model's.
-    """
-    value, seen = sample, []
-    for stage in stages:
-        inputs = value if isinstance(value, tuple) else (value,)
-        value = run_still(stage, *inputs)
-        seen.append((inputs, value))
-    if not same(whole, value, 1e-4):
-        raise TaskError("called in order, they give another output than the model")
-    return seen

@@ -1,13 +1,14 @@
-"""How to cut the matrices of a model where its task does not say.
+"""Default tensor-parallel plans, for models whose task does not give one.
 
 Two linear layers with only an element-wise function between them (known from a `Sequential`, or
-from the names transformers give them) are cut along what lies between, and attentions by heads
-where a trial shows that to be right (`attention`). Any other linear layer (of either kind,
-`linears`) or embedding is cut along its outputs, which are gathered right away: right wherever the
-layer is *called*, at the price of one message per layer. All else is whole on every rank.
+from the names that transformers give them) are sharded along the hidden dimension between them,
+and attentions by heads where a numerical check passes (`attention`). Every other linear layer
+(`nn.Linear` or `Conv1D`, see `tensor_styles`) and embedding is sharded along its outputs, which are
+all-gathered at once: correct wherever the layer is *called*, at the price of one collective per
+layer. Everything else is replicated on every rank.
 
-That this is right cannot be proved from the outside, so a sample of the data goes through the whole
-model and through the cut one, and the outputs must agree.
+None of this can be proved from the outside, so `parallelize` compares the outputs of the whole
+and of the sharded model for a sample of the data.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.attention import Attention, by_heads
-from isthmus_datacenter.parallel.fused_attention import ByHeads
-from isthmus_datacenter.parallel.linears import by_inputs, by_outputs, widths
+from isthmus_datacenter.parallel.attention import Attention, find_head_sharding
+from isthmus_datacenter.parallel.tensor_styles import (
+    FusedAttentionParallel,
+    column_wise,
+    linear_widths,
+    row_wise,
+)
 
-Plan = Mapping[str, ParallelStyle]
+TensorPlan = Mapping[str, ParallelStyle]
+"""Styles by module name, as a task's `tensor_parallel_plan` returns them."""
 
-_WORTH_SAYING = 0.1
-"""Share of the parameters."""
+_REPORTED_FRACTION = 0.1
+"""Fraction of the parameters that may stay replicated without a note to the user."""
 
-_PAIRS = (
+_MLP_NAMES = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
     (("wi_0", "wi_1"), "wo"),
@@ -43,7 +49,7 @@ _PAIRS = (
     (("up",), "down"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-"""Names of the layers of an MLP in common transformers: those into the hidden units, and out."""
+"""Names of the layers of an MLP in common transformers: into the hidden units, and out of them."""
 
 _ELEMENTWISE = (
     nn.ReLU,
@@ -60,121 +66,81 @@ _ELEMENTWISE = (
     nn.Dropout,
     nn.Identity,
 )
-_CLOSED = (nn.MultiheadAttention, nn.RNNBase)
-"""Modules that use their children's matrices without calling the children."""
+_OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
+"""Modules that use their children's weights without calling the children."""
 
 
-def tensor_plan(
+def default_tensor_plan(
     model: nn.Module, degree: int, stages: Sequence[nn.Module], run: Callable[[], Any]
-) -> tuple[Plan, list[str]]:
-    """A plan for any model, by module name; maybe empty. And what in it could be better.
+) -> tuple[TensorPlan, list[str]]:
+    """Plan how to shard a model's layers over `degree` tensor-parallel ranks.
 
-    Of layers whose widths `degree` divides. Between `stages` everything is whole: no layers are cut
-    together across two of them. `run` sends a few examples through the whole model.
+    Only layers whose widths `degree` divides are sharded.
+
+    Args:
+        model: the whole model.
+        degree: number of tensor-parallel ranks.
+        stages: the pipeline stages of the model. Activations between stages are not sharded, so no
+            layers of two stages are sharded as a pair.
+        run: sends a few examples through the whole model.
+
+    Returns:
+        Styles by module name, maybe none; and notes for the user on what stays inefficient.
     """
-    within = [{id(module) for module in stage.modules()} for stage in stages]
+    stage_modules = [{id(module) for module in stage.modules()} for stage in stages]
     plan: dict[str, ParallelStyle] = {}
-    taken = _tied_modules(model)
+    planned = _tied_modules(model)
     modules = {
-        name: each for name, each in model.named_modules() if not _inside_closed(model, name)
+        name: each for name, each in model.named_modules() if not _inside_opaque(model, name)
     }
     names = {id(module): name for name, module in modules.items()}
 
-    def together(children: Sequence[nn.Module]) -> bool:
-        ids = [id(child) for child in children]
-        return taken.isdisjoint(ids) and any(here.issuperset(ids) for here in within)
+    def can_shard_jointly(layers: Sequence[nn.Module]) -> bool:
+        ids = [id(layer) for layer in layers]
+        return planned.isdisjoint(ids) and any(stage.issuperset(ids) for stage in stage_modules)
 
-    def cut(into: Sequence[nn.Module], out: nn.Module) -> None:
-        plan.update({names[id(each)]: by_outputs(each) for each in into})
-        plan[names[id(out)]] = by_inputs(out)
-        taken.update(id(each) for each in (*into, out))
+    def shard_pair(inner: Sequence[nn.Module], outer: nn.Module) -> None:
+        plan.update({names[id(each)]: column_wise(each) for each in inner})
+        plan[names[id(outer)]] = row_wise(outer)
+        planned.update(id(each) for each in (*inner, outer))
 
-    attentions, others = by_heads(model, degree, run)
-    for each in attentions:
-        if not together([*each.into, *each.mixes]):
+    attentions, others = find_head_sharding(model, degree, run)
+    for attention in attentions:
+        if not can_shard_jointly([*attention.input_projections, *attention.output_projections]):
             continue
-        cut(() if each.fused else each.into, each.mixes[0])
-        if each.fused:
-            plan[each.name] = ByHeads(each.fused, each.pieces, each.remembered)
-            taken.add(id(each.into[0]))
+        shard_pair(
+            () if attention.fused else attention.input_projections,
+            attention.output_projections[0],
+        )
+        if attention.fused:
+            plan[attention.name] = FusedAttentionParallel(
+                attention.fused, attention.pieces, attention.width_attributes
+            )
+            planned.add(id(attention.input_projections[0]))
     for module in modules.values():
-        for into, out in _pairs(module):
-            children = [module.get_submodule(name) for name in (*into, out)]
-            if together(children) and _width(children[-1], 0) % degree == 0:
-                cut(children[:-1], children[-1])
+        for into, out in _mlp_pairs(module):
+            layers = [module.get_submodule(name) for name in (*into, out)]
+            if can_shard_jointly(layers) and _width(layers[-1], 0) % degree == 0:
+                shard_pair(layers[:-1], layers[-1])
     for name, module in modules.items():
-        if id(module) in taken:
+        if id(module) in planned:
             continue
         if isinstance(module, nn.Embedding) and module.embedding_dim % degree == 0:
             plan[name] = ColwiseParallel(output_layouts=Replicate())
-        elif widths(module) is not None and _width(module, 1) % degree == 0:
-            plan[name] = by_outputs(module, gathered=True)
+        elif linear_widths(module) is not None and _width(module, 1) % degree == 0:
+            plan[name] = column_wise(module, gather_output=True)
     plan.update(_plan_of_tied(model, modules, degree))
-    notes = [*_about_heads(others, degree), *_about_whole(model, plan)]
+    notes = [*_notes_on_attention(others, degree), *_notes_on_replicated(model, plan)]
     return plan, notes
 
 
-def _about_heads(others: Sequence[Attention], degree: int) -> Iterator[str]:
-    if not others:
-        return
-    name = others[0].name
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    if others[0].fused:
-        why = f"{others[0].fused!r} makes queries, keys and values in one"
-    else:
-        queries, keys, _ = (_width(layer, 1) for layer in others[0].into)
-        why = f"queries are {queries} wide, keys {keys}"
-    yield (
-        f"{name!r}{more} cannot be cut by heads into tensor_parallel={degree} equal parts "
-        f"({why}): each of its layers is gathered on its own"
-    )
-
-
-def _about_whole(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """What takes memory on every rank although its degree of parallelism says otherwise."""
-    cut = {id(parameter) for name in plan for parameter in model.get_submodule(name).parameters()}
-    total = sum(parameter.numel() for parameter in model.parameters())
-    whole = {
-        name: sum(each.numel() for each in module.parameters(recurse=False) if id(each) not in cut)
-        for name, module in model.named_modules()
-    }
-    left = sum(whole.values())
-    if total and left > _WORTH_SAYING * total:
-        largest = max(whole, key=whole.__getitem__)
-        kind = type(model.get_submodule(largest)).__name__
-        yield (
-            f"{left / total:.0%} of the parameters stay whole on every rank, the largest in "
-            f"{largest!r} ({kind}); a tensor_parallel_plan(model) of the task can cut more"
-        )
-
-
-def _plan_of_tied(model: nn.Module, modules: Mapping[str, nn.Module], degree: int) -> Plan:
-    """An embedding and the head that shares its table: both cut by words, or neither."""
-    plan: dict[str, ParallelStyle] = {}
-    for users in _tied(model):
-        names = [name for name, module in modules.items() if any(module is u for u in users)]
-        tables = [modules[name] for name in names]
-        fits = all(
-            isinstance(each, (nn.Linear, nn.Embedding)) and each.weight.shape[0] % degree == 0
-            for each in tables
-        )
-        if fits and len(tables) == len(users):
-            for name, table in zip(names, tables, strict=True):
-                plan[name] = (
-                    RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-                    if isinstance(table, nn.Embedding)
-                    else ColwiseParallel(output_layouts=Replicate())
-                )
-    return plan
-
-
-def resolve(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, ParallelStyle]]:
-    """The modules a plan names, `*` standing for any one part of a name.
+def resolve_plan(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, ParallelStyle]]:
+    """Find the modules that a plan names; `*` matches one component of a dotted name.
 
     Raises:
-        TaskError: a name or a style that is none.
+        TaskError: a name matches no module, or a value is not a style.
     """
-    found = []
+    resolved = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise TaskError(
@@ -187,51 +153,112 @@ def resolve(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, ParallelStyle
             if name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern)
         ]
         if not matches:
-            raise TaskError(f"tensor_parallel_plan() names {pattern!r}, and no module is called so")
-        found += [(module, style) for module in matches]
-    return found
+            raise TaskError(
+                f"tensor_parallel_plan() names {pattern!r}, and the model has no such module"
+            )
+        resolved += [(module, style) for module in matches]
+    return resolved
 
 
-def _pairs(module: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Names of children that are two linear layers with only element-wise functions between."""
+def _notes_on_attention(others: Sequence[Attention], degree: int) -> Iterator[str]:
+    """Note attentions that are sharded layer by layer instead of by heads."""
+    if not others:
+        return
+    name = others[0].name
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    if others[0].fused:
+        why = f"{others[0].fused!r} computes queries, keys and values in one"
+    else:
+        queries, keys, _ = (_width(layer, 1) for layer in others[0].input_projections)
+        why = f"queries are {queries} wide, keys {keys}"
+    yield (
+        f"{name!r}{more} cannot be sharded by heads into tensor_parallel={degree} equal parts "
+        f"({why}): the output of each of its layers is gathered separately"
+    )
+
+
+def _notes_on_replicated(model: nn.Module, plan: TensorPlan) -> Iterator[str]:
+    """Note parameters that take memory on every rank although tensor_parallel is above 1."""
+    sharded = {
+        id(parameter) for name in plan for parameter in model.get_submodule(name).parameters()
+    }
+    total = sum(parameter.numel() for parameter in model.parameters())
+    replicated = {
+        name: sum(
+            each.numel() for each in module.parameters(recurse=False) if id(each) not in sharded
+        )
+        for name, module in model.named_modules()
+    }
+    count = sum(replicated.values())
+    if total and count > _REPORTED_FRACTION * total:
+        largest = max(replicated, key=replicated.__getitem__)
+        kind = type(model.get_submodule(largest)).__name__
+        yield (
+            f"{count / total:.0%} of the parameters are replicated on every rank, the largest in "
+            f"{largest!r} ({kind}); a tensor_parallel_plan(model) of the task can shard more"
+        )
+
+
+def _plan_of_tied(model: nn.Module, modules: Mapping[str, nn.Module], degree: int) -> TensorPlan:
+    """Shard an embedding and the head that shares its weight both by vocabulary, or neither."""
+    plan: dict[str, ParallelStyle] = {}
+    for users in _tied(model):
+        names = [name for name, module in modules.items() if any(module is u for u in users)]
+        layers = [modules[name] for name in names]
+        divisible = all(
+            isinstance(each, (nn.Linear, nn.Embedding)) and each.weight.shape[0] % degree == 0
+            for each in layers
+        )
+        if divisible and len(layers) == len(users):
+            for name, layer in zip(names, layers, strict=True):
+                plan[name] = (
+                    RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+                    if isinstance(layer, nn.Embedding)
+                    else ColwiseParallel(output_layouts=Replicate())
+                )
+    return plan
+
+
+def _mlp_pairs(module: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Names of children that are linear layers with only element-wise functions between them."""
     children = dict(module.named_children())
     if isinstance(module, nn.Sequential):
-        last: str | None = None
+        previous: str | None = None
         for name, child in children.items():
-            if widths(child) is not None:
-                if last is not None:
-                    yield (last,), name
-                    last = None
+            if linear_widths(child) is not None:
+                if previous is not None:
+                    yield (previous,), name
+                    previous = None
                 else:
-                    last = name
+                    previous = name
             elif not isinstance(child, _ELEMENTWISE):
-                last = None
+                previous = None
         return
-    for into, out in _PAIRS:
+    for into, out in _MLP_NAMES:
         layers = [children.get(name) for name in (*into, out)]
-        if any(widths(layer) is None for layer in layers):
+        if any(linear_widths(layer) is None for layer in layers):
             continue
         hidden = _width(layers[-1], 0)
-        made = {_width(layer, 1) for layer in layers[:-1]}
-        # A norm over the hidden units would see a part of them.
-        normed = any(
+        produced = {_width(layer, 1) for layer in layers[:-1]}
+        # A norm over the hidden units would normalise only the part that is on its rank.
+        normalised = any(
             tuple(getattr(child, "normalized_shape", ())) == (hidden,)
             for child in children.values()
         )
-        if made == {hidden} and not normed:
+        if produced == {hidden} and not normalised:
             yield into, out
             return
 
 
 def _width(layer: nn.Module | None, which: int) -> int:
-    """Of a linear layer: its inputs (0) or outputs (1)."""
-    both = widths(layer)
-    assert both is not None
-    return both[which]
+    """Number of inputs (0) or outputs (1) of a linear layer."""
+    widths = linear_widths(layer)
+    assert widths is not None
+    return widths[which]
 
 
 def _tied(model: nn.Module) -> list[list[nn.Module]]:
-    """Groups of modules that own one parameter together."""
+    """Groups of modules that share a parameter."""
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -243,8 +270,8 @@ def _tied_modules(model: nn.Module) -> set[int]:
     return {id(module) for users in _tied(model) for module in users}
 
 
-def _inside_closed(model: nn.Module, name: str) -> bool:
+def _inside_opaque(model: nn.Module, name: str) -> bool:
     parts = name.split(".")
     return any(
-        isinstance(model.get_submodule(".".join(parts[:end])), _CLOSED) for end in range(len(parts))
+        isinstance(model.get_submodule(".".join(parts[:end])), _OPAQUE) for end in range(len(parts))
     )

@@ -34,9 +34,10 @@ from isthmus_datacenter.service.messages import (
     Outcome,
     ProgressReport,
 )
-from isthmus_datacenter.training.agreement import AgreedError
-from isthmus_datacenter.training.engine import Engine, Place
+from isthmus_datacenter.training.consensus import ConsensusError
+from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
+from isthmus_datacenter.training.round import train_round
 
 _WAIT_SECONDS = 1.0
 """One wait for the next command, before the rank waits again."""
@@ -144,7 +145,7 @@ class _Rank:
         try:
             values = self._run(command)
             dist.barrier()
-        except AgreedError as failure:
+        except ConsensusError as failure:
             return Outcome(failure=str(failure))
         except UserError as failure:
             if _is_lost_peer(failure):
@@ -156,14 +157,14 @@ class _Rank:
     def _run(self, command: Command) -> dict[str, object]:
         if command.op == "open":
             self.engine = self.run_id = None
-            place = Place(
+            placement = RankPlacement(
                 rank=self.rank,
                 ranks=self.ranks,
                 device=self.device,
                 participant=self.settings.participant,
                 state=Path(self.settings.state) / command.run_id,
             )
-            self.engine = Engine(command, place)
+            self.engine = Engine(command, placement)
             self.run_id = command.run_id
             return {"examples": self.engine.examples, "note": self.engine.note}
         if command.op == "close":
@@ -172,7 +173,7 @@ class _Rank:
         assert self.engine is not None
         assert self.run_id == command.run_id  # the service opens runs before it uses them
         if command.op == "train":
-            values = self.engine.train(command, self._send_progress, self._read_signal)
+            values = train_round(self.engine, command, self._send_progress, self._read_signal)
             return {**values, "profile": self.engine.figures}
         if command.op == "gradient":
             return mean_gradient(self.engine, command, self._read_signal)

@@ -250,8 +250,8 @@ def training_events(
     if resumed is None:
         recovery = f"the group restarted and repeated {steps}"
     else:
-        recovery = f"the group restarted and went on with {steps} after {resumed}"
+        recovery = f"the group restarted and resumed {steps} after step {resumed}"
     events = [f"{loss}; {recovery}" for loss in losses]
     if resumed is not None and not losses:
-        events.append(f"went on with {steps} after {resumed}, where an earlier try was saved")
-    return [*events, *values["noted"]]
+        events.append(f"resumed {steps} after step {resumed}, saved by an earlier attempt")
+    return [*events, *values["notes"]]

@@ -1,13 +1,13 @@
 """Which examples a step trains on: a pure function of the step, so that any replay is exact.
 
-Every rank holds the same data set. An epoch is a permutation drawn from the seed and the epoch's
-number; the stream of all epochs is cut into global batches, and each rank takes its slice.
+Every rank has the same data set. An epoch is a permutation drawn from the seed and the epoch's
+number; the stream of all epochs is divided into global batches, and each replica takes its slice.
 
->>> order = Order(examples=5, ranks=2, batch_size=2, seed=7)
->>> whole = [list(order.steps(0, 5, rank)) for rank in (0, 1)]
->>> sorted(whole[0][0:2] + whole[1][0:2] + whole[0][2:3])  # the first epoch: each example once
+>>> order = ExampleOrder(examples=5, replicas=2, batch_size=2, seed=7)
+>>> indices = [list(order.indices(0, 5, replica)) for replica in (0, 1)]
+>>> sorted(indices[0][0:2] + indices[1][0:2] + indices[0][2:3])  # first epoch: each example once
 [0, 1, 2, 3, 4]
->>> whole[1][6:] == list(order.steps(3, 5, 1))
+>>> indices[1][6:] == list(order.indices(3, 5, 1))
 True
 """
 
@@ -28,106 +28,116 @@ from isthmus.system.process import die_with_parent
 from isthmus.task.scoring import read
 from isthmus_datacenter.training.rng import derived_seed, seed_all
 
-_READING = 1
-"""Tells the seeds of what readers draw from those of what the model does."""
+_READER_STREAM = 1
+"""Separates the seeds of reader processes from those of the model."""
 
 
-class Feed:
-    """Batches of one replica, from any step to any other, of either kind of dataset.
+class BatchSource:
+    """Batches of one replica, between any two steps, of either kind of dataset.
 
-    A map-style dataset is read in the order of `Order`. An iterable one is read as it comes, again
-    and again: its endless stream is cut into global batches and each replica takes its slice. To
-    go on in the middle, a dataset's own `start_at(example)`, an iterator over the rest, is used;
-    without one the examples before are read and dropped.
+    A map-style dataset is read in the order of an `ExampleOrder`. An iterable one is read in its
+    own order, again and again: its endless stream is divided into global batches and each replica
+    takes its slice. To start in the middle, the dataset's own `start_at(example)`, an iterator over
+    the rest, is used; without one the examples before are read and dropped.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], order: Order, replica: int, device: torch.device, readers: int
+        self,
+        dataset: Dataset[Any],
+        order: ExampleOrder,
+        replica: int,
+        device: torch.device,
+        readers: int,
     ) -> None:
-        """`readers` are processes that read ahead; an iterable dataset has at most one."""
+        """`readers` is the number of reader processes; an iterable dataset has at most one."""
         self.dataset, self.order, self.replica, self.device = dataset, order, replica, device
         self.readers = readers
 
     def batches(self, first: int, until: int) -> Iterator[tuple[Any, Any]]:
-        """`(inputs, target)` of steps `first` (included) to `until`, on the device."""
+        """Iterate over `(inputs, target)` of steps `first` (included) to `until`, on the device."""
         size = self.order.batch_size
         options: dict[str, Any] = {
-            # Only from pinned memory does a copy to the device not wait for what runs there.
+            # Copies to a CUDA device are asynchronous only from pinned memory.
             "pin_memory": self.device.type == "cuda",
-            # A reader that outlives its rank keeps the agent from seeing the rank's end.
-            "worker_init_fn": _with_rank,
-            # What seeds the readers is not drawn from what the model draws from.
+            # A reader that outlives its rank would hide the rank's end from the agent.
+            "worker_init_fn": _end_with_rank,
+            # The loader's seed must not be drawn from the generator that the model uses.
             "generator": torch.Generator().manual_seed(
                 derived_seed(self.order.seed, first, self.replica)
             ),
         }
         if isinstance(self.dataset, IterableDataset):
-            stretch = _Stretch(self.dataset, self.order, first, until, self.replica)
+            stream = _ReplicaStream(self.dataset, self.order, first, until, self.replica)
             readers = min(self.readers, 1)
             return read(
-                DataLoader(stretch, batch_size=size, num_workers=readers, **options), self.device
+                DataLoader(stream, batch_size=size, num_workers=readers, **options), self.device
             )
-        indices = self.order.steps(first, until, self.replica)
+        indices = self.order.indices(first, until, self.replica)
         if not self.readers:
             return read(
                 DataLoader(self.dataset, batch_size=size, sampler=indices, **options), self.device
             )
-        drawing = _Drawing(self.dataset, self.order.seed, self.replica)
-        sampler = _numbered(indices, first, size)
+        seeded = _SeededByStep(self.dataset, self.order.seed, self.replica)
+        sampler = _batches_with_step(indices, first, size)
         return read(
-            DataLoader(drawing, batch_sampler=sampler, num_workers=self.readers, **options),
+            DataLoader(seeded, batch_sampler=sampler, num_workers=self.readers, **options),
             self.device,
         )
 
 
-def _with_rank(reader: int) -> None:
+def _end_with_rank(reader: int) -> None:
     die_with_parent()
 
 
-def _numbered(indices: Sequence[int], first: int, size: int) -> Iterator[list[int]]:
-    """Batches as readers get them: the step, then the indices of the examples."""
-    for at in range(0, len(indices), size):
-        yield [first + at // size, *indices[at : at + size]]
+def _batches_with_step(indices: Sequence[int], first: int, size: int) -> Iterator[list[int]]:
+    """Batches for reader processes: the step, then the indices of its examples."""
+    for start in range(0, len(indices), size):
+        yield [first + start // size, *indices[start : start + size]]
 
 
-class _Drawing(Dataset[Any]):
-    """A dataset in a reader: what it draws for a batch depends on the step and the replica alone.
+class _SeededByStep(Dataset[Any]):
+    """A dataset in a reader process whose random numbers depend only on the step and the replica.
 
-    Whichever reader reads it, and however often the run was resumed.
+    They are the same for any number of readers, and after a restart.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, replica: int) -> None:
         self._dataset, self._seed, self._replica = dataset, seed, replica
 
-    def __getitems__(self, numbered: list[int]) -> list[Any]:
-        step, *indices = numbered
-        seed_all(self._seed, step, self._replica, _READING)
-        many = getattr(self._dataset, "__getitems__", None)
-        return list(many(indices)) if many else [self._dataset[index] for index in indices]
+    def __getitems__(self, step_and_indices: list[int]) -> list[Any]:
+        step, *indices = step_and_indices
+        seed_all(self._seed, step, self._replica, _READER_STREAM)
+        get_many = getattr(self._dataset, "__getitems__", None)
+        return list(get_many(indices)) if get_many else [self._dataset[index] for index in indices]
 
 
-class _Stretch(IterableDataset[Any]):
+class _ReplicaStream(IterableDataset[Any]):
     """One replica's part of some steps of an iterable dataset."""
 
     def __init__(
-        self, dataset: IterableDataset[Any], order: Order, first: int, until: int, replica: int
+        self,
+        dataset: IterableDataset[Any],
+        order: ExampleOrder,
+        first: int,
+        until: int,
+        replica: int,
     ) -> None:
         self._dataset, self._order = dataset, order
         self._first, self._until, self._replica = first, until, replica
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order
-        whole = order.ranks * order.batch_size
-        mine = range(self._replica * order.batch_size, (self._replica + 1) * order.batch_size)
-        count = (self._until - self._first) * whole
-        stream = _endless(self._dataset, self._first * whole)
-        for at, example in enumerate(itertools.islice(stream, count)):
-            if at % whole in mine:
+        global_batch = order.replicas * order.batch_size
+        own = range(self._replica * order.batch_size, (self._replica + 1) * order.batch_size)
+        count = (self._until - self._first) * global_batch
+        stream = _endless(self._dataset, self._first * global_batch)
+        for position, example in enumerate(itertools.islice(stream, count)):
+            if position % global_batch in own:
                 yield example
 
 
 def _endless(dataset: IterableDataset[Any], start: int) -> Iterator[Any]:
-    """The dataset again and again, from an example of that stream on."""
+    """Repeat the dataset for ever, starting at an example of that stream."""
     if hasattr(dataset, "start_at"):
         yield from dataset.start_at(start)
         start = 0
@@ -138,44 +148,46 @@ def _endless(dataset: IterableDataset[Any], start: int) -> Iterator[Any]:
             if count > start:
                 yield example
         if not count:
-            raise TaskError("local_data() gave an iterable dataset with nothing in it")
+            raise TaskError("local_data() gave an iterable dataset without any example")
         start = max(0, start - count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class ExampleOrder:
     """The order of the training data of one run."""
 
     examples: int
-    ranks: int
+    """Size of the dataset."""
+    replicas: int
     batch_size: int
-    """Per rank."""
+    """Examples of one replica in one step."""
     seed: int
 
-    def steps(self, first: int, until: int, rank: int) -> Sequence[int]:
-        """Indices of the examples that `rank` sees in steps `first` (included) to `until`."""
-        return _Slice(self, first, until, rank)
+    def indices(self, first: int, until: int, replica: int) -> Sequence[int]:
+        """Indices of a replica's examples in steps `first` (included) to `until`."""
+        return _ReplicaIndices(self, first, until, replica)
 
     def examples_between(self, first: int, until: int) -> list[int]:
-        """Those at positions `first` (included) to `until` of the stream."""
-        found: list[int] = []
+        """Indices of the examples at positions `first` (included) to `until` of the stream."""
+        indices: list[int] = []
         while first < until:
             epoch, offset = divmod(first, self.examples)
-            found += _permutation(self.examples, self.seed, epoch)[offset : offset + until - first]
+            permutation = _permutation(self.examples, self.seed, epoch)
+            indices += permutation[offset : offset + until - first]
             first += self.examples - offset
-        return found
+        return indices
 
     def example(self, position: int) -> int:
-        """The example at a position of the endless stream of epochs."""
+        """Index of the example at a position of the endless stream of epochs."""
         epoch, offset = divmod(position, self.examples)
         return _permutation(self.examples, self.seed, epoch)[offset]
 
 
-class _Slice(Sequence[int]):
-    """One rank's part of some steps, computed as it is read: a round may be very long."""
+class _ReplicaIndices(Sequence[int]):
+    """One replica's part of some steps, computed on access: a round may have very many steps."""
 
-    def __init__(self, order: Order, first: int, until: int, rank: int) -> None:
-        self._order, self._first, self._rank = order, first, rank
+    def __init__(self, order: ExampleOrder, first: int, until: int, replica: int) -> None:
+        self._order, self._first, self._replica = order, first, replica
         self._length = (until - first) * order.batch_size
 
     def __len__(self) -> int:
@@ -191,13 +203,13 @@ class _Slice(Sequence[int]):
         if not 0 <= index < self._length:
             raise IndexError(index)
         size = self._order.batch_size
-        step, within = divmod(index, size)
-        batch = (self._first + step) * self._order.ranks + self._rank
-        return self._order.example(batch * size + within)
+        step, offset = divmod(index, size)
+        batch = (self._first + step) * self._order.replicas + self._replica
+        return self._order.example(batch * size + offset)
 
 
 @functools.lru_cache(maxsize=2)
 def _permutation(examples: int, seed: int, epoch: int) -> array.array[int]:
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
-    # Read one by one, an array is ten times as fast as a tensor and as small.
+    # Element access of an array is ten times as fast as that of a tensor, in as little memory.
     return array.array("q", torch.randperm(examples, generator=generator).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Loss and metrics of the held-out data, scored by the ranks as they hold the model."""
+"""Evaluate the sharded model on the held-out data: mean loss and metrics of all ranks."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from torch.utils.data import Dataset
 
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import Averages, batches, count_examples, evaluate
-from isthmus_datacenter.training.agreement import over_all_ranks
+from isthmus_datacenter.training.consensus import gather_averages
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 
 
-class Evaluation:
-    """Scores what a run holds out; the data are read once and kept."""
+class Evaluator:
+    """Scores a run's held-out data, which is loaded once and kept."""
 
     def __init__(self, task: Task, batch_size: int, device: torch.device) -> None:
-        """`batch_size` examples at a time, on the device."""
+        """`batch_size` is the number of examples in one forward pass."""
         self.task = task
         self.batch_size = batch_size
         self.device = device
         self._data: Dataset[object] | None = None
 
-    def run(self, passes: ForwardBackward, replica: int) -> dict[str, float]:
-        """Each example scored by one replica. All ranks call this together.
+    def run(self, forward_backward: ForwardBackward, replica: int) -> dict[str, float]:
+        """Score each example on one replica. All ranks call this together.
 
-        A sharded model runs its collectives in step, so all replicas score equally many examples;
-        for the few left over each scores one more, and those beyond the end are not counted.
+        The collectives of a sharded model run in step, so all replicas score equally many examples.
+        Of a remainder, each replica scores one example, and those beyond the end are not counted.
         """
         if self._data is None:
             with user_code("eval_data()"):
                 self._data = self.task.eval_data()
-        data, layout = self._data, passes.layout
+        data, dims = self._data, forward_backward.dims
         count = count_examples(data, "eval_data()")
-        share, rest = divmod(count, layout.data)
+        per_replica, remainder = divmod(count, dims.data)
         parts: list[Averages] = []
-        if share:
-            indices = range(replica * share, (replica + 1) * share)
-            parts.append(self._scored(passes, data, indices))
-        if rest:
-            last = min(share * layout.data + replica, count - 1)
-            extra = self._scored(passes, data, [last])
-            if replica < rest:
-                parts.append(extra)
-        passes.share.at_rest()
-        return over_all_ranks(parts if passes.scores else [], layout.ranks).result()
+        if per_replica:
+            indices = range(replica * per_replica, (replica + 1) * per_replica)
+            parts.append(self._averages(forward_backward, data, indices))
+        if remainder:
+            last = min(per_replica * dims.data + replica, count - 1)
+            averages = self._averages(forward_backward, data, [last])
+            if replica < remainder:
+                parts.append(averages)
+        forward_backward.shard.reshard()
+        own_parts = parts if forward_backward.counts_losses else []
+        return gather_averages(own_parts, dims.ranks).result()
 
-    def _scored(
-        self, passes: ForwardBackward, data: Dataset[object], indices: Sequence[int]
+    def _averages(
+        self, forward_backward: ForwardBackward, data: Dataset[object], indices: Sequence[int]
     ) -> Averages:
-        """Figures of some examples, or nothing where another stage has the output."""
-        model = passes.model
-        if passes.has_output:
+        """Loss and metrics of some examples; empty where another rank has the output."""
+        model = forward_backward.model
+        if forward_backward.has_output:
             return evaluate(self.task, model, data, indices, self.batch_size, self.device)
         model.eval()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The mean gradient at a model over some batches, without a step: what devices take along.
+"""The mean gradient at a model over some batches, without an optimizer step, for devices to use.
 
 One-way gradient transfer of Mixed FL (Augenstein et al. 2022): each device adds it to the gradient
 of each of its own steps.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,53 +17,53 @@ import torch.distributed as dist
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.service.messages import Command, ControlSignal, ReadSignal
-from isthmus_datacenter.training.agreement import AgreedError, StoppedError
+from isthmus_datacenter.training.consensus import (
+    ConsensusError,
+    StoppedError,
+)
+from isthmus_datacenter.training.engine import Engine
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import Updater
-from isthmus_datacenter.training.rng import seed_all
-
-if TYPE_CHECKING:
-    from isthmus_datacenter.training.engine import Engine
+from isthmus_datacenter.training.optimizer import ShardedOptimizer
 
 
 def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> dict[str, object]:
     """Write the mean gradient at a model, over the batches of some steps, into a file.
 
-    The parameters are used for it; the state of training is read from its checkpoint when it is
-    needed again. All ranks call this together.
+    The parameters are overwritten; the engine restores the state of training from its checkpoint
+    when it is needed again. All ranks call this together.
 
     Raises:
-        AgreedError: a loss is not finite, or the gradient is not wanted any more.
+        ConsensusError: a loss is not finite, or the gradient is not wanted any more.
         TaskError: the task raised on this rank, maybe on this one only.
     """
     assert command.model is not None
     assert command.result is not None
-    engine.at = None
-    load_shards(Path(command.model), engine.layout, engine.share)
-    mean = GradientMean(engine.share, engine.job.datacenter.precision == "fp16")
-    place = engine.here.data + engine.ranks.data * engine.here.pipeline
-    seed_all(engine.job.seed, command.from_step, place)
-    stream = engine.feed.batches(command.from_step, command.until_step)
-    loss = accumulate(mean, engine.passes, stream, read_signal)
-    mean.into_parameters()
-    store_shards(Path(command.result), engine.layout, engine.share)
+    engine.invalidate_state()
+    load_shards(Path(command.model), engine.layout, engine.shard)
+    averager = GradientAverager(engine.shard, engine.job.datacenter.precision == "fp16")
+    engine.seed_generators(command.from_step)
+    batches = engine.batch_source.batches(command.from_step, command.until_step)
+    loss = accumulate(averager, engine.forward_backward, batches, read_signal)
+    averager.store_in_parameters()
+    store_shards(Path(command.result), engine.layout, engine.shard)
     steps = command.until_step - command.from_step
     return {
         "steps": steps,
-        "examples": steps * engine.order.ranks * engine.order.batch_size,
+        "examples": steps * engine.order.replicas * engine.order.batch_size,
         "training": {"loss": loss},
     }
 
 
-class GradientMean(Updater):
-    """Takes an updater's place where the gradient is wanted and no step: it averages them."""
+class GradientAverager(ShardedOptimizer):
+    """Averages the gradients of several batches where a `ShardedOptimizer` would apply them."""
 
-    def __init__(self, share: ModelShard, fp16: bool) -> None:
-        super().__init__(share, torch.optim.SGD, None, fp16)
+    def __init__(self, shard: ModelShard, fp16: bool) -> None:
+        super().__init__(shard, torch.optim.SGD, None, fp16)
         self._sums: dict[str, torch.Tensor] = {}
         self._count = 0
 
-    def _use(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to the sums."""
         self._count += 1
         for name, gradient in gradients.items():
             part = local(gradient)
@@ -73,45 +73,45 @@ class GradientMean(Updater):
                 self._sums[name] = part.clone()
 
     @torch.no_grad()
-    def into_parameters(self) -> None:
-        """Have the mean in the place of the parameters, zero where there was no gradient."""
-        for name, parameter in self.share.parameters().items():
+    def store_in_parameters(self) -> None:
+        """Overwrite the parameters by the mean gradient, zero where there was no gradient."""
+        for name, parameter in self.shard.parameters().items():
             if not parameter.requires_grad:
                 continue
-            shard = local(parameter)
+            values = local(parameter)
             if name in self._sums:
-                shard.copy_(self._sums[name].div_(self._count))
+                values.copy_(self._sums[name].div_(self._count))
             else:
-                shard.zero_()
+                values.zero_()
 
 
 def accumulate(
-    mean: GradientMean,
-    passes: ForwardBackward,
-    stream: Iterable[tuple[Any, Any]],
+    averager: GradientAverager,
+    forward_backward: ForwardBackward,
+    batches: Iterable[tuple[Any, Any]],
     read_signal: ReadSignal,
 ) -> float:
-    """Take the gradients of all batches into the mean; the mean loss over all units.
+    """Add the gradients of all batches to the average; return the mean loss over all units.
 
     Raises:
-        AgreedError: the loss is not finite, or the gradient is not wanted any more.
+        ConsensusError: the loss is not finite, or the gradient is not wanted any more.
     """
-    total = torch.zeros((), dtype=torch.float64, device=passes.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=forward_backward.device)
     units = 0
-    mean.optimizer.zero_grad(set_to_none=True)
-    for inputs, target in stream:
-        done = passes.run(inputs, target, mean.scale, read_signal)
-        if done.signal is ControlSignal.CANCEL:
+    averager.inner.zero_grad(set_to_none=True)
+    for inputs, target in batches:
+        result = forward_backward.run(inputs, target, averager.loss_scale, read_signal)
+        if result.signal is ControlSignal.CANCEL:
             raise StoppedError("stopped because the gradient is not wanted")
-        mean.step(done.factor)
-        total += done.summed
-        units += done.everyones
-    summed = (total * passes.scores).cpu()
-    if passes.layout.ranks > 1:
+        averager.step(result.gradient_factor)
+        loss_sum += result.loss_sum
+        units += result.global_units
+    summed = (loss_sum * forward_backward.counts_losses).cpu()
+    if forward_backward.dims.ranks > 1:
         dist.all_reduce(summed)
     loss = float(summed) / max(units, 1)
     if not math.isfinite(loss):
-        raise AgreedError(
+        raise ConsensusError(
             f"the loss is not finite ({loss}) at the round's model; lower the learning rates or "
             "check the data"
         )

@@ -1,4 +1,4 @@
-"""Random numbers that a rank draws while it trains: the same in every repetition."""
+"""Random number generators of a rank: seeds, and saving and restoring the generators' states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def derived_seed(*parts: int) -> int:
-    """A seed of 63 bits for a purpose named by numbers, unrelated to that of any other.
+    """Derive a 63-bit seed from a tuple of numbers; different tuples give unrelated seeds.
 
     >>> derived_seed(0, 1) == derived_seed(0, 1) != derived_seed(1, 0)
     True
@@ -21,26 +21,26 @@ def derived_seed(*parts: int) -> int:
 
 
 def seed_all(*parts: int) -> None:
-    """Make whatever is drawn from here on depend on these numbers alone."""
-    derived = derived_seed(*parts)
-    torch.manual_seed(derived)
-    random.seed(derived)
+    """Seed torch, Python's `random` and NumPy (if it is imported) from a tuple of numbers."""
+    seed = derived_seed(*parts)
+    torch.manual_seed(seed)
+    random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(derived % 2**32)
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def states(device: torch.device) -> dict[str, Any]:
-    """Where the generators are."""
-    found = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of all generators that a task may use on a device."""
+    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+        states["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state()
-    return found
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
 
 
-def go_on(states: dict[str, Any], device: torch.device) -> None:
-    """Put the generators where they were."""
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to states that `generator_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states:

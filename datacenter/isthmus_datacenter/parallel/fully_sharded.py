@@ -1,0 +1,136 @@
+"""Shard parameters, gradients and optimizer state over the data-parallel ranks (ZeRO).
+
+`apply_zero_stage` is the one place where a job's `zero_stage` becomes calls of PyTorch's
+`fully_shard`. The *sharding units*, whose parameters are gathered and freed together, are the
+children of the model's containers (the blocks of a transformer, the layers of a Sequential), then
+the root with everything else. The same units are compiled and recomputed (`wrap_unit`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def apply_zero_stage(
+    stage: nn.Module,
+    units: Sequence[nn.Module],
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    *,
+    is_last_stage: bool,
+) -> None:
+    """Apply `fully_shard` to the units of a pipeline stage and then to the stage itself.
+
+    The ZeRO stage (Rajbhandari et al. 2020) selects the mesh and one option:
+
+      * 0: a mesh (replicate, shard=1), so parameters are replicated and gradients all-reduced;
+      * 1 and 2: sharded, and gathered parameters are kept from the forward to the backward pass.
+        The two differ only when gradients are accumulated (`ForwardBackward`);
+      * 3: sharded, and gathered again for the backward pass.
+    """
+    dtype = _DTYPES.get(dims.precision)
+    data_mesh = dims.data_mesh(mesh)
+    for module in (*(unit for unit in units if unit is not stage), stage):
+        reduce_dtype = None if dtype is None else torch.float32
+        # Losses are computed in float32; activations between stages stay in half precision.
+        needs_float32 = dtype is not None and module is stage and is_last_stage
+        output_dtype = torch.float32 if needs_float32 else None
+        fully_shard(
+            module,
+            mesh=data_mesh,
+            reshard_after_forward=dims.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, output_dtype),
+        )
+
+
+def default_units(model: nn.Module, smallest: int) -> list[nn.Module]:
+    """Find the sharding units of a model that have at least `smallest` parameters, in order.
+
+    A block that shares a parameter with the rest of the model stays with the root, which owns
+    both uses of it. Nested containers are not searched: a Sequential is one unit, a ModuleList
+    is never called and stays with the root.
+    """
+    uses = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    units = []
+    for container in _outermost_containers(model):
+        for block in container.children():
+            own_uses = Counter(
+                id(parameter)
+                for module in block.modules()
+                for parameter in module.parameters(recurse=False)
+            )
+            size = sum(parameter.numel() for parameter in block.parameters())
+            shared = any(uses[parameter] != count for parameter, count in own_uses.items())
+            if (
+                size >= smallest
+                and not shared
+                and not isinstance(block, (nn.ModuleList, nn.ModuleDict))
+            ):
+                units.append(block)
+    return units
+
+
+def units_in_stage(stage: nn.Module, task_units: Sequence[Any]) -> list[nn.Module]:
+    """Select those of a task's `shard_units` that are in a pipeline stage.
+
+    Raises:
+        TaskError: one of them is not a module.
+    """
+    modules = {id(module) for module in stage.modules()}
+    for unit in task_units:
+        if not isinstance(unit, nn.Module):
+            raise TaskError(f"shard_units() returned {type(unit).__name__}, not an nn.Module")
+    return [unit for unit in task_units if id(unit) in modules]
+
+
+def wrap_unit(unit: nn.Module, dims: ParallelDims, backend: Any) -> None:
+    """Compile a unit and recompute its activations, where the job says so.
+
+    The instance's `forward` is replaced, so that no parameter name changes.
+    """
+    if dims.compile:
+        # torch.compile skips PyTorch's own modules unless a function of another package calls them.
+        unit.forward = torch.compile(_calling(unit), backend=backend)
+    if dims.checkpoint_activations:
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def _calling(unit: nn.Module) -> Callable[..., Any]:
+    forward = unit.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    # The compiler caches by code object, up to a limit: units of one class share a code object.
+    call.__code__ = _code_for(type(unit).__qualname__, call.__code__)
+    return call
+
+
+@functools.cache
+def _code_for(class_name: str, code: CodeType) -> CodeType:
+    return code.replace(co_name=f"call_{class_name}")
+
+
+def _outermost_containers(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return [module]
+    return [each for child in module.children() for each in _outermost_containers(child)]

@@ -1,0 +1,116 @@
+"""Decisions that all ranks take together: failures, control signals, mean losses and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from isthmus.errors import UserError
+from isthmus.task.scoring import Averages
+from isthmus_datacenter.parallel.model_shard import local
+from isthmus_datacenter.service.messages import ControlSignal
+
+
+class ConsensusError(UserError):
+    """A failure that every rank raises: none waits for another, and all can take a new command."""
+
+
+class StoppedError(ConsensusError):
+    """All ranks stopped at the same step because of a control signal."""
+
+
+class fail_together:  # noqa: N801 - used as a statement
+    """Context manager for code that each rank runs separately: afterwards all continue or all fail.
+
+    All ranks enter it together.
+
+    Raises:
+        ConsensusError: some rank raised a `UserError`; the message is that of the first such rank.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, UserError):
+            return
+        messages: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, None if error is None else str(error))
+        first = next((each for each in messages if each is not None), None)
+        if first is not None:
+            raise ConsensusError(first) from error
+
+
+def start_units_all_reduce(
+    units: int, signal: ControlSignal, ranks: int
+) -> Callable[[], tuple[int, ControlSignal]]:
+    """Start to sum a step's units over all ranks and to find the strongest signal of any rank.
+
+    The function returned waits for the result; until it is called, this rank goes on. The
+    reduction runs between processors, so that the device's queue never has to be waited for.
+    """
+    if ranks == 1:
+        return lambda: (units, signal)
+    numbers = torch.tensor(
+        [units, *(int(signal is each) for each in (ControlSignal.SAVE, ControlSignal.CANCEL))]
+    )
+    work = dist.all_reduce(numbers, async_op=True)
+    assert work is not None
+
+    def wait() -> tuple[int, ControlSignal]:
+        work.wait()
+        all_units, save, abort = numbers.tolist()
+        if abort:
+            return all_units, ControlSignal.CANCEL
+        return all_units, ControlSignal.SAVE if save else ControlSignal.CONTINUE
+
+    return wait
+
+
+def finite_mean_loss(
+    loss_sum: torch.Tensor, units: int, parameters: Iterable[torch.Tensor], steps: tuple[int, int]
+) -> float:
+    """Compute the mean loss of all ranks, and check that it and all parameters are finite.
+
+    This is done once, after the steps, because it waits for the device.
+
+    Args:
+        loss_sum: sum of the losses that this rank counts, a scalar in float64.
+        units: number of units of all replicas.
+        parameters: those of this rank.
+        steps: first step and the step after the last.
+
+    Raises:
+        ConsensusError: something is not finite, on some rank.
+    """
+    parts = [part for part in map(local, parameters) if part.numel()]
+    norms = torch._foreach_norm(parts, math.inf)
+    largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * loss_sum
+    sums = torch.stack([loss_sum, largest * 0.0]).cpu()  # the second is NaN if one is not finite
+    if dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    mean = float(sums[0]) / max(units, 1)
+    if math.isfinite(mean) and math.isfinite(float(sums[1])):
+        return mean
+    what = "model is not finite" if math.isfinite(mean) else f"loss is not finite ({mean})"
+    raise ConsensusError(
+        f"the {what} between steps {steps[0]} and {steps[1]}; lower the learning rate or check "
+        "the data"
+    )
+
+
+def gather_averages(parts: list[Averages], ranks: int) -> Averages:
+    """Add the sums and counts of all ranks, in the order of ranks."""
+    own_rows = [
+        (name, float(part.sums[name]), part.counts[name]) for part in parts for name in part.sums
+    ]
+    rows_by_rank: list[list[tuple[str, float, int]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(rows_by_rank, own_rows)
+    averages = Averages()
+    for name, total, units in (row for rows in rows_by_rank for row in rows):
+        averages.sums[name] = averages.sums.get(name, torch.zeros((), dtype=torch.float64)) + total
+        averages.counts[name] = averages.counts.get(name, 0) + units
+    return averages

@@ -1,0 +1,281 @@
+"""Train one round on one rank: start or resume, take the steps, save and evaluate.
+
+Shape legend: one *unit* is what the task scores (an example, a token); a step's loss is the
+mean over the units of all replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import torch
+
+from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
+from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.service.messages import Command, ControlSignal, ReadSignal
+from isthmus_datacenter.training.consensus import (
+    ConsensusError,
+    StoppedError,
+    fail_together,
+    finite_mean_loss,
+)
+from isthmus_datacenter.training.engine import Engine
+from isthmus_datacenter.training.profile import ProgressReporter, RoundProfile, SendReport
+from isthmus_datacenter.training.rng import generator_states, restore_generators
+
+
+def train_round(
+    engine: Engine, command: Command, send_report: SendReport, read_signal: ReadSignal
+) -> dict[str, object]:
+    """Train from one absolute step to another, and save the state there.
+
+    All ranks call this together. The engine's `figures` are the round's profile afterwards.
+
+    Args:
+        engine: the run.
+        command: the steps, the model to load, and where to write the result.
+        send_report: receives progress reports on one rank.
+        read_signal: returns the control signal that this rank has received.
+
+    Returns:
+        Counts, losses and notes, identical on all ranks but for `seconds`.
+
+    Raises:
+        ConsensusError: there is no state to start from, the loss is not finite, or a signal
+            stopped the steps.
+        TaskError: the task raised on this rank, maybe on this one only.
+    """
+    return _Round(engine, command).run(send_report, read_signal)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StartPoint:
+    """Where training begins: at the round's first step, or where an earlier attempt stopped."""
+
+    step: int
+    loss_sum: float
+    """Losses of the round so far, of the units scored on this rank."""
+    units: int
+    """Units of the round so far, of all replicas."""
+
+
+class _Round:
+    """One training command."""
+
+    def __init__(self, engine: Engine, command: Command) -> None:
+        self._engine, self._command = engine, command
+        self._profile = RoundProfile(engine.placement.device)
+        self._state_step = self._find_state_step()
+        """Step whose state the round starts from; None for the initial state."""
+        self._lineage = self._compute_lineage()
+        """Identifies everything that states within the round follow from; None if unknown."""
+        self._newest_mid_round: MidRoundCheckpoint | None = None
+        self._resets_optimizer = engine.job.datacenter.optimizer_on_load == "reset"
+        self._flops = 0.0
+        """Operations of one step; 0 if unknown."""
+
+    def run(self, send_report: SendReport, read_signal: ReadSignal) -> dict[str, object]:
+        """See `train_round`."""
+        engine, command, profile = self._engine, self._command, self._profile
+        start = self._resume() or self._start()
+        try:
+            loss, units = self._train_steps(start, send_report, read_signal)
+        except ConsensusError:
+            engine.checkpoints.finish_save()  # collective: every rank raises this error
+            raise
+        per_step = engine.order.replicas * engine.order.batch_size
+        steps, trained = (command.until_step - first for first in (command.from_step, start.step))
+        figures = profile.step_figures(trained, trained * per_step, units, self._flops)
+        with profile.host_time("checkpoint"):
+            engine.checkpoints.begin_save(command.until_step, engine.shard, engine.optimizer)
+        # Neither of these changes the state, which is being written at the same time.
+        evaluation = {}
+        if command.evaluate:
+            with profile.host_time("evaluation"):
+                evaluation = engine.evaluator.run(engine.forward_backward, engine.coordinates.data)
+        if command.result is not None:
+            with profile.host_time("exchange"):
+                store_shards(Path(command.result), engine.layout, engine.shard)
+        with profile.host_time("checkpoint"):
+            engine.checkpoints.finish_save()
+        if engine.placement.rank == 0:
+            engine.checkpoints.keep_only({*self._needed_steps(), command.until_step})
+        engine.step = command.until_step
+        engine.figures = {**figures, **profile.round_figures()} if trained else {}
+        return {
+            "steps": steps,
+            "resumed": start.step if start.step > command.from_step else None,
+            "notes": self._notes(),
+            "examples": steps * per_step,
+            "training": {} if loss is None else {"loss": loss},
+            "evaluation": evaluation,
+            "seconds": profile.seconds,
+        }
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def _find_state_step(self) -> int | None:
+        """The step whose state the round starts from; None for the initial state.
+
+        If the command has a model, the rest of the state may be older, or new: this datacenter
+        may have been disconnected for some rounds, or take part for the first time.
+        """
+        checkpoints, first = self._engine.checkpoints, self._command.from_step
+        if self._command.model is None or first == 0 or checkpoints.has(first):
+            return first
+        return checkpoints.newest_step(first)
+
+    def _compute_lineage(self) -> str | None:
+        """A digest of everything that the round's states follow from; None if it is not known."""
+        engine, command = self._engine, self._command
+        if command.model is not None and not command.model_digest:
+            return None
+        step = self._state_step
+        before = "nothing" if step is None else engine.checkpoints.data_name(step)
+        mesh = f"{engine.dims.data} {engine.dims.pipeline}"
+        text = f"{before} {command.model_digest} {mesh} {engine.job.model_dump_json()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _start(self) -> _StartPoint:
+        """Restore the state before the round's first step."""
+        engine, command = self._engine, self._command
+        if command.model is None or not self._resets_optimizer or engine.shard.has_buffers():
+            if self._state_step is None:
+                engine.reset_to_initial_state()
+            else:
+                engine.restore_step(self._state_step)
+        engine.invalidate_state()
+        if command.model is not None:
+            with self._profile.host_time("exchange"):
+                load_shards(Path(command.model), engine.layout, engine.shard)
+            if self._resets_optimizer:
+                engine.reset_optimizer()
+        engine.seed_generators(command.from_step)
+        return _StartPoint(command.from_step, 0.0, 0)
+
+    def _resume(self) -> _StartPoint | None:
+        """Restore the last state that an earlier attempt saved within this round, if any."""
+        engine, command = self._engine, self._command
+        if self._lineage is None or command.until_step == command.from_step:
+            return None
+        checkpoint = engine.checkpoints.newest_mid_round(self._lineage, command.until_step)
+        if checkpoint is None:
+            return None
+        engine.invalidate_state()
+        self._newest_mid_round = checkpoint
+        with fail_together():
+            engine.reset_optimizer()
+        progress = engine.checkpoints.restore_mid_round(
+            checkpoint, engine.shard, engine.optimizer, self._position()
+        )
+        restore_generators(progress.generators, engine.placement.device)
+        return _StartPoint(checkpoint.step, progress.loss_sum, progress.units)
+
+    def _position(self) -> str:
+        coordinates = self._engine.coordinates
+        return f"{coordinates.data}.{coordinates.pipeline}"
+
+    def _needed_steps(self) -> set[int]:
+        """Steps whose checkpoints a repetition of the round needs."""
+        steps = {self._command.from_step}
+        return steps if self._state_step is None else steps | {self._state_step}
+
+    def _notes(self) -> list[str]:
+        """Notes for the user on the state that the round started from."""
+        command, state_step = self._command, self._state_step
+        if command.model is None or self._resets_optimizer or state_step == command.from_step:
+            return []
+        kept = "a new one" if state_step is None else f"that of step {state_step}"
+        return [
+            f"the optimizer kept at step {command.from_step} is {kept}: this datacenter did not "
+            "train the steps before"
+        ]
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _train_steps(
+        self, start: _StartPoint, send_report: SendReport, read_signal: ReadSignal
+    ) -> tuple[float | None, int]:
+        """Train; return the mean loss over the round, None without steps, and the units trained."""
+        engine, profile, device = self._engine, self._profile, self._engine.placement.device
+        forward_backward, optimizer = engine.forward_backward, engine.optimizer
+        first, until = self._command.from_step, self._command.until_step
+        loss_sum = torch.tensor(start.loss_sum, dtype=torch.float64, device=device)
+        units = start.units
+        reporter = None
+        if forward_backward.counts_losses and engine.coordinates.data == 0:
+            reporter = ProgressReporter(
+                send_report,
+                until - first,
+                engine.order.replicas * engine.order.batch_size,
+                device,
+                steps_before=start.step - first,
+                loss_sum_before=start.loss_sum,
+            )
+        optimizer.inner.zero_grad(set_to_none=True)  # of a step that was stopped
+        profile.begin()
+        batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
+        for step, (inputs, target) in enumerate(batches, start=start.step):
+            self._flops = engine.step_flops(inputs)
+            with profile.device_time("forward_backward"):
+                result = forward_backward.run(inputs, target, optimizer.loss_scale, read_signal)
+            if result.signal is ControlSignal.CANCEL:
+                raise StoppedError(f"stopped before step {step} because the result is not wanted")
+            with profile.device_time("optimizer"):
+                optimizer.step(result.gradient_factor)
+            loss_sum += result.loss_sum
+            units += result.global_units
+            if reporter is not None:
+                reporter.step(loss_sum, result.local_units, result.global_units)
+            if self._lineage is not None and step + 1 < until:
+                checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
+                self._save_mid_round(checkpoint, loss_sum, units, result.signal)
+        mean = None
+        if until > first:
+            mean = finite_mean_loss(
+                loss_sum * forward_backward.counts_losses,
+                units,
+                engine.shard.parameters().values(),
+                (first, until),
+            )
+        profile.end()
+        return mean, units - start.units
+
+    def _save_mid_round(
+        self,
+        checkpoint: MidRoundCheckpoint,
+        loss_sum: torch.Tensor,
+        units: int,
+        signal: ControlSignal,
+    ) -> None:
+        """Save the state within the round, at the job's interval or because of a signal.
+
+        Raises:
+            StoppedError: a signal requested it, and the state is saved.
+        """
+        engine, command = self._engine, self._command
+        interval = engine.job.datacenter.checkpoint_steps
+        if signal is not ControlSignal.SAVE and (interval == 0 or checkpoint.step % interval):
+            return
+        progress = RankProgress(
+            position=self._position(),
+            saves=engine.coordinates.tensor == 0,
+            generators=generator_states(engine.placement.device),
+            loss_sum=float(loss_sum),
+            units=units,
+        )
+        with self._profile.host_time("checkpoint"):
+            engine.checkpoints.begin_mid_round_save(
+                checkpoint, engine.shard, engine.optimizer, progress
+            )
+            if engine.placement.rank == 0:  # the previous one is complete by now
+                engine.checkpoints.keep_only(self._needed_steps(), self._newest_mid_round)
+        self._newest_mid_round = checkpoint
+        if signal is ControlSignal.SAVE:
+            engine.checkpoints.finish_save()
+            raise StoppedError(
+                f"stopped after step {checkpoint.step} of {command.from_step} to "
+                f"{command.until_step}, which is saved: the machines are about to be taken away"
+            )
