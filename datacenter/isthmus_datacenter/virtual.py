@@ -24,8 +24,8 @@ from isthmus.task.scoring import (
     evaluate,
     losses,
 )
-from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_datacenter.training.data import ExampleOrder
@@ -100,7 +100,11 @@ class _Run:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, received(work.frozen), "the virtual datacenter"
+            self.task,
+            self.job.seed,
+            work.layout,
+            fingerprint_of(work.frozen),
+            "the virtual datacenter",
         )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")

@@ -53,7 +53,10 @@ def test_check_says_what_a_job_would_do(isthmus, job_file):
         ("federated=3", "federated=3: a table is wanted"),
         ("strategy.policy=nope", "strategy.policy='nope' is not known; there are "),
         ("strategy.policy=nope:Nope", "cannot be made: ModuleNotFoundError"),
-        ("strategy.policy=nope.py:Nope", "a module is wanted: nope:Nope, installed or beside the"),
+        (
+            "strategy.policy=nope.py:Nope",
+            "a module is wanted: nope:Nope, installed or in",
+        ),
         ("strategy.settings.a=1", "unknown key strategy.settings.a"),
         (
             'federated={clients=8, secure_aggregation=false, flower.app="nowhere.py:app"}',

@@ -286,9 +286,9 @@ class Agent:
         about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
         attempt = self._agree(about, work.secure, work.models)
         started = time.monotonic()
-        figures = paired_scores.figures(run.score(payload, candidates))
+        vector = paired_scores.score_vector(run.score(payload, candidates))
         seed = local_seed(run.job.seed, -work.comparison, self.participant.name)
-        advert = attempt.advertise(figures, examples=1, loss=0.0, seed=seed)
+        advert = attempt.advertise(vector, examples=1, loss=0.0, seed=seed)
         self._secure = attempt
         seconds = time.monotonic() - started
         return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=advert.to_bytes()))

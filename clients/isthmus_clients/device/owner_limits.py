@@ -24,9 +24,9 @@ from typing import Annotated
 from pydantic import Field, ValidationError, field_validator
 
 from isthmus.errors import AdmissionRefused, JobError, UserError
-from isthmus.identity.tls import private_file
 from isthmus.job import Job
 from isthmus.job.section import DAYS, Hours, Section, sentences
+from isthmus.system.private_files import write_private_file
 
 _BUSCTL_SECONDS = 2.0
 _NOT_METERED = (2, 4)
@@ -200,7 +200,7 @@ class Guard:
             raise AdmissionRefused(f"its owner allows {policy.bytes_per_day} bytes a day")
         said = json.dumps({"day": today, "rounds": rounds, "bytes": used})
         try:
-            private_file(self._usage, said.encode())
+            write_private_file(self._usage, said.encode())
         except OSError as error:
             raise AdmissionRefused(
                 f"it cannot write down what it used ({error.strerror})"

@@ -31,8 +31,8 @@ from isthmus.task.scoring import (
     score,
 )
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 
@@ -166,7 +166,7 @@ class LocalRun:
         base, data = place_of(source, self.job, Path(work.base), data, tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, received(work.frozen), "this device"
+            self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "this device"
         )
         with user_code("local_data()"):
             self.dataset = self.task.local_data(participant)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from isthmus.errors import UpdateError, UserError
-from isthmus.identity.tls import private_file
+from isthmus.system.private_files import write_private_file
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
@@ -75,7 +75,7 @@ class Credentials:
         if self.memory is None:
             return
         try:
-            private_file(self.memory, json.dumps(self.history.state()).encode())
+            write_private_file(self.memory, json.dumps(self.history.state()).encode())
         except OSError as error:
             raise UpdateError(
                 f"this device cannot write down which rounds it was in ({error.strerror}), and "

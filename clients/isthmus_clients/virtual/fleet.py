@@ -26,8 +26,8 @@ from isthmus.job import read_job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.scoring import build_same_model, check_optimizer, count_examples
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import (
@@ -214,7 +214,7 @@ class _Run:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, received(work.frozen), "a virtual device"
+            self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "a virtual device"
         )
         self.gradients = Gradients(self.task, self.model)
 

@@ -29,9 +29,9 @@ from cryptography import x509
 from google.protobuf.message import DecodeError
 
 from isthmus.errors import AdmissionRefused, UserError
+from isthmus.grpc_errors import short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, check_issued, prepare
-from isthmus.transport.grpc_errors import short_message
 from isthmus.wire import join_pb2
 
 VERSION = 1

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.system.file_lock import file_lock
+from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 
 RENEW_AT = 2 / 3
 """A certificate is renewed when this share of its life is over."""
@@ -53,10 +54,10 @@ class Membership:
             self.kind = str(about["kind"])
             self.server = str(about["server"])
             self.enroller = bytes.fromhex(about["enroller"])
-            tls.check_private(directory / _IDENTITY)
+            check_private(directory / _IDENTITY)
             self.identity = _read_identity(directory)
             self.authority = tls.read_certificate((directory / _AUTHORITY).read_bytes())
-            tls.check_private(directory / _CREDENTIALS)
+            check_private(directory / _CREDENTIALS)
             self._read_credentials()
         except FileNotFoundError as error:
             raise UserError(
@@ -96,9 +97,9 @@ class Membership:
         }
         said = json.dumps(about, indent=1).encode() + b"\n"
         with _writing(directory):
-            tls.private_file(directory / _AUTHORITY, tls.pem(authority))
-            tls.private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
-            tls.private_file(directory / _MEMBER, said)
+            write_private_file(directory / _AUTHORITY, tls.pem(authority))
+            write_private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
+            write_private_file(directory / _MEMBER, said)
             (directory / _JOINING).unlink(missing_ok=True)
         return cls(directory)
 
@@ -160,7 +161,7 @@ class Membership:
         if tls.subject_of(certificate).name != self.name:
             raise AdmissionRefused("the renewed certificate is somebody else's")
         path = self.directory / _CREDENTIALS
-        tls.private_file(path, tls.key_pem(key) + tls.pem(certificate))
+        write_private_file(path, tls.key_pem(key) + tls.pem(certificate))
         self.key, self.certificate, self._next_key = key, certificate, None
 
     def _read_credentials(self) -> None:
@@ -199,13 +200,13 @@ def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
         raise UserError(
             f"{directory} holds a membership already; give another --state, or remove that one"
         )
-    tls.private_directory(directory)
+    make_private_directory(directory)
     with _writing(directory):
         if not (directory / _IDENTITY).exists():
             seed = Ed25519PrivateKey.generate().private_bytes_raw()
-            tls.private_file(directory / _IDENTITY, seed.hex().encode() + b"\n")
+            write_private_file(directory / _IDENTITY, seed.hex().encode() + b"\n")
         if not (directory / _JOINING).exists():
-            tls.private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
+            write_private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
     try:
         return _private_key((directory / _JOINING).read_bytes()), _read_identity(directory)
     except ValueError as error:

@@ -17,10 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import os
-import re
-import tempfile
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -28,30 +24,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from isthmus.errors import AdmissionRefused, UserError
+from isthmus.names import is_name
 
 KINDS = ("client", "datacenter", "operator")
 """What a certificate can be for."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ROLE_URI = "isthmus:"
 _IDENTITY_URI = "isthmus-identity:"
 
 Key = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
-
-
-def checked_name(name: str) -> str:
-    """A participant's name, as it stands in its certificate.
-
-    Raises:
-        UserError: it is not 1 to 63 letters, digits, dots, dashes and underscores.
-    """
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            f"name={name!r} is not 1 to 63 letters, digits, dots, dashes or underscores, "
-            "beginning with a letter or digit"
-        )
-    return name
 
 
 def new_key() -> Key:
@@ -123,7 +105,7 @@ def subject_of(certificate: x509.Certificate) -> Subject:
         key = bytes.fromhex(identity.removeprefix(_IDENTITY_URI))
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
         raise AdmissionRefused("this certificate is not one of a participant") from None
-    if kind not in KINDS or not _NAME.fullmatch(name) or len(key) != 32:
+    if kind not in KINDS or not is_name(name) or len(key) != 32:
         raise AdmissionRefused("this certificate is not one of a participant")
     return Subject(
         kind=kind,
@@ -153,48 +135,6 @@ def read_certificate(data: bytes) -> x509.Certificate:
         return x509.load_pem_x509_certificate(data)
     except ValueError:
         raise AdmissionRefused("this is not a certificate") from None
-
-
-def private_file(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read, whole or not at all, and durably."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def private_directory(path: Path) -> None:
-    """Make a directory that only its owner may enter; one that exists is made so.
-
-    Raises:
-        UserError: it cannot be made, or belongs to somebody else.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-    except OSError as error:
-        raise UserError(f"{path} cannot be a private directory: {error.strerror}") from None
-
-
-def check_private(path: Path) -> None:
-    """Refuse a secret that others on this machine can read.
-
-    Raises:
-        UserError: its mode lets group or others in.
-    """
-    if path.stat().st_mode & 0o077:
-        raise UserError(f"{path} can be read by others on this machine; chmod 600 {path}")
 
 
 def is_loopback(host: str) -> bool:

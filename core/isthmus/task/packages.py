@@ -28,7 +28,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from isthmus.errors import AdmissionRefused, UserError
-from isthmus.identity.tls import check_private, checked_name, private_file
+from isthmus.names import checked_name
+from isthmus.system.private_files import check_private, write_private_file
 
 if TYPE_CHECKING:
     from isthmus.job.schema import Job
@@ -76,7 +77,7 @@ def new_author(path: Path) -> bytes:
         serialization.NoEncryption(),  # its file's mode protects it
     )
     try:
-        private_file(path, pem)
+        write_private_file(path, pem)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
     return key.public_key().public_bytes_raw()

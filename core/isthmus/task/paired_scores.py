@@ -1,10 +1,11 @@
-"""A device's scores of several models, as the numbers whose mean over devices is a comparison.
+"""Paired comparison of models from the mean of the devices' score vectors.
 
-For k models that is a vector of 3k - 2: each score, then each but the first one's difference to
-the first, then the squares of those. Devices send it, masked or not; only its mean is needed.
+For k models a device sends a vector of 3k - 2 elements: the score of each model, the difference of
+each model but the first to the first, and the squares of these differences. The mean over devices
+is all that the comparison needs, so the vectors can be summed securely.
 
->>> mean = torch.stack([figures([0.5, 0.25]), figures([0.75, 0.25])]).mean(0)
->>> scores, differences, errors = results(mean.tolist(), devices=2)
+>>> mean = torch.stack([score_vector([0.5, 0.25]), score_vector([0.75, 0.25])]).mean(0)
+>>> scores, differences, errors = comparison(mean.tolist(), devices=2)
 >>> scores, differences, errors
 ([0.625, 0.25], [0.0, -0.375], [0.0, 0.125])
 """
@@ -18,33 +19,35 @@ import torch
 
 
 def comparisons_run_id(run_id: str) -> str:
-    """What agreements about visits call a run: no sum of updates is set against one of scores."""
+    """The run id of secure sums of scores, distinct from that of the run's sums of updates."""
     return f"{run_id}/visits"
 
 
-def length(models: int) -> int:
-    """Elements of the vector."""
+def vector_size(models: int) -> int:
+    """Number of elements of a score vector, 3k - 2 for k models."""
     return 3 * models - 2
 
 
-def figures(scores: Sequence[float]) -> torch.Tensor:
-    """One device's vector, float64 (3k - 2)."""
+def score_vector(scores: Sequence[float]) -> torch.Tensor:
+    """The score vector of one device, float64 (3k - 2), from its k scores."""
     values = torch.tensor(scores, dtype=torch.float64)
     differences = values[1:] - values[0]
     return torch.cat([values, differences, differences.square()])
 
 
-def results(mean: Sequence[float], *, devices: int) -> tuple[list[float], list[float], list[float]]:
-    """Of each model: mean score, mean difference to the first, and that one's standard error.
+def comparison(
+    mean: Sequence[float], *, devices: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Mean score, mean difference to the first model and its standard error, for each model.
 
     Args:
-        mean: of the devices' vectors.
-        devices: at least two.
+        mean: of the devices' score vectors (3k - 2).
+        devices: number of vectors in the mean, at least two.
     """
     models = (len(mean) + 2) // 3
     differences = [0.0, *mean[models : 2 * models - 1]]
     squares = [0.0, *mean[2 * models - 1 :]]
-    # Sums that were rounded may leave a variance just below zero.
+    # Rounding of the sums may leave a variance just below zero.
     variances = [max(s - d * d, 0.0) for d, s in zip(differences, squares, strict=True)]
     errors = [math.sqrt(variance / (devices - 1)) for variance in variances]
     return list(mean[:models]), differences, errors

@@ -97,7 +97,7 @@ def build_same_model(
         task: as it is here.
         seed: of the job.
         header: `TensorLayout.header` of the server's model.
-        frozen: a `frozen.glance` at it.
+        frozen: the fingerprint of its frozen parameters.
         whose: the model's owner, for a person: "this device".
 
     Raises:

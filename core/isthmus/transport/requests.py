@@ -1,17 +1,31 @@
-"""Requests and replies of the link, beside what the messages themselves say."""
+"""Helpers to read and build the messages of requests and replies."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from isthmus.wire import link_pb2
 
 
 def failure(reason: str) -> link_pb2.Reply:
-    """The work could not be done; `reason` is a sentence for a person."""
+    """A reply that the work could not be done; `reason` is a sentence for the user."""
     return link_pb2.Reply(failure=link_pb2.Failure(reason=reason))
 
 
+def fingerprint_messages(
+    fingerprint: Mapping[str, Sequence[float]],
+) -> dict[str, link_pb2.Fingerprint]:
+    """Encode the fingerprint of a model's frozen parameters (see `isthmus.tensors.fingerprint`)."""
+    return {name: link_pb2.Fingerprint(values=values) for name, values in fingerprint.items()}
+
+
+def fingerprint_of(messages: Mapping[str, link_pb2.Fingerprint]) -> dict[str, list[float]]:
+    """Decode what `fingerprint_messages` encoded."""
+    return {name: list(message.values) for name, message in messages.items()}
+
+
 def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
-    """The content that a worker needs for a request, if any."""
+    """The blob that a worker needs for a request, if any."""
     kind = request.WhichOneof("work")
     if kind == "open":
         return request.open.package.blob
@@ -29,7 +43,7 @@ def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
 
 
 def blob_of(reply: link_pb2.Reply) -> link_pb2.Blob:
-    """The content that goes with a reply; empty without one."""
+    """The blob that belongs to a reply; an empty one if there is none."""
     kind = reply.WhichOneof("outcome")
     if kind == "trained":
         return reply.trained.result

@@ -19,10 +19,10 @@ import grpc
 import grpc.aio
 
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
+from isthmus.grpc_errors import short_message
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
-from isthmus.transport.grpc_errors import short_message
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream

@@ -20,8 +20,8 @@ from isthmus.errors import UpdateError, UserError
 from isthmus.job import read_job
 from isthmus.task import check_installed
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.fingerprint import received
 from isthmus.transport.blobs import Buffer
+from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.messages import Command, ProgressReport
@@ -128,7 +128,7 @@ class RequestHandler:
             base=str(base),
             data=None if data is None else str(data),
             layout=open_.layout.decode("latin-1"),
-            frozen=received(open_.frozen),
+            frozen=fingerprint_of(open_.frozen),
         )
         values, _ = await self._group.execute(command)
         if values["note"]:

@@ -24,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
+from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 
 if TYPE_CHECKING:
     from isthmus_privacy.secagg import Authority as Enroller
@@ -70,7 +71,7 @@ def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    tls.private_directory(draft)
+    make_private_directory(draft)
     key = tls.new_key()
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus authority")])
     certificate = (
@@ -82,9 +83,9 @@ def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
         .add_extension(_usage(authority=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    tls.private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
+    write_private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
     seed = Ed25519PrivateKey.generate().private_bytes_raw()
-    tls.private_file(draft / _ENROLLER, seed.hex().encode() + b"\n")
+    write_private_file(draft / _ENROLLER, seed.hex().encode() + b"\n")
     Authority(draft).renew_server(names)
     if directory.exists():
         directory.rmdir()
@@ -120,7 +121,7 @@ class Authority:
         self.server_life = server_life
         try:
             for name in (_AUTHORITY, _ENROLLER):
-                tls.check_private(directory / name)
+                check_private(directory / name)
             data = (directory / _AUTHORITY).read_bytes()
             key = serialization.load_pem_private_key(data, password=None)
             self.certificate = tls.read_certificate(data)
@@ -184,7 +185,7 @@ class Authority:
     def server_pair(self) -> tuple[bytes, bytes]:
         """The server's key and certificate (PEM), renewed first if a third of its life is left."""
         path = self.directory / _SERVER
-        tls.check_private(path)
+        check_private(path)
         data = path.read_bytes()
         certificate = tls.read_certificate(data)
         left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
@@ -209,7 +210,7 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        tls.private_file(self.directory / _SERVER, tls.key_pem(key) + tls.pem(certificate))
+        write_private_file(self.directory / _SERVER, tls.key_pem(key) + tls.pem(certificate))
 
 
 def _builder(life: datetime.timedelta) -> x509.CertificateBuilder:

@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import AdmissionRefused, UserError
+from isthmus.grpc_errors import short_message
 from isthmus.identity.membership import Membership, default_state
 from isthmus.job import Job, load_job, write_job
-from isthmus.transport.grpc_errors import short_message
 from isthmus.transport.uplink import CHANNEL_OPTIONS
 from isthmus.wire import operator_pb2 as pb
 

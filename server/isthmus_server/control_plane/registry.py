@@ -16,6 +16,7 @@ from pathlib import Path
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
+from isthmus.names import checked_name
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS participants (
@@ -105,7 +106,7 @@ class Registry:
         Raises:
             UserError: the name is taken.
         """
-        tls.checked_name(name)
+        checked_name(name)
         with self._transaction():
             now = time.time()
             self._db.execute("DELETE FROM tokens WHERE expires < ?", (now - _KEEP_SECONDS,))

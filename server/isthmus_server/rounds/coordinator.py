@@ -19,7 +19,8 @@ from typing import Any
 from isthmus.errors import IsthmusError, RoundFailed, UserError
 from isthmus.job import write_job
 from isthmus.task import load_task
-from isthmus.tensors.fingerprint import sent
+from isthmus.tensors.fingerprint import fingerprint
+from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes.context import Federation
@@ -113,7 +114,7 @@ class Coordinator:
                 job=write_job(self.job),
                 base=str(store.base),
                 layout=layout.header,
-                frozen=sent(self.model.module),
+                frozen=fingerprint_messages(fingerprint(self.model.module)),
             ),
             self._note,
         )

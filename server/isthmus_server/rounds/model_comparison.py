@@ -109,7 +109,7 @@ async def visit(
 
 def comparison(asked: Compare, scores: Scores, price: float) -> Comparison:
     """The answer to a policy's question."""
-    means, differences, errors = paired_scores.results(scores.mean, devices=scores.devices)
+    means, differences, errors = paired_scores.comparison(scores.mean, devices=scores.devices)
     return Comparison(
         models=asked.models,
         devices=scores.devices,
@@ -133,7 +133,7 @@ async def _secure(
         round=work.comparison,
         attempt=work.attempt,
         model_hash=work.models.sha256,
-        size=paired_scores.length(len(work.candidates)),
+        size=paired_scores.vector_size(len(work.candidates)),
         **margins(settings),
         clip=1.0,
     )
@@ -205,7 +205,7 @@ class _PlainVisit:
         if wrong:
             self._note(name, "rejected", wrong)
             return
-        self.figures[name] = paired_scores.figures(scores)
+        self.figures[name] = paired_scores.score_vector(scores)
         self._note(name, "accepted", "")
 
     def _note(self, name: str, status: Status, reason: str, started: bool = True) -> None:

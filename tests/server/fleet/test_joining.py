@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.server.work import answering, train
 
 from isthmus.errors import AdmissionRefused, UserError
-from isthmus.identity import joining, tls
+from isthmus.identity import joining, membership, tls
 from isthmus.identity.joining import JOIN, Token
 from isthmus.identity.membership import Membership
 from isthmus.wire import join_pb2, link_pb2
@@ -166,7 +166,7 @@ async def test_a_directory_that_cannot_be_written_is_one_sentence(fleet, tmp_pat
     def full(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tls, "private_file", full)
+    monkeypatch.setattr(membership, "write_private_file", full)
     with pytest.raises(UserError, match=r"state cannot be written: No space left on device$"):
         await joining.join(fleet.url, fleet.token("phone-0"), tmp_path / "state", "client")
 

@@ -10,8 +10,8 @@ The only module that touches parts of `flwr` that it does not promise to keep:
   * `ClientApp._call`, which only an app of a `client_fn` has;
   * `Array`s of the type `numpy.ndarray` are `.npy` files in memory.
 
-`tests/core/test_flower.py` is the contract. Nothing imports this module but the parts that serve
-Flower's strategies and apps, so Flower is needed only where a job asks for one.
+`tests/core/integrations/test_flower.py` tests all of them. Only the modules that run Flower's
+strategies and apps import this one, so Flower is needed only if a job uses it.
 """
 
 from __future__ import annotations

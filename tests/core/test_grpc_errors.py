@@ -2,7 +2,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from isthmus.transport.grpc_errors import short_message
+from isthmus.grpc_errors import short_message
 from isthmus.transport.uplink import METHOD
 
 TO_ALL = "failed to connect to all addresses; last error: "
