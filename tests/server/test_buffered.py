@@ -10,8 +10,9 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.fixed_point_sum import StreamingUpdate
-from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import AttemptFailed, FederatedRegime
+from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.transport import peer
@@ -37,6 +38,17 @@ class Slow:
         return self.update(LAYOUT, vector, examples=self.examples, training={"loss": 2.0})
 
 
+def spec_of(fleet, round_, attempt, blob, cohort):
+    """An attempt with the settings of the fleet's job."""
+    return AttemptSpec(
+        round=round_,
+        attempt=attempt,
+        model=blob,
+        cohort=cohort,
+        settings=fleet.context.job.federated,
+    )
+
+
 @pytest.fixture
 def begin(net, make_job, update, tmp_path):
     """A fleet with a buffer, slow devices, and a round's `train(round_)`."""
@@ -45,7 +57,7 @@ def begin(net, make_job, update, tmp_path):
         await net.listen(lease)
         settings = ("federated.mode=buffered", "federated.cohort=2", "federated.quorum=2")
         fleet = FederatedRegime(
-            Federation(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
+            FederatedContext(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
         )
         devices = {name: Slow(update) for name in names}
         guests = {name: await net.join(name, work) for name, work in devices.items()}
@@ -55,8 +67,8 @@ def begin(net, make_job, update, tmp_path):
             blob = describe(payload)
             net.link.publish(blob, payload)
             try:
-                idle = {name: 10 for name in names if name not in fleet.at_work}
-                return await fleet.train(round_, attempt, blob, idle)
+                idle = {name: 10 for name in names if name not in fleet.busy}
+                return await fleet.train(spec_of(fleet, round_, attempt, blob, idle))
             finally:
                 net.link.retract(blob)
 
@@ -84,7 +96,7 @@ async def test_a_slow_device_delivers_into_a_later_buffer_and_counts_less(begin,
     assert accepted(result) == dict.fromkeys(quick, 0)
     assert result.pseudo_gradient.tolist() == [1.0, 1.0, 0.0]
     assert result.training == {"staleness": 0.0, "loss": 2.0}
-    assert fleet.at_work[0] == slow
+    assert fleet.busy[0] == slow
     # Round 2 goes on while it is at work; in round 3 its update is two rounds old: a third of it.
     for one in devices.values():
         one.go.set() if one is not devices[slow] else None
@@ -114,7 +126,7 @@ async def test_an_update_that_is_too_old_is_not_used(begin, net):
     devices["a"].go.set()
     result = await filling
     assert set(accepted(result)) == {"b", "c"}
-    if "a" in fleet.at_work:  # the other two were quicker: it is for the next one to see
+    if "a" in fleet.busy:  # the other two were quicker: it is for the next one to see
         result = await train(5)
     (late,) = (r for r in result.receipts if r.participant == "a")
     assert late.status == "rejected"
@@ -157,7 +169,7 @@ async def test_a_device_without_its_model_when_the_round_ends_is_let_go_and_aske
     (late,) = (r for r in result.receipts if r.participant == "c")
     assert (late.status, late.started) == ("dropped", False)
     assert late.reason == "the round was over before it had the model"
-    assert fleet.at_work == []
+    assert fleet.busy == []
     wire.cut()
     devices["a"].go.clear()
     devices["c"].go.set()
@@ -172,7 +184,7 @@ async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, 
     devices["a"].go.set()
     with pytest.raises(AttemptFailed, match="1 updates came into the buffer and the quorum is 2"):
         await train(1)
-    assert fleet.at_work == ["b"]
+    assert fleet.busy == ["b"]
     devices["b"].go.set()
     again = await train(1, attempt=2)
     assert accepted(again) == {"a": 0, "b": 0}
@@ -200,8 +212,8 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_coun
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await filling
-    assert fleet.buffered.filling.total.weight == 0
-    (receipt,) = (r for r in fleet.stopped("the time is over") if r.participant == "a")
+    assert fleet.buffered.current.total.weight == 0
+    (receipt,) = (r for r in fleet.cancelled("the time is over") if r.participant == "a")
     why = "the round's time was over before its update was here"
     assert (receipt.status, receipt.reason) == ("dropped", why)
     await net.until(lambda: guests["a"].receipts == [(False, why)])
@@ -224,7 +236,7 @@ async def test_a_secure_sum_ends_with_the_round_that_its_buffer_began(begin, mon
     with pytest.raises(AttemptFailed, match="nobody agreed"):
         await train(1)
     now = asyncio.get_running_loop().time()
-    assert began <= deadlines[0] - fleet.federation.job.time.round_seconds <= now
+    assert began <= deadlines[0] - fleet.context.job.time.round_seconds <= now
 
 
 async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):
@@ -234,7 +246,7 @@ async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):
     assert set(accepted(await train(1))) == {"a", "b"}
     await fleet.stop()
     await net.until(lambda: len(guests["c"].cancelled) == 1)
-    assert fleet.at_work == []
+    assert fleet.busy == []
 
 
 async def test_kept_updates_are_discounted_and_summed_securely(place, net):
@@ -243,18 +255,18 @@ async def test_kept_updates_are_discounted_and_summed_securely(place, net):
 
     async def mean(name, mode, round_):
         coordinator = Coordinator(place.create(name, f"federated.mode={mode}"), place.link)
-        fleet, blob = coordinator.fleet, coordinator.model.blob
+        fleet, blob = coordinator.federated, coordinator.model.blob
         place.link.publish(blob, coordinator.model.payload)
         coordinator.roster.start()
         await net.until(lambda: len(coordinator.roster.clients) == 3)
         work = link_pb2.TrainLocal(
-            run_id=fleet.federation.run_id, round=1, attempt=1, model=blob, keep=True
+            run_id=fleet.context.run_id, round=1, attempt=1, model=blob, keep=True
         )
         if fleet.buffered is not None:
             for device in place.names:
-                fleet.buffered.ask(device, 0, 1, work)
-        result = await fleet.train(round_, 1, blob, dict.fromkeys(place.names, 0))
-        await coordinator.roster.stop(over=False)
+                fleet.buffered.start(device, 0, 1, work)
+        result = await fleet.train(spec_of(fleet, round_, 1, blob, dict.fromkeys(place.names, 0)))
+        await coordinator.roster.stop(finished=False)
         return result
 
     fresh = await mean("rounds", "rounds", 1)

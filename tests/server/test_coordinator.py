@@ -318,7 +318,7 @@ async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_rank
     assert torch.equal(coordinator.model.vector, ranks.vector)
     assert final["metrics"] == {"loss": 0.75, "accuracy": 0.5}
     assert report["rounds"][0]["cost"]["price"] == 0.5
-    assert ranks.asked[-1].close.over
+    assert ranks.asked[-1].close.finished
 
 
 async def test_datacenter_rounds_in_a_row_move_no_model(with_ranks):
@@ -426,6 +426,6 @@ async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place
     place.faults["a"][1, 1] = "no power"
     with pytest.raises(UserError, match="a: no power"):
         await coordinator.run()
-    assert not ranks.asked[-1].close.over  # it can be gone on with
+    assert not ranks.asked[-1].close.finished  # it can be gone on with
     (failed,) = document(store)["failed_attempts"]
     assert {receipt["participant"] for receipt in failed["receipts"]} >= set(place.names)

@@ -5,12 +5,17 @@ import pytest
 import torch
 
 from isthmus.errors import TaskError
+from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import CHUNK_BYTES, describe
 from isthmus.wire import link_pb2
-from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import AttemptFailed, DatacenterRegime, FederatedRegime
+from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.datacenter import DatacenterRegime
+from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.storage.receipts import UNREACHABLE, Receipt, count, reasons
+from isthmus_server.strategy.policy import Plan
+from isthmus_server.strategy.round_spec import RoundSpec
 
 LAYOUT = TensorLayout.from_shapes({"bias": (1,), "weight": (2,)})
 OTHER = TensorLayout.from_shapes({"bias": (2,), "weight": (1,)})
@@ -24,14 +29,22 @@ class Round:
     def __init__(self, net, job, layout, directory):
         self.net = net
         self.link = net.link
+        self.job = job
         self.layout = layout
-        self.fleet = FederatedRegime(Federation(net.link, job, "run", layout, directory))
+        self.fleet = FederatedRegime(FederatedContext(net.link, job, "run", layout, directory))
         self.model = layout.encode(torch.ones(layout.size))
         self.blob = describe(self.model)
         self.link.publish(self.blob, self.model)
 
     async def train(self, *names, examples=10):
-        return await self.fleet.train(1, 1, self.blob, dict.fromkeys(names, examples))
+        spec = AttemptSpec(
+            round=1,
+            attempt=1,
+            model=self.blob,
+            cohort=dict.fromkeys(names, examples),
+            settings=self.job.federated,
+        )
+        return await self.fleet.train(spec)
 
 
 @pytest.fixture
@@ -206,10 +219,14 @@ async def test_who_was_never_reached_has_not_started(begin, good, mode):
 async def test_an_attempt_ends_as_soon_as_its_quorum_cannot_be_reached(begin):
     round_ = await begin("federated.cohort=2", "federated.quorum=2", lease=10.0)
 
+    b_trains = asyncio.Event()
+
     async def fail(guest, request, model):
+        await b_trains.wait()
         raise TaskError("no power")
 
     async def sleep(guest, request, model):
+        b_trains.set()
         await NEVER().wait()
 
     await round_.net.join("a", fail)
@@ -333,7 +350,21 @@ def ranks(net, make_job):
     return ranks
 
 
-WORK = {"from_step": 10, "until_step": 20, "model": None, "evaluate": True, "hand_back": True}
+def steps(round_):
+    """A round of ten steps from the ranks' own model, which is returned."""
+    return RoundSpec(
+        plan=Plan(regime="datacenter", reason=""),
+        round=round_,
+        attempt=1,
+        cohort={},
+        federated=FederatedSection(),
+        datacenters=["dc"],
+        from_step=10,
+        steps=10,
+        datacenter_has_model=True,
+        evaluate=True,
+        hand_back=True,
+    )
 
 
 async def test_ranks_train_to_a_step_and_hand_their_model_back(ranks, update, net):
@@ -342,15 +373,15 @@ async def test_ranks_train_to_a_step_and_hand_their_model_back(ranks, update, ne
         return update(LAYOUT, [1.0, 2.0, 3.0], training={"loss": 1.0}, events=["rank 1 came back"])
 
     datacenter, guest = await ranks(work)
-    result = await datacenter.train("dc", 3, 1, **WORK)
+    result = await datacenter.train("dc", steps(3), None)
     assert result.vector.tolist() == [1.0, 2.0, 3.0]
     assert result.training == {"loss": 1.0}
     (receipt,) = result.receipts
     assert (receipt.status, receipt.reason) == ("accepted", "rank 1 came back")
     (asked,) = guest.asked
-    steps = asked.train_steps
-    assert (steps.round, steps.from_step, steps.until_step) == (3, 10, 20)
-    assert not steps.HasField("model")
+    work = asked.train_steps
+    assert (work.round, work.from_step, work.until_step) == (3, 10, 20)
+    assert not work.HasField("model")
     await net.until(lambda: guest.receipts == [(True, "")])
 
 
@@ -373,14 +404,14 @@ async def test_ranks_export_their_model(ranks, update):
         ("another header", "rejected", "dc: another exchange set came: parameter 'bias' has"),
         ("nan", "rejected", "dc: its model is not finite"),
         ("death", "dropped", "dc: lost: silent for longer than the lease of 0.3 s"),
-        ("silence", "dropped", "dc: it did not answer within the round's 1 s"),
+        ("silence", "dropped", "dc: it did not answer within 1 s"),
     ],
 )
 async def test_ranks_that_cannot_are_a_failed_attempt(ranks, update, net, how, status, reason):
     work = misbehaviours(update)[how][0]
     datacenter, guest = await ranks(work, "time.round_seconds=1", "time.lease_seconds=0.3")
     with pytest.raises(AttemptFailed) as caught:
-        await datacenter.train("dc", 1, 1, **WORK)
+        await datacenter.train("dc", steps(1), None)
     assert str(caught.value).startswith(reason)
     (receipt,) = caught.value.receipts
     assert (receipt.participant, receipt.regime, receipt.status) == ("dc", "datacenter", status)

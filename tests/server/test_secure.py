@@ -13,15 +13,16 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
-from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import AttemptFailed, FederatedRegime
+from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure import SecureAggregationAttempt
 
 NAMES = "abcde"
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 STEPS = ("open", "train_local", "roster", "inbox", "survivors", "consistency_signatures")
 ASKED = dict(
-    zip(("training", "sharing keys", "sending", "signing", "releasing"), STEPS[1:], strict=True)
+    zip(("training", "sharing keys", "sending", "signing", "unmasking"), STEPS[1:], strict=True)
 )
 """What devices are asked in each step of an attempt."""
 
@@ -83,9 +84,16 @@ class Place:
         blob = describe(self.model)
         self.net.link.publish(blob, self.model)
         fleet = FederatedRegime(
-            Federation(self.net.link, job or self.job, "run", LAYOUT, self.directory)
+            FederatedContext(self.net.link, job or self.job, "run", LAYOUT, self.directory)
         )
-        return await fleet.train(1, attempt, blob, dict.fromkeys(NAMES, 20))
+        spec = AttemptSpec(
+            round=1,
+            attempt=attempt,
+            model=blob,
+            cohort=dict.fromkeys(NAMES, 20),
+            settings=(job or self.job).federated,
+        )
+        return await fleet.train(spec)
 
     async def plain_mean(self, names):
         """What those devices' updates come to in plain, weighted by their examples."""
@@ -183,7 +191,7 @@ async def test_training_and_sending_end_with_the_round_and_the_rest_within_a_lea
     took = asyncio.get_running_loop().time() - began
     for step, whole in {"training": 45, "sending": 60}.items():  # of the round's 60 seconds
         assert whole - took <= deadlines[step] <= whole + 1e-3
-    for step in ("sharing keys", "signing", "releasing"):
+    for step in ("sharing keys", "signing", "unmasking"):
         assert 20 - took <= deadlines[step] <= 20 + 1e-3
 
 

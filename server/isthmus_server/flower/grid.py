@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import Error, Message, RecordDict
 
-from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.errors import UpdateError
 from isthmus.integrations.flower.messages import SERVER_NODE, ErrorCode, identify, message, node_of
 from isthmus.integrations.flower.records import decode, encode
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus_server.flower.one_run import OneRun
+from isthmus_server.regimes.call import CallFailed, call
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.sanitize import in_a_line, reason_of
+from isthmus_server.transport.sanitize import in_a_line
 
 _LOST = ErrorCode.NODE_UNAVAILABLE
 _LATE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
@@ -203,37 +204,29 @@ class LinkGrid(OneRun):
         if not self._published[records.sha256]:
             self.link.publish(records, memoryview(payload))
         self._published[records.sha256] += 1
-        reply: link_pb2.Reply | None = None
-        failure = "the round is over"
+        answer: Answer | None = None
         try:
-            async with asyncio.timeout(seconds):
-                reply = await self.link.ask(name, request)
-                answer = await self._read(name, id_, asked, reply, share)
-            failure = answer.failure
-        except TimeoutError:
-            failure = f"it did not answer within {seconds:g} s"
-            return _failed(asked, _LATE, failure)
-        except ParticipantLost as lost:
-            failure = str(lost)
-            started = lost.reached or reply is not None
-            return dataclasses.replace(_failed(asked, _LOST, failure), started=started)
-        except UpdateError as error:
-            failure = str(error)
-            return dataclasses.replace(_failed(asked, _BROKEN, failure), sent=True)
+            async with call(self.link, name, request, "flower_replied", seconds=seconds) as reply:
+                answer = await self._read(name, id_, asked, reply.flower_replied, share)
+                if answer.failure:
+                    raise UpdateError(answer.failure)
+        except CallFailed as failed:
+            if answer is not None:
+                return dataclasses.replace(answer, bytes_out=records.size)
+            rejected = failed.status == "rejected"
+            code = _BROKEN if rejected else _LATE if failed.timed_out else _LOST
+            return dataclasses.replace(
+                _failed(asked, code, failed.reason), started=failed.reached, sent=rejected
+            )
         finally:
             self._published[records.sha256] -= 1
             if not self._published[records.sha256]:
                 self.link.retract(records)
-            if reply is not None:
-                self.link.acknowledge(name, request.id, not failure, failure)
         return dataclasses.replace(answer, bytes_out=records.size)
 
     async def _read(
-        self, name: str, id_: str, asked: Message, reply: link_pb2.Reply, share: int
+        self, name: str, id_: str, asked: Message, replied: link_pb2.FlowerReply, share: int
     ) -> Answer:
-        if reply.WhichOneof("outcome") != "flower_replied":
-            raise UpdateError(reason_of(reply))
-        replied = reply.flower_replied
         if replied.error or replied.error_code:
             answer = _failed(asked, replied.error_code, in_a_line(replied.error))
             return dataclasses.replace(answer, sent=True, seconds=replied.seconds)

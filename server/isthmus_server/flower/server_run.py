@@ -27,7 +27,7 @@ from isthmus.job import Job
 from isthmus.job.federated import FlowerSection
 from isthmus.task import load_task
 from isthmus_server.flower.replies import check, odd_ones
-from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, Round
+from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, StrategyRound
 from isthmus_server.model.global_model import GlobalModel
 
 log = logging.getLogger("flwr")  # what is said there is what `flwr log` shows
@@ -70,8 +70,8 @@ class FlowerServerRun:
         self.model = GlobalModel(task, job.seed, strategy.server_optimizer, strategy.served_average)
         flower = job.federated.flower or FlowerSection()
         self.federated = job.federated.model_copy(update={"flower": flower})
-        self.guest = FlowerStrategyAdapter(
-            self.federated, self.model.layout, asks=self.federated.invited
+        self.adapter = FlowerStrategyAdapter(
+            self.federated, self.model.layout, sampled_nodes=self.federated.invited
         )
 
     def run(self, grid: Grid, directory: Path) -> None:
@@ -92,7 +92,7 @@ class FlowerServerRun:
         started = time.monotonic()
         for attempt in range(1, self.job.attempts + 1):
             self._wait_for_nodes(grid)
-            begun = self.guest.begin(round_, self.model.vector, self.federated)
+            begun = self.adapter.begin(round_, self.model.vector, self.federated)
             try:
                 accepted = self._attempt(grid, begun)
                 break
@@ -112,7 +112,7 @@ class FlowerServerRun:
             "seconds": time.monotonic() - started,
         }
 
-    def _attempt(self, grid: Grid, begun: Round) -> int:
+    def _attempt(self, grid: Grid, begun: StrategyRound) -> int:
         """Ask, and step on what comes; returns how many answers were used."""
         messages = begun.configure(grid)
         waits = self.job.time.round_seconds
@@ -129,7 +129,7 @@ class FlowerServerRun:
                     self.model.layout,
                     scratch,
                     weighted_by=begun.weighted_by,
-                    max_examples=self.guest.settings.max_examples,
+                    max_examples=self.adapter.settings.max_examples,
                 )
                 good[node] = reply
             except UpdateError as error:
@@ -144,7 +144,7 @@ class FlowerServerRun:
             )
         self.model.step(begun.aggregate([good[node] for node in sorted(good)]))
         self.model.average()
-        self.guest.state = begun.state
+        self.adapter.commit(begun.state)
         return len(good)
 
     def _wait_for_nodes(self, grid: Grid) -> None:

@@ -1,15 +1,16 @@
-"""A Flower strategy in the place of the weighted mean of a round's updates.
+"""Aggregate the updates of federated rounds with a Flower strategy.
 
-It is shown what Flower would show it: messages with the model each device ended with and its
-figures, and the model that they began with. What it makes of them counts as the model that the
-fleet ended with, so the server optimizer and the merging with a datacenter go on from there.
+The strategy receives what Flower would give it: messages with each device's final model and
+figures, and the model that they started from. Its result counts as the final model of the
+devices, so the server optimizer and the merge with a datacenter work as without a strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -27,6 +28,7 @@ from isthmus.integrations.flower.messages import (
 )
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.flower.one_run import OneRun
 from isthmus_server.flower.state import State, check
@@ -39,33 +41,39 @@ from isthmus_server.flower.strategies import (
     so_many,
 )
 from isthmus_server.model.fixed_point_sum import Spool
+from isthmus_server.regimes.base import AttemptSpec, FederatedAttempt
+from isthmus_server.regimes.plaintext import PlaintextAttempt
 
-PREFIX = "flower."
-"""Of a strategy's tensors and numbers beside those of the server optimizer."""
+if TYPE_CHECKING:
+    from isthmus_server.regimes.context import FederatedContext
 
 
 class FlowerStrategyAdapter:
-    """The strategy of a run.
+    """The Flower strategy of a run, as a `FederatedExtension`.
 
     Guarantees:
-      * what it remembers is committed with the round, or not at all;
-      * a round's updates take at most `max_bytes` together.
+      * the strategy's state is committed with the round, or not at all;
+      * the updates of a round take at most `max_bytes` together.
     """
 
     def __init__(
-        self, federated: FederatedSection, layout: TensorLayout, *, asks: int | None = None
+        self,
+        federated: FederatedSection,
+        layout: TensorLayout,
+        *,
+        sampled_nodes: int | None = None,
     ) -> None:
-        """Make the strategy once, to see whether it can be used.
+        """Construct the strategy once, to find out whether it can be used.
 
-        `asks`: under Flower's own runtime, so many nodes are asked by the strategy itself.
+        `sampled_nodes`: under Flower's own runtime, how many nodes the strategy samples itself.
 
         Raises:
-            UserError: it cannot, or a cohort's updates would take too much memory.
+            UserError: it cannot be used, or a cohort's updates would take too much memory.
         """
         assert federated.flower is not None
-        if asks is None:
+        if sampled_nodes is None:
             identify()
-        self.sampling = EVERYBODY if asks is None else so_many(asks)
+        self.sampling = EVERYBODY if sampled_nodes is None else so_many(sampled_nodes)
         self.settings = federated.flower
         self.layout = layout
         self.state = State()
@@ -75,24 +83,38 @@ class FlowerStrategyAdapter:
         except RoundFailed as error:
             raise JobError(str(error)) from None
 
+    def attempt(self, context: FederatedContext, spec: AttemptSpec) -> FederatedAttempt:
+        """An attempt whose updates the strategy aggregates; devices run the app if there is one.
+
+        Raises:
+            RoundFailed: the updates of the cohort would take too much memory.
+        """
+        assert spec.start is not None
+        strategy = self.begin(spec.round, spec.start, spec.settings)
+        if self.settings.app is not None:
+            from isthmus_server.flower.attempt import FlowerAttempt
+
+            return FlowerAttempt(context, strategy, spec)
+        return PlaintextAttempt(context, spec, StrategyAggregator(context, strategy, spec.cohort))
+
     def begin(
         self,
         round_: int,
         start: torch.Tensor,
         federated: FederatedSection,
-    ) -> Round:
-        """An attempt at a round from the model `start`, float32 (N).
+    ) -> StrategyRound:
+        """Prepare the strategy for an attempt at a round from the model `start`, float32 (N).
 
         Raises:
-            RoundFailed: too many updates to hold at once.
+            RoundFailed: the updates of the cohort would take too much memory.
         """
         self.check_size(federated.cohort)
         strategy = self.make(federated.needed)
         self.state.put_into(strategy)
-        return Round(self, strategy, round_, start, federated.needed)
+        return StrategyRound(self, strategy, round_, start, federated.needed)
 
     def make(self, quorum: int) -> Strategy:
-        """A new one, that remembers nothing."""
+        """A new strategy without state."""
         with captured_warnings():
             return make(
                 self.settings.strategy,
@@ -102,10 +124,10 @@ class FlowerStrategyAdapter:
             )
 
     def check_size(self, cohort: int) -> None:
-        """Refuse a cohort whose updates could not be held.
+        """Refuse a cohort whose updates take more than `max_bytes`.
 
         Raises:
-            RoundFailed: with what they take.
+            RoundFailed: they do; with both numbers.
         """
         takes = cohort * self.layout.nbytes
         if takes > self.settings.max_bytes:
@@ -115,44 +137,42 @@ class FlowerStrategyAdapter:
                 f"{self.settings.max_bytes}; raise it, or lower federated.cohort"
             )
 
-    def forget(self) -> None:
-        """Begin anew: no moments, no norms."""
+    # -- state -------------------------------------------------------------------------------------
+
+    def commit(self, state: State) -> None:
+        """Make the state of an attempt the current one."""
+        self.state = state
+
+    def reset(self) -> None:
+        """Forget all moments and norms."""
         self.state = State()
 
-    # -- beside the server optimizer's state -------------------------------------------------------
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The strategy's state as tensors and JSON values."""
+        return dict(self.state.tensors), dict(self.state.numbers)
 
-    def add_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-        """Add what the strategy remembers."""
-        tensors |= {PREFIX + name: tensor for name, tensor in self.state.tensors.items()}
-        numbers |= {PREFIX + name: how for name, how in self.state.numbers.items()}
-
-    def take_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-        """Take back what `add_state` added."""
-        self.state = State(_take(tensors), _take(numbers))
+    def import_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        """Restore what `export_state` returned."""
+        self.state = State(dict(tensors), dict(values))
 
 
-def _take(table: dict[str, Any]) -> dict[str, Any]:
-    ours = [name for name in table if name.startswith(PREFIX)]
-    return {name.removeprefix(PREFIX): table.pop(name) for name in ours}
-
-
-class Round:
-    """A strategy in one attempt at a round: what it sends, and what it makes of the replies."""
+class StrategyRound:
+    """A strategy in one attempt at a round: its messages, and its aggregate of the replies."""
 
     def __init__(
         self,
-        guest: FlowerStrategyAdapter,
+        adapter: FlowerStrategyAdapter,
         strategy: Strategy,
         round_: int,
         start: torch.Tensor,
         needed: int,
     ) -> None:
-        self.guest = guest
+        self.adapter = adapter
         self.strategy = strategy
         self.round = round_
         self.start = start
         self.needed = needed
-        self.state = guest.state
+        self.state = adapter.state
         """What the strategy remembers after `aggregate`."""
         self.figures: dict[str, float] = {}
         """What it made of the devices' figures, after `aggregate`."""
@@ -174,8 +194,8 @@ class Round:
             RoundFailed: it failed.
         """
         with self._on("the beginning of a round"):
-            model = record_of(self.guest.layout.parts(self.start))
-            config = ConfigRecord(dict(self.guest.settings.config))
+            model = record_of(self.adapter.layout.parts(self.start))
+            config = ConfigRecord(dict(self.adapter.settings.config))
             return list(self.strategy.configure_train(self.round, model, config, grid))
 
     def aggregate(self, replies: list[Message]) -> torch.Tensor:
@@ -190,8 +210,8 @@ class Round:
             made, figures = self.strategy.aggregate_train(self.round, replies)
             if made is None:
                 raise UpdateError("; ".join(["it made no model of them", *warnings]))
-            read_record(made, self.guest.layout.parts(result))
-            self.state = State.of(self.strategy, self.guest.make(self.needed))
+            read_record(made, self.adapter.layout.parts(result))
+            self.state = State.of(self.strategy, self.adapter.make(self.needed))
         self.figures = {
             name: float(value)
             for name, value in (figures or {}).items()
@@ -212,79 +232,113 @@ class Round:
             raise RoundFailed(f"{self.name} failed on {what}: {reason}") from error
 
 
+class StrategyAggregator:
+    """Has a strategy aggregate the updates that Isthmus devices send: an `Aggregator`."""
+
+    def __init__(
+        self, context: FederatedContext, strategy: StrategyRound, cohort: Mapping[str, int]
+    ) -> None:
+        self._context = context
+        self._strategy = strategy
+        self._updates = UpdateCollector(strategy, context.layout, cohort)
+        self._collecting = asyncio.Lock()
+
+    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
+        """Fetch an update and keep the model it stands for; see `Aggregator.add`."""
+        with Spool(self._context.spool, expected=self._context.layout.nbytes) as spool:
+            await self._context.link.fetch(name, trained.result, spool.write)
+            await to_the_end(self._collect(name, trained, spool, accept))
+
+    async def _collect(
+        self, name: str, trained: link_pb2.Trained, spool: Spool, accept: Callable[[], None]
+    ) -> None:
+        async with self._collecting:
+            await asyncio.to_thread(self._updates.collect, name, trained, spool)
+            try:
+                accept()
+            except UpdateError:
+                self._updates.discard(name)
+                raise
+
+    async def result(self) -> tuple[torch.Tensor, Any]:
+        """The pseudo-gradient to the strategy's model, and the strategy's state after it."""
+        return await asyncio.to_thread(self._updates.aggregate), self._strategy.state
+
+
 class UpdateCollector:
-    """The updates of our own devices in one attempt, as the replies a strategy knows."""
+    """The updates of one attempt, as the reply messages that a strategy expects."""
 
-    def __init__(self, round_: Round, layout: TensorLayout, cohort: Mapping[str, int]) -> None:
-        self.round = round_
-        self.layout = layout
-        self.cohort = cohort
-        self.nodes = {name: SERVER_NODE + 1 + place for place, name in enumerate(cohort)}
-        self.arrays: dict[str, ArrayRecord] = {}
-        self.figures: dict[str, dict[str, float]] = {}
+    def __init__(
+        self, strategy: StrategyRound, layout: TensorLayout, cohort: Mapping[str, int]
+    ) -> None:
+        self._strategy = strategy
+        self._layout = layout
+        self._cohort = cohort
+        self._nodes = {name: SERVER_NODE + 1 + place for place, name in enumerate(cohort)}
+        self._arrays: dict[str, ArrayRecord] = {}
+        self._figures: dict[str, dict[str, float]] = {}
 
-    @property
-    def state(self) -> State:
-        """What the strategy remembers after `aggregate`."""
-        return self.round.state
-
-    def take(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
-        """Check an update and keep the model it stands for.
+    def collect(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
+        """Check an update and keep the device's final model.
 
         Raises:
             UpdateError: another layout, a bad value, or a weight beyond what was declared.
         """
-        most = 2 * max(self.cohort[name], 1)
-        if not 1 <= trained.examples <= most:
+        max_weight = 2 * max(self._cohort[name], 1)
+        if not 1 <= trained.examples <= max_weight:
             raise UpdateError(
                 f"its weight={trained.examples} does not fit: it must be at least 1 and at most "
-                f"{most}, twice the examples declared at the start"
+                f"{max_weight}, twice the examples declared at the start"
             )
-        end = spool.read(self.layout)
-        torch.sub(self.round.start, end, out=end)
-        self.arrays[name] = record_of(self.layout.parts(end))
-        figures = {self.round.weighted_by: float(trained.examples), **trained.training}
+        model = spool.read(self._layout)
+        torch.sub(self._strategy.start, model, out=model)
+        figures = {self._strategy.weighted_by: float(trained.examples), **trained.training}
         if "loss" in trained.training:
             figures["train_loss"] = trained.training["loss"]
-        self.figures[name] = figures
+        self._figures[name] = figures
+        self._arrays[name] = record_of(self._layout.parts(model))
+
+    def discard(self, name: str) -> None:
+        """Remove an update."""
+        del self._arrays[name], self._figures[name]
 
     def aggregate(self) -> torch.Tensor:
         """The pseudo-gradient to the strategy's model, a new float32 vector (N).
 
-        Messages are in the cohort's order, whatever order they came in.
+        Messages are in the cohort's order, independent of their order of arrival.
 
         Raises:
             RoundFailed: the strategy failed, or made no model that can be used.
         """
-        self.round.configure(Cohort(list(self.nodes.values())))
-        return self.round.aggregate(self._replies())
+        self._strategy.configure(CohortGrid(list(self._nodes.values())))
+        return self._strategy.aggregate(self._replies())
 
     def _replies(self) -> list[Message]:
-        """Each with the figures that every one of them has: strategies take no others."""
-        shared = set.intersection(*(set(figures) for figures in self.figures.values()))
+        """One message per device, with the figures that all of them have."""
+        shared = set.intersection(*(set(figures) for figures in self._figures.values()))
         return [
             message(
                 RecordDict(
                     {
-                        "arrays": self.arrays.pop(name),
+                        "arrays": self._arrays.pop(name),
                         "metrics": MetricRecord(
-                            {key: self.figures[name][key] for key in sorted(shared)}
+                            {key: self._figures[name][key] for key in sorted(shared)}
                         ),
                     }
                 ),
                 kind="train",
-                source=self.nodes[name],
+                source=self._nodes[name],
                 to=SERVER_NODE,
                 id_=name,
-                answers=f"{self.round.round}/{name}",
+                answers=f"{self._strategy.round}/{name}",
             )
-            for name in self.cohort
-            if name in self.arrays
+            for name in self._cohort
+            if name in self._arrays
         ]
 
 
-class Cohort(OneRun):
-    """The nodes of a round, for a strategy to choose from. It sends nothing."""
+class CohortGrid(OneRun):
+    """The nodes of a round as a Flower `Grid` that a strategy selects from; it sends nothing."""
 
     def __init__(self, nodes: list[int]) -> None:
         self.nodes = nodes

@@ -1,4 +1,4 @@
-"""What all federated work of a run shares: the link, the model's layout, the sum of updates."""
+"""What all federated attempts and model comparisons of a run share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.transport.link import Link
 
 
-class Federation:
-    """One run, as rounds and comparisons with devices see it."""
+class FederatedContext:
+    """The link, the job, the model's layout and the memory of update sums of one run."""
 
     def __init__(
         self, link: Link, job: Job, run_id: str, layout: TensorLayout, spool: Path
     ) -> None:
-        """`spool` is a directory for updates that are too large to hold while they arrive."""
+        """`spool` is the directory for updates too large to keep in memory while they arrive."""
         self.link = link
         self.job = job
         self.run_id = run_id
@@ -28,7 +28,7 @@ class Federation:
         self._sum: MmapBuffer | None = None
 
     def weighted_sum(self, declared_weight: int) -> WeightedSum:
-        """An empty sum, in the memory of the last one and its mean: fresh memory costs time."""
+        """An empty sum that reuses the memory of the previous one, since fresh pages cost time."""
         if self._sum is None:
             self._sum = MmapBuffer(SUM_BYTES * self.layout.size)
         return WeightedSum(self.layout.size, declared_weight, self._sum)

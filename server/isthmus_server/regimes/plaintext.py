@@ -1,230 +1,201 @@
-"""A federated attempt in which each device sends its update in plain.
+"""A federated attempt in which each device sends its update in plaintext.
 
-For jobs that ask for it: to look at single updates, or with too few devices for a secure sum.
+For jobs that switch secure aggregation off: to inspect single updates, or with too few devices
+for a secure sum.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
-from isthmus.job.federated import FederatedSection
+from isthmus.errors import RoundFailed, UpdateError
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate, WeightedSum
-from isthmus_server.regimes.results import AttemptFailed, FederatedResult
-from isthmus_server.regimes.secure import UPLOADS_AT_ONCE
-from isthmus_server.storage.receipts import UNREACHABLE, Receipt, Status, reasons
-from isthmus_server.transport.sanitize import check_figures, reason_of
+from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate
+from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
+from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.storage.receipts import UNREACHABLE, Receipt, reasons
+from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
-    from isthmus_server.flower.strategy_adapter import UpdateCollector
-    from isthmus_server.regimes.context import Federation
+    from isthmus_server.regimes.context import FederatedContext
     from isthmus_server.transport.link import Link
 
+UPLOADS_AT_ONCE = 8
+"""Updates received at the same time; each takes a file, not memory."""
 
-class PlainAttempt:
-    """One attempt of a cohort, each update in plain."""
+ENOUGH = "enough updates were in"
+"""Why an update beyond the requested cohort is refused."""
+
+
+class PlaintextAttempt:
+    """One attempt of a cohort whose updates the server sees one by one."""
 
     def __init__(
-        self,
-        federation: Federation,
-        round_: int,
-        attempt: int,
-        model: link_pb2.Blob,
-        cohort: Mapping[str, int],
-        settings: FederatedSection,
-        gathering: UpdateCollector | None = None,
-        with_gradient: bool = False,
+        self, context: FederatedContext, spec: AttemptSpec, aggregator: Aggregator
     ) -> None:
-        """With `gathering`, a Flower strategy takes the place of the weighted mean."""
-        self.federation = federation
-        self.round = round_
-        self.attempt = attempt
-        self.model = model
-        self.cohort = cohort
-        self.settings = settings
-        self.with_gradient = with_gradient
-        self.total = gathering or federation.weighted_sum(sum(cohort.values()))
-        self.receipts: dict[str, Receipt] = {}
-        self.losses: dict[str, tuple[float, int]] = {}
-        self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
-        self.showing = asyncio.Lock()
-
-    @property
-    def accepted(self) -> int:
-        """Updates in the sum so far."""
-        return sum(receipt.status == "accepted" for receipt in self.receipts.values())
+        self._context = context
+        self._spec = spec
+        self._aggregator = aggregator
+        self._receipts = ReceiptBook(spec.cohort, "federated")
+        self._losses: dict[str, tuple[float, int]] = {}
+        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
     async def run(self) -> FederatedResult:
-        """Invite, wait, take what comes.
+        """Invite the cohort and aggregate what arrives in time.
 
         Raises:
             AttemptFailed: fewer updates than the quorum.
         """
-        settings = self.settings
-        tasks = {asyncio.create_task(self._one(name)): name for name in self.cohort}
-        ended_because = f"the round's {self.federation.job.time.round_seconds:g} s were over"
+        needed = self._spec.settings.needed
+        receipts = self.cancelled(await self._collect())
+        if self._receipts.accepted < needed:
+            raise AttemptFailed(
+                f"{self._receipts.accepted} of {len(receipts)} updates were accepted and the "
+                f"quorum is {needed} ({reasons(receipts)})",
+                receipts,
+            )
         try:
-            async with asyncio.timeout(self.federation.job.time.round_seconds):
-                for done in asyncio.as_completed(tasks):
-                    await done
-                    if self.accepted >= settings.cohort:
-                        ended_because = "enough updates were in"
-                        break
-                    left = len(self.cohort) - len(self.receipts)
-                    if self.accepted + left < settings.needed:
-                        ended_because = UNREACHABLE
-                        break
+            pseudo_gradient, state = await self._aggregator.result()
+        except RoundFailed as error:
+            raise AttemptFailed(str(error), receipts) from error
+        return FederatedResult(
+            pseudo_gradient=pseudo_gradient,
+            training=self._mean_loss(),
+            receipts=receipts,
+            extension_state=state,
+        )
+
+    async def _collect(self) -> str:
+        """Wait for the updates; returns why the wait ended."""
+        settings, seconds = self._spec.settings, self._context.job.time.round_seconds
+        tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
+        try:
+            async with asyncio.timeout(seconds):
+                for task in asyncio.as_completed(tasks):
+                    await task
+                    if self._receipts.accepted >= settings.cohort:
+                        return ENOUGH
+                    outstanding = len(self._spec.cohort) - len(self._receipts)
+                    if self._receipts.accepted + outstanding < settings.needed:
+                        return UNREACHABLE
         except TimeoutError:
             pass
         finally:
-            for task in tasks:
-                task.cancel()
+            for pending in tasks:
+                pending.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        receipts = self.stopped(ended_because)
-        if self.accepted < settings.needed:
-            raise AttemptFailed(
-                f"{self.accepted} of {len(receipts)} updates were accepted and the quorum is "
-                f"{settings.needed} ({reasons(receipts)})",
-                receipts,
-            )
-        return FederatedResult(
-            pseudo_gradient=await self._result(receipts),
-            training=self._training(),
-            receipts=receipts,
-            strategy_state=None if isinstance(self.total, WeightedSum) else self.total.state,
+        return f"the round's {seconds:g} s were over"
+
+    def cancelled(self, reason: str) -> list[Receipt]:
+        """Receipts of the whole cohort; devices without one were dropped for `reason`."""
+        return self._receipts.complete(reason)
+
+    async def _train(self, name: str) -> None:
+        """Have one device train, and add its update."""
+        spec = self._spec
+        work = link_pb2.TrainLocal(
+            run_id=self._context.run_id,
+            round=spec.round,
+            attempt=spec.attempt,
+            model=spec.model,
+            with_gradient=spec.with_gradient,
         )
-
-    async def _result(self, receipts: list[Receipt]) -> torch.Tensor:
-        if isinstance(self.total, WeightedSum):
-            return await asyncio.to_thread(self.total.mean)
-        try:
-            return await asyncio.to_thread(self.total.aggregate)
-        except RoundFailed as error:
-            raise AttemptFailed(str(error), receipts) from error
-
-    def stopped(self, reason: str) -> list[Receipt]:
-        """Everyone's receipt; who has none yet was dropped for that reason."""
-        for name in self.cohort:
-            self.receipts.setdefault(name, self._receipt(name, "dropped", reason))
-        return [self.receipts[name] for name in self.cohort]
-
-    async def _one(self, name: str) -> None:
-        """One device's part; leaves a receipt, whatever happens."""
-        link = self.federation.link
-        request = link_pb2.Request(
-            id=link.new_id(),
-            train_local=link_pb2.TrainLocal(
-                run_id=self.federation.run_id,
-                round=self.round,
-                attempt=self.attempt,
-                model=self.model,
-                with_gradient=self.with_gradient,
-            ),
-        )
-        try:
-            reply = await link.ask(name, request)
-        except ParticipantLost as lost:
-            started = lost.reached
-            self.receipts[name] = self._receipt(name, "dropped", str(lost), started=started)
-            return
-        if reply.WhichOneof("outcome") != "trained":
-            reason = reason_of(reply)
-            self.receipts[name] = self._receipt(name, "rejected", reason, sent=True)
-            link.acknowledge(name, request.id, False, reason)
-            return
-        try:
-            await self._take(name, reply.trained)
-        except ParticipantLost as lost:
-            self.receipts[name] = self._receipt(name, "dropped", str(lost))
-        except UpdateError as error:
-            self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
-        finally:
-            # Also when the round has ended meanwhile: the device may let go of its update.
-            receipt = self.receipts.get(name)
-            accepted = receipt is not None and receipt.status == "accepted"
-            reason = receipt.reason if receipt is not None else "the round is over"
-            link.acknowledge(name, request.id, accepted, reason)
-
-    async def _take(self, name: str, trained: link_pb2.Trained) -> None:
-        check_figures(trained)
-        layout = self.federation.layout
-        if trained.result.size != layout.nbytes:
-            raise UpdateError(
-                f"its update has {trained.result.size} bytes where this exchange set takes "
-                f"{layout.nbytes}"
-            )
-        async with self.uploads:
-            with Spool(self.federation.spool, expected=layout.nbytes) as spool:
-                if isinstance(self.total, WeightedSum):
-                    adding = StreamingUpdate(spool, self.total, layout, trained.examples)
-                    async with added(self.federation.link, name, trained.result, adding):
-                        self._accept(name, trained)
-                else:
-                    await self.federation.link.fetch(name, trained.result, spool.write)
-                    await to_the_end(self._show(self.total, name, trained, spool))
-
-    async def _show(
-        self, gathering: UpdateCollector, name: str, trained: link_pb2.Trained, spool: Spool
-    ) -> None:
-        async with self.showing:
-            self._check_wanted()
-            await asyncio.to_thread(gathering.take, name, trained, spool)
-            self._accept(name, trained)
-
-    def _check_wanted(self) -> None:
-        if self.accepted >= self.settings.cohort:
-            raise UpdateError("enough updates were in")
+        request = link_pb2.Request(train_local=work)
+        link = self._context.link
+        with contextlib.suppress(CallFailed):
+            async with call(link, name, request, "trained", self._receipts) as reply:
+                trained = reply.trained
+                check_update(trained, self._context.layout.nbytes)
+                async with self._uploads:
+                    await self._aggregator.add(name, trained, lambda: self._accept(name, trained))
 
     def _accept(self, name: str, trained: link_pb2.Trained) -> None:
-        self._check_wanted()
-        self.receipts[name] = self._receipt(
-            name,
-            "accepted",
-            "",
-            sent=True,
-            examples=trained.examples,
-            steps=trained.steps,
-            seconds=trained.seconds,
-            loss=trained.training.get("loss"),
-            bytes_in=trained.result.size,
-            bytes_out=self.model.size,
+        if self._receipts.accepted >= self._spec.settings.cohort:
+            raise UpdateError(ENOUGH)
+        self._receipts.record(
+            name, "accepted", **accepted_fields(trained), bytes_out=self._spec.model.size
         )
         if "loss" in trained.training:
-            self.losses[name] = (trained.training["loss"], trained.examples)
+            self._losses[name] = (trained.training["loss"], trained.examples)
 
-    def _receipt(self, name: str, status: Status, reason: str, **more: Any) -> Receipt:
-        return Receipt(participant=name, regime="federated", status=status, reason=reason, **more)
-
-    def _training(self) -> dict[str, float]:
+    def _mean_loss(self) -> dict[str, float]:
         """In the cohort's order, so that the same losses give the same mean."""
-        listed = [self.losses[name] for name in self.cohort if name in self.losses]
-        weight = sum(examples for _, examples in listed)
-        if not weight:
-            return {}
-        return {"loss": sum(loss * examples for loss, examples in listed) / weight}
+        return mean_loss([self._losses[name] for name in self._spec.cohort if name in self._losses])
 
 
-@asynccontextmanager
+class WeightedMeanAggregator:
+    """The mean of the updates, weighted by examples, exact in any order of arrival."""
+
+    def __init__(self, context: FederatedContext, spec: AttemptSpec) -> None:
+        self._context = context
+        self._total = context.weighted_sum(sum(spec.cohort.values()))
+
+    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
+        """Add an update while it arrives; see `Aggregator.add`."""
+        layout = self._context.layout
+        with Spool(self._context.spool, expected=layout.nbytes) as spool:
+            update = StreamingUpdate(spool, self._total, layout, trained.examples)
+            async with added(self._context.link, name, trained.result, update):
+                accept()
+
+    async def result(self) -> tuple[torch.Tensor, Any]:
+        """The weighted mean; there is no state."""
+        return await asyncio.to_thread(self._total.mean), None
+
+
+@contextlib.asynccontextmanager
 async def added(
-    link: Link, name: str, result: link_pb2.Blob, adding: StreamingUpdate
+    link: Link, name: str, blob: link_pb2.Blob, update: StreamingUpdate
 ) -> AsyncIterator[None]:
-    """An update is fetched and in its sum within the block, and stays there if the block ends well.
+    """Fetch an update into its sum; it stays there only if the block ends without an error.
 
     Raises:
-        ParticipantLost: it did not come.
-        UpdateError: it is not what was named, or cannot be added.
+        ParticipantLost: the device went away before the update was complete.
+        UpdateError: the bytes are not the announced ones, or cannot be added.
     """
     try:
-        await link.fetch(name, result, adding.write)
-        assert adding.whole
+        await link.fetch(name, blob, update.write)
+        assert update.whole
         yield
     except BaseException:
-        await to_the_end(asyncio.to_thread(adding.take_back))
+        await to_the_end(asyncio.to_thread(update.take_back))
         raise
+
+
+def check_update(trained: link_pb2.Trained, nbytes: int) -> None:
+    """Check a device's reply before its update is fetched.
+
+    Raises:
+        UpdateError: figures that are not finite, or an update of another size than `nbytes`.
+    """
+    check_figures(trained)
+    if trained.result.size != nbytes:
+        raise UpdateError(
+            f"its update has {trained.result.size} bytes where this exchange set takes {nbytes}"
+        )
+
+
+def accepted_fields(trained: link_pb2.Trained) -> dict[str, Any]:
+    """Fields of an accepted receipt that come from the device's reply."""
+    return {
+        "sent": True,
+        "examples": trained.examples,
+        "steps": trained.steps,
+        "seconds": trained.seconds,
+        "loss": trained.training.get("loss"),
+        "bytes_in": trained.result.size,
+    }
+
+
+def mean_loss(losses: list[tuple[float, int]]) -> dict[str, float]:
+    """Mean of (loss, examples) pairs weighted by examples; empty without examples."""
+    weight = sum(examples for _, examples in losses)
+    if not weight:
+        return {}
+    return {"loss": sum(loss * examples for loss, examples in losses) / weight}

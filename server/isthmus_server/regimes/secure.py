@@ -1,27 +1,22 @@
 """A federated attempt in which the server learns the sum of the updates and no single one.
 
-The protocol is `isthmus_privacy.secagg`; this is its way through the link. A device trains first
-and only then takes part in it, so that those who drop out in training, most of all who do, cost
-nothing. Then each step is one request to everybody who is left:
+The protocol is `isthmus_privacy.secagg`; this module runs it over the link. A device trains first
+and joins the protocol afterwards, so that devices lost during training, the most frequent loss,
+cost nothing. Each later step is one request to every remaining device:
 
     TrainLocal -> keys | roster -> sealed shares | inbox -> masked vector
-    | survivors -> signature | signatures -> released shares | the sum
+    | survivors -> signature | signatures -> unmasking shares | the sum
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, TypedDict
 
-from isthmus.errors import (
-    AdmissionRefused,
-    AggregationAborted,
-    ParticipantLost,
-    PeerMisbehaved,
-    UpdateError,
-)
+from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.job.federated import FederatedSection
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
@@ -37,27 +32,28 @@ from isthmus_privacy.secagg import (
     decode,
 )
 from isthmus_server.model.fixed_point_sum import Spool
-from isthmus_server.regimes.results import AttemptFailed, FederatedResult
-from isthmus_server.storage.receipts import UNREACHABLE, Receipt, Status, reasons
-from isthmus_server.transport.sanitize import check_figures, reason_of
+from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
+from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
+from isthmus_server.storage.receipts import UNREACHABLE, Receipt, reasons
+from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
-    from isthmus_server.regimes.context import Federation
+    from isthmus_server.regimes.context import FederatedContext
 
-UPLOADS_AT_ONCE = 8
-"""Masked vectors under way at the same time; each takes a file, not memory."""
-
-LARGEST_LOSS = 1000.0
+MAX_LOSS = 1000.0
 """A device's average loss is clipped to this inside the masked vector."""
+
+TRAINING_SHARE = 0.75
+"""Share of the round's time for training; then the protocol starts with those who have trained."""
 
 _CORRUPT_PERMILLE = 100
 
-FOR_TRAINING = 0.75
-"""Share of the round's time after which the protocol begins with those who have trained."""
+_ENOUGH = "enough devices had finished training"
 
 
 class Margins(TypedDict):
-    """Fields of an agreement; see `RoundConfig`."""
+    """Cohort fields of a round configuration; see `RoundConfig`."""
 
     clients_max: int
     clients_min: int
@@ -66,7 +62,7 @@ class Margins(TypedDict):
 
 
 def margins(settings: FederatedSection) -> Margins:
-    """How many take part, and how many of them may be missing or corrupt."""
+    """How many devices take part, and how many of them may drop out or be corrupt."""
     missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
     return {
         "clients_max": settings.cohort,
@@ -76,298 +72,250 @@ def margins(settings: FederatedSection) -> Margins:
     }
 
 
-def agreement(
-    federation: Federation,
-    round_: int,
-    attempt: int,
-    model: link_pb2.Blob,
-    settings: FederatedSection,
+def training_config(
+    context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob
 ) -> RoundConfig:
-    """What every device of the attempt agrees to; see `RoundConfig`."""
+    """The round configuration that every device of a training attempt signs."""
     return RoundConfig(
-        run_id=federation.run_id,
-        round=round_,
-        attempt=attempt,
+        run_id=context.run_id,
+        round=spec.round,
+        attempt=spec.attempt,
         model_hash=model.sha256,
-        size=federation.layout.size,
-        slots=(Slot(name="loss", maximum=LARGEST_LOSS),),
-        **margins(settings),
-        clip=settings.clip,
-        weight_max=settings.max_examples,
+        size=context.layout.size,
+        slots=(Slot(name="loss", maximum=MAX_LOSS),),
+        **margins(spec.settings),
+        clip=spec.settings.clip,
+        weight_max=spec.settings.max_examples,
     )
 
 
-Begin = Callable[[bytes], link_pb2.Request]
-"""From the agreement to the first request of an attempt: training, or scoring."""
+FirstRequest = Callable[[bytes], link_pb2.Request]
+"""Makes the first request of an attempt (training or scoring) from the encoded configuration."""
 
 
 class SecureAggregationAttempt:
     """One attempt of a cohort.
 
     Guarantees:
-      * whoever drops out, whenever, the sum is exactly that of those in `accepted` receipts, or
-        the attempt fails;
-      * masked vectors are added as they come and none is kept.
+      * whichever devices drop out at whichever step, the sum is exactly that of the devices with
+        `accepted` receipts, or the attempt fails;
+      * masked vectors are added as they arrive and none is kept.
     """
 
     def __init__(
         self,
-        federation: Federation,
+        context: FederatedContext,
         config: RoundConfig,
         model: link_pb2.Blob,
         cohort: Collection[str],
-        begin: Begin,
+        first_request: FirstRequest,
     ) -> None:
-        """`begin` makes the request in which a device computes what is summed up."""
-        self.federation = federation
-        self.model = model
-        self.cohort = sorted(cohort)
-        self.config = config
-        self.begin = begin
-        self.session = ServerSession(config, federation.directory, invited=cohort)
-        self.receipts: dict[str, Receipt] = {}
-        self.seconds: dict[str, float] = {}
-        self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
-        self.adding = asyncio.Lock()
+        """`first_request` makes the request in which a device computes its vector."""
+        self._context = context
+        self._model = model
+        self._config = config
+        self._first_request = first_request
+        self._session = ServerSession(config, context.directory, invited=cohort)
+        self._receipts = ReceiptBook(sorted(cohort), "federated")
+        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
+        self._adding = asyncio.Lock()
 
     async def run(self, deadline: float | None = None) -> FederatedResult:
-        """All steps, to the mean of the survivors' updates.
+        """Run all steps; returns the mean of the survivors' vectors.
 
-        `deadline` (loop time) is until when vectors may come; without one, a round's time from now.
+        `deadline` (loop time) is the latest time for vectors; without one, a round's time from now.
 
         Raises:
-            AttemptFailed: too few were left at some step.
+            AttemptFailed: too few devices were left at some step.
         """
-        times = self.federation.job.time
-        session = self.session
+        session = self._session
         start = asyncio.get_running_loop().time()
         if deadline is None:
-            deadline = start + times.round_seconds
-        trained_by = start + FOR_TRAINING * (deadline - start)
+            deadline = start + self._context.job.time.round_seconds
+        trained_by = start + TRAINING_SHARE * (deadline - start)
         try:
             await self._step(
-                "training", self.cohort, self._train, trained_by, self.config.clients_max
+                "training", self._receipts.names, self._train, trained_by, self._config.clients_max
             )
             roster = session.roster().to_bytes()
-            await self._quick("sharing keys", {"roster": roster}, self._take_shares)
-            boxes = session.inboxes()
-            inboxes = {name: {"inbox": inbox.to_bytes()} for name, inbox in boxes.items()}
+            await self._short_step("sharing keys", {"roster": roster}, self._take_shares)
+            inboxes = {name: inbox.to_bytes() for name, inbox in session.inboxes().items()}
 
-            async def mask(name: str) -> None:
+            async def upload(name: str) -> None:
                 await self._upload(name, inboxes[name])
 
-            await self._step("sending", session.missing, mask, deadline)
+            await self._step("sending", session.missing, upload, deadline)
             survivors = session.survivors().to_bytes()
-            await self._quick("signing", {"survivors": survivors}, self._take_consent)
-            consistency_signatures = session.consistency_signatures().to_bytes()
-            await self._quick(
-                "releasing", {"consistency_signatures": consistency_signatures}, self._take_release
+            await self._short_step("signing", {"survivors": survivors}, self._take_signature)
+            signatures = session.consistency_signatures().to_bytes()
+            await self._short_step(
+                "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
             )
             total = await asyncio.to_thread(session.unmask)
-            aggregate = decode(self.config, total.vector, clients=len(total.clients))
+            aggregate = decode(self._config, total.vector, clients=len(total.clients))
         except AggregationAborted as error:
-            raise AttemptFailed(self._explain(error), self._all_receipts(())) from error
+            causes = reasons(self._receipts.recorded)
+            causes = f" ({causes})" if causes else ""
+            raise AttemptFailed(
+                f"secure aggregation stopped: {error}{causes}", self._all_receipts(())
+            ) from error
         finally:
             session.close()
-        receipts = self._all_receipts(total.clients)
-        training = {
-            **aggregate.figures,
-            "examples": float(aggregate.weight),
-            "clipped": aggregate.clipped,
-        }
         return FederatedResult(
-            pseudo_gradient=aggregate.vector, training=training, receipts=receipts
+            pseudo_gradient=aggregate.vector,
+            training={
+                **aggregate.figures,
+                "examples": float(aggregate.weight),
+                "clipped": aggregate.clipped,
+            },
+            receipts=self._all_receipts(total.clients),
         )
 
+    def cancelled(self, reason: str) -> list[Receipt]:
+        """Receipts of the whole cohort; devices without one were dropped for `reason`."""
+        return self._receipts.complete(reason)
+
     # -- steps -------------------------------------------------------------------------------------
-
-    async def _quick(
-        self, what: str, message: dict[str, bytes], take: Callable[[str, bytes], None]
-    ) -> None:
-        """A step without training or vectors: everybody who is left, within a lease."""
-
-        async def one(name: str) -> None:
-            request, stepped = await self._ask(name, message)
-            self.federation.link.acknowledge(name, request.id, True)
-            take(name, stepped.message)
-
-        deadline = asyncio.get_running_loop().time() + self.federation.job.time.lease_seconds
-        await self._step(what, self.session.missing, one, deadline)
 
     async def _step(
         self,
         what: str,
         names: Collection[str],
-        one: Callable[[str], Awaitable[None]],
+        part: Callable[[str], Awaitable[None]],
         deadline: float,
         wanted: int | None = None,
     ) -> None:
-        """Everyone's part in a step; who fails has a receipt and is out of the next ones.
+        """Run a step on all devices; one that fails gets a receipt and leaves the protocol.
 
-        Ends when all are done, when `wanted` are heard, or at the deadline (loop time).
+        Ends when all are done, when the messages of `wanted` devices have arrived, when the quorum
+        cannot be reached any more, or at the deadline (loop time).
         """
-        tasks: dict[asyncio.Task[None], str] = {
-            asyncio.create_task(self._part(name, one)): name
+
+        async def guarded(name: str) -> None:
+            with contextlib.suppress(CallFailed):
+                await part(name)
+
+        names_by_task = {
+            asyncio.create_task(guarded(name)): name
             for name in sorted(names)
-            if name not in self.receipts
+            if name not in self._receipts
         }
-        pending: set[asyncio.Task[None]] = set(tasks)
-        why = f"it did not finish {what} in time"
+        pending: set[asyncio.Task[None]] = set(names_by_task)
+        reason = f"it did not finish {what} in time"
         try:
             while pending:
                 left = deadline - asyncio.get_running_loop().time()
                 _, pending = await asyncio.wait(
                     pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
                 )
-                if wanted is not None and self.session.heard >= wanted:
-                    why = "enough devices had come"
+                if wanted is not None and self._session.heard >= wanted:
+                    reason = _ENOUGH
                     break
-                if self.session.heard + len(pending) < self.config.clients_min:
-                    why = UNREACHABLE
+                if self._session.heard + len(pending) < self._config.clients_min:
+                    reason = UNREACHABLE
                     break
                 if left <= 0:
                     break
             for task in pending:
-                self._drop(tasks[task], why)
+                self._receipts.record(names_by_task[task], "dropped", reason)
         finally:
-            for task in tasks:
+            for task in names_by_task:
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*names_by_task, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
 
-    async def _part(self, name: str, one: Callable[[str], Awaitable[None]]) -> None:
-        try:
-            await one(name)
-        except ParticipantLost as lost:
-            # Who has trained was reached, even if it is gone when the next step begins.
-            self._drop(name, str(lost), started=lost.reached or name in self.seconds)
-        except (PeerMisbehaved, AdmissionRefused, UpdateError) as error:
-            self.receipts[name] = self._receipt(name, "rejected", str(error), sent=True)
+    async def _short_step(
+        self, what: str, message: dict[str, bytes], take: Callable[[str, bytes], None]
+    ) -> None:
+        """A step without training or vectors: all remaining devices, within a lease."""
 
-    async def _train(self, name: str) -> None:
-        request = self.begin(self.config.to_bytes())
-        request.id = self.federation.link.new_id()
-        reply = await self._reply(name, request, "trained")
-        self.federation.link.acknowledge(name, request.id, True)
-        check_figures(reply.trained)
-        advert = AdvertiseKeys.from_bytes(reply.trained.secure)
-        _same(name, advert.name)
-        if self.session.heard >= self.config.clients_max:
-            raise UpdateError("enough devices had come")
-        self.session.take_advert(advert)
-        self.seconds[name] = reply.trained.seconds
+        async def part(name: str) -> None:
+            async with self._call_step(name, message) as reply:
+                take(name, reply.secure_stepped.message)
 
-    async def _ask(
+        deadline = asyncio.get_running_loop().time() + self._context.job.time.lease_seconds
+        await self._step(what, self._session.missing, part, deadline)
+
+    def _call_step(
         self, name: str, message: dict[str, bytes]
-    ) -> tuple[link_pb2.Request, link_pb2.SecureStepped]:
+    ) -> contextlib.AbstractAsyncContextManager[link_pb2.Reply]:
+        """Send the next protocol message to a device."""
         step = link_pb2.SecureStep(
-            run_id=self.config.run_id,
-            round=self.config.round,
-            attempt=self.config.attempt,
+            run_id=self._config.run_id,
+            round=self._config.round,
+            attempt=self._config.attempt,
             **message,
         )
-        request = link_pb2.Request(id=self.federation.link.new_id(), secure_step=step)
-        return request, (await self._reply(name, request, "secure_stepped")).secure_stepped
+        request = link_pb2.Request(secure_step=step)
+        return call(self._context.link, name, request, "secure_stepped", self._receipts)
 
-    async def _reply(self, name: str, request: link_pb2.Request, kind: str) -> link_pb2.Reply:
-        reply = await self.federation.link.ask(name, request)
-        if reply.WhichOneof("outcome") != kind:
-            reason = reason_of(reply)
-            self.federation.link.acknowledge(name, request.id, False, reason)
-            raise AdmissionRefused(reason)
-        return reply
+    async def _train(self, name: str) -> None:
+        """The first step: a device computes its vector and advertises its keys."""
+        request = self._first_request(self._config.to_bytes())
+        async with call(self._context.link, name, request, "trained", self._receipts) as reply:
+            check_figures(reply.trained)
+            advert = AdvertiseKeys.from_bytes(reply.trained.secure)
+            _check_sender(name, advert.name)
+            if self._session.heard >= self._config.clients_max:
+                raise UpdateError(_ENOUGH)
+            self._session.take_advert(advert)
+            self._receipts.remember(name, seconds=reply.trained.seconds)
 
-    async def _upload(self, name: str, message: dict[str, bytes]) -> None:
-        """The one step with a large answer: the masked vector, spooled, checked, added."""
-        request, stepped = await self._ask(name, message)
-        accepted, reason = False, "the round is over"
-        try:
-            await self._add(name, stepped)
-            accepted, reason = True, ""
-        except (PeerMisbehaved, UpdateError) as error:
-            reason = str(error)
-            raise
-        finally:
-            # Also when it was too slow: until it is told, a device keeps its vector.
-            self.federation.link.acknowledge(name, request.id, accepted, reason)
-
-    async def _add(self, name: str, stepped: link_pb2.SecureStepped) -> None:
-        masked = MaskedInput.from_bytes(stepped.message)
-        _same(name, masked.name)
-        if stepped.masked.size != self.config.payload_bytes:
-            raise UpdateError(
-                f"its masked vector has {stepped.masked.size} bytes where this agreement takes "
-                f"{self.config.payload_bytes}"
-            )
-        async with self.uploads:
-            with Spool(self.federation.spool, expected=stepped.masked.size) as spool:
-                await self.federation.link.fetch(name, stepped.masked, spool.write)
-                async with self.adding:
-                    with spool.view() as payload:
-                        await to_the_end(
-                            asyncio.to_thread(self.session.take_masked, masked, payload)
-                        )
+    async def _upload(self, name: str, inbox: bytes) -> None:
+        """The only step with a large reply: the masked vector, spooled, checked and added."""
+        async with self._call_step(name, {"inbox": inbox}) as reply:
+            stepped = reply.secure_stepped
+            masked = MaskedInput.from_bytes(stepped.message)
+            _check_sender(name, masked.name)
+            if stepped.masked.size != self._config.payload_bytes:
+                raise UpdateError(
+                    f"its masked vector has {stepped.masked.size} bytes where this configuration "
+                    f"takes {self._config.payload_bytes}"
+                )
+            async with self._uploads:
+                with Spool(self._context.spool, expected=stepped.masked.size) as spool:
+                    await self._context.link.fetch(name, stepped.masked, spool.write)
+                    async with self._adding:
+                        with spool.view() as payload:
+                            adding = asyncio.to_thread(self._session.take_masked, masked, payload)
+                            await to_the_end(adding)
 
     def _take_shares(self, name: str, message: bytes) -> None:
         shares = ShareKeys.from_bytes(message)
-        _same(name, shares.name)
-        self.session.take_shares(shares)
+        _check_sender(name, shares.name)
+        self._session.take_shares(shares)
 
-    def _take_consent(self, name: str, message: bytes) -> None:
-        consent = ConsistencySignature.from_bytes(message)
-        _same(name, consent.name)
-        self.session.take_consistency_signature(consent)
+    def _take_signature(self, name: str, message: bytes) -> None:
+        signature = ConsistencySignature.from_bytes(message)
+        _check_sender(name, signature.name)
+        self._session.take_consistency_signature(signature)
 
-    def _take_release(self, name: str, message: bytes) -> None:
-        release = UnmaskingShares.from_bytes(message)
-        _same(name, release.name)
-        self.session.take_unmasking_shares(release)
+    def _take_unmasking_shares(self, name: str, message: bytes) -> None:
+        shares = UnmaskingShares.from_bytes(message)
+        _check_sender(name, shares.name)
+        self._session.take_unmasking_shares(shares)
 
     # -- receipts ----------------------------------------------------------------------------------
 
-    def stopped(self, reason: str) -> Sequence[Receipt]:
-        """Receipts of an attempt that was cancelled; whoever has none was dropped for that."""
-        for name in self.cohort:
-            if name not in self.receipts:
-                self._drop(name, reason)
-        return self._all_receipts(())
-
-    def _drop(self, name: str, reason: str, *, started: bool = True) -> None:
-        self.receipts[name] = self._receipt(name, "dropped", reason, started=started)
-
-    def _receipt(self, name: str, status: Status, reason: str, **more: Any) -> Receipt:
-        return Receipt(
-            participant=name,
-            regime="federated",
-            status=status,
-            reason=reason,
-            seconds=self.seconds.get(name, 0.0),
-            **more,
-        )
-
-    def _all_receipts(self, accepted: Collection[str]) -> Sequence[Receipt]:
-        """For everybody invited; who is in the sum is accepted, even if it left after that."""
-        found = []
-        for name in self.cohort:
-            known = self.receipts.get(name)
-            if name in accepted:
-                reason = f"its update is in; later: {known.reason}" if known else ""
-                sizes = {"bytes_in": self.config.payload_bytes, "bytes_out": self.model.size}
-                found.append(self._receipt(name, "accepted", reason, sent=True, **sizes))
-            else:
-                why = "the attempt ended before its update was in"
-                found.append(known or self._receipt(name, "dropped", why))
-        return found
-
-    def _explain(self, error: AggregationAborted) -> str:
-        said = reasons(self.receipts.values())
-        tail = f" ({said})" if said else ""
-        return f"secure aggregation stopped: {error}{tail}"
+    def _all_receipts(self, summed: Collection[str]) -> list[Receipt]:
+        """Of the whole cohort; devices in the sum are accepted even if they left later."""
+        for name in summed:
+            earlier = self._receipts.get(name)
+            reason = f"its update is in; later: {earlier.reason}" if earlier else ""
+            self._receipts.record(
+                name,
+                "accepted",
+                reason,
+                sent=True,
+                bytes_in=self._config.payload_bytes,
+                bytes_out=self._model.size,
+            )
+        return self._receipts.complete("the attempt ended before its update was in")
 
 
-def _same(name: str, claimed: str) -> None:
-    """A message belongs to the participant on whose stream it came."""
+def _check_sender(name: str, claimed: str) -> None:
+    """Refuse a message in the name of another device than the one on whose stream it came."""
     if name != claimed:
         raise UpdateError(f"it sent a message of {claimed!r}")

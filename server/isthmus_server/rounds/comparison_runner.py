@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
-from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.results import AttemptFailed
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.model_comparison import comparison, visit
-from isthmus_server.rounds.model_versions import Snapshots
+from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.receipts import Receipt
 from isthmus_server.storage.run_state import RunState
@@ -32,8 +32,8 @@ class ComparisonRunner:
         self,
         store: Store,
         roster: Roster,
-        federation: Federation,
-        snapshots: Snapshots,
+        federation: FederatedContext,
+        snapshots: ModelVersions,
         clock: Clock,
     ) -> None:
         self.store = store

@@ -23,16 +23,17 @@ from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.datacenter import DatacenterRegime, FederatedRegime
-from isthmus_server.regimes.results import AttemptFailed
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.datacenter import DatacenterRegime
+from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.rounds.assignment import resolve_plan
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import Cohorts
 from isthmus_server.rounds.comparison_runner import ComparisonRunner
-from isthmus_server.rounds.model_versions import Snapshots
+from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.roster import Roster
-from isthmus_server.rounds.trainer import Trained, Trainer
+from isthmus_server.rounds.trainer import Trainer, TrainingResult
 from isthmus_server.storage.receipts import Receipt, attempt_row
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
@@ -101,11 +102,11 @@ class Coordinator:
             task, self.job.seed, strategy.server_optimizer, strategy.served_average
         )
         layout = self.model.layout
-        federation = Federation(link, self.job, store.run_id, layout, store.directory)
-        self.fleet = FederatedRegime(federation)
+        context = FederatedContext(link, self.job, store.run_id, layout, store.directory)
+        self.federated = FederatedRegime(context)
         self.at = store.run_state()
-        self.snapshots = Snapshots(self.model, store.checkpoints, self.fleet.guest)
-        self.snapshots.restore(self.at)
+        self.versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
+        self.versions.restore(self.at)
         self.roster = Roster(
             link,
             self.job,
@@ -120,8 +121,8 @@ class Coordinator:
         )
         self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
         self.datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
-        self.trainer = Trainer(self.job, link, self.model, self.fleet, self.datacenter)
-        self.visitor = ComparisonRunner(store, self.roster, federation, self.snapshots, self.clock)
+        self.trainer = Trainer(self.job, link, self.model, self.federated, self.datacenter)
+        self.visitor = ComparisonRunner(store, self.roster, context, self.versions, self.clock)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class Coordinator:
             self._note("failed", {"reason": str(failure)})
             raise failure from error
         finally:
-            await self.fleet.stop()
+            await self.federated.stop()
             lasting.cancel()
             await self.roster.stop(self.over)
         return final
@@ -219,7 +220,7 @@ class Coordinator:
         self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
     ) -> None:
         work = resolve_plan(
-            self.job, self.at, self.roster, self.cohorts, self.fleet.at_work, plan, attempt
+            self.job, self.at, self.roster, self.cohorts, self.federated.busy, plan, attempt
         )
         self.store.plan(round_, attempt, work.to_json(), decision.observation)
         about = {"round": round_, "attempt": attempt, "regime": plan.regime, "reason": plan.reason}
@@ -250,7 +251,7 @@ class Coordinator:
             model_bytes=self.model.layout.nbytes,
             now=self.clock.utc(),
             elapsed=self.clock.now() - self._began,
-            models=self.snapshots.names(self.at.models),
+            models=self.versions.names(self.at.models),
             comparisons=[
                 Comparison(**one["comparison"]) for one in self.at.visits if one["comparison"]
             ],
@@ -296,7 +297,7 @@ class Coordinator:
         if {CURRENT, SERVED} & set(start.split("+")):
             await self._bring_home()
         if start != CURRENT:
-            model = await asyncio.to_thread(self.snapshots.read, start, self.at.models)
+            model = await asyncio.to_thread(self.versions.read, start, self.at.models)
             await asyncio.to_thread(self.model.restart, model)
 
     async def _bring_home(self) -> None:
@@ -311,7 +312,7 @@ class Coordinator:
 
     # -- evaluate ----------------------------------------------------------------------------------
 
-    async def _evaluate(self, work: RoundSpec, trained: Trained) -> Mapping[str, float]:
+    async def _evaluate(self, work: RoundSpec, trained: TrainingResult) -> Mapping[str, float]:
         """Figures of the served model on the central held-out data."""
         if work.evaluate:
             return trained.datacenters[0].evaluation
@@ -323,16 +324,16 @@ class Coordinator:
 
     def _save(self, work: RoundSpec) -> dict[str, Any]:
         """Write what the round changed, durably; returns what `RunState` says of it."""
-        models = self.snapshots.write(work.round, work.plan, self.at.models, away=work.model_stays)
+        models = self.versions.write(work.round, work.plan, self.at.models, away=work.model_stays)
         if work.single_datacenter and not work.plan.reset_optimizer:
             return {"models": models}
-        optimizer, numbers = self.snapshots.write_optimizer(work.round)
+        optimizer, numbers = self.versions.write_optimizer(work.round)
         return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
 
     def _commit(
         self,
         work: RoundSpec,
-        trained: Trained,
+        trained: TrainingResult,
         evaluation: Mapping[str, float],
         saved: dict[str, Any],
         started: float,

@@ -18,10 +18,10 @@ from isthmus.job.federated import FederatedSection
 from isthmus.task import paired_scores
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import RoundConfig
-from isthmus_server.regimes.context import Federation
-from isthmus_server.regimes.results import AttemptFailed
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
-from isthmus_server.rounds.model_versions import Snapshots
+from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.storage.receipts import Receipt, Status
 from isthmus_server.strategy.policy import Compare, Comparison
@@ -58,8 +58,8 @@ def settings_of(asked: Compare, federated: FederatedSection) -> FederatedSection
 
 
 async def visit(
-    federation: Federation,
-    snapshots: Snapshots,
+    federation: FederatedContext,
+    snapshots: ModelVersions,
     saved: Mapping[str, Saved],
     asked: Compare,
     number: int,
@@ -121,7 +121,10 @@ def comparison(asked: Compare, scores: Scores, price: float) -> Comparison:
 
 
 async def _secure(
-    federation: Federation, work: link_pb2.Score, cohort: Sequence[str], settings: FederatedSection
+    federation: FederatedContext,
+    work: link_pb2.Score,
+    cohort: Sequence[str],
+    settings: FederatedSection,
 ) -> Scores:
     def begin(agreed: bytes) -> link_pb2.Request:
         request = link_pb2.Request(score=work)
@@ -146,7 +149,7 @@ class _PlainVisit:
 
     def __init__(
         self,
-        federation: Federation,
+        federation: FederatedContext,
         work: link_pb2.Score,
         cohort: Sequence[str],
         settings: FederatedSection,

@@ -1,4 +1,4 @@
-"""The models of a run by the names that policies use, and where each is on disk."""
+"""Versions of the model by the names that policies use, in memory and as checkpoints."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, INITIAL, SERVED, Plan
 
 if TYPE_CHECKING:
-    from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
+    from isthmus_server.regimes.base import FederatedExtension
+
+_EXTENSION = "extension."
+"""Prefix of an extension's tensors and values among those of the server optimizer."""
 
 
-class Snapshots:
-    """Models as a run goes on from them, hands them out, or keeps them for a policy.
+class ModelVersions:
+    """Reads, writes and restores the versions of one run's model.
 
-    A model that is kept is a checkpoint that is not deleted: keeping one copies nothing.
+    A model that a policy keeps is a checkpoint that is not deleted: keeping it copies nothing.
     """
 
     def __init__(
         self,
         model: GlobalModel,
         checkpoints: Checkpoints,
-        guest: FlowerStrategyAdapter | None = None,
+        extension: FederatedExtension | None = None,
     ) -> None:
-        """`guest` is a Flower strategy, whose state is kept with the server optimizer's."""
-        self.model = model
-        self.checkpoints = checkpoints
-        self.guest = guest
+        """The state of `extension` is stored with the server optimizer's."""
+        self._model = model
+        self._checkpoints = checkpoints
+        self._extension = extension
 
     def names(self, saved: Mapping[str, Saved]) -> tuple[str, ...]:
-        """What may be compared and started from."""
+        """Versions that can be compared, and that a round can start from."""
         return (CURRENT, SERVED, INITIAL, *sorted(set(saved) - {CURRENT, SERVED}))
 
     def read(self, name: str, saved: Mapping[str, Saved]) -> torch.Tensor:
-        """A model as a vector of its own, float32 (N); `a+b` is half of each.
+        """A copy of a version, float32 (N); `a+b` is the mean of two versions.
 
         Raises:
             UserError: its checkpoint is damaged.
@@ -47,28 +50,28 @@ class Snapshots:
             parts = [self.read(part, saved) for part in name.split("+")]
             return torch.stack(parts).mean(0)
         if name == INITIAL:
-            return self.model.initial()
+            return self._model.initial()
         if name in (CURRENT, SERVED):
-            return (self.model.vector if name == CURRENT else self.model.served_vector).clone()
-        payload = bytearray(self.model.layout.nbytes)
-        self.checkpoints.read_model(saved[name], payload)
-        return self.model.layout.decode(payload)
+            return (self._model.vector if name == CURRENT else self._model.served_vector).clone()
+        payload = bytearray(self._model.layout.nbytes)
+        self._checkpoints.read_model(saved[name], payload)
+        return self._model.layout.decode(payload)
 
     def write(
         self, round_: int, plan: Plan, saved: Mapping[str, Saved], *, away: bool
     ) -> dict[str, Saved]:
-        """Checkpoints of a round's models, beside those that were kept before it.
+        """Write a round's checkpoints; returns all checkpoints that the run then has.
 
-        `away`: the current model is in the datacenter alone, and its checkpoint stays the old one.
+        `away`: the current model is only in the datacenter, so its last checkpoint stays.
         """
         models = dict(saved)
         if not away:
-            models[CURRENT] = self.checkpoints.write_model(round_, self.model.payload)
+            models[CURRENT] = self._checkpoints.write_model(round_, self._model.payload)
             self._is_stored(models[CURRENT])
             models[SERVED] = models[CURRENT]
-        if self.model.served_average:
-            served = self.model.served_payload
-            models[SERVED] = self.checkpoints.write_model(round_, served, "served")
+        if self._model.served_average:
+            served = self._model.served_payload
+            models[SERVED] = self._checkpoints.write_model(round_, served, "served")
         for name, kept in plan.keep.items():
             if kept:
                 models[name] = models[kept]
@@ -77,35 +80,46 @@ class Snapshots:
         return models
 
     def write_optimizer(self, round_: int) -> tuple[Saved | None, dict[str, Any]]:
-        """The server optimizer's state, and a Flower strategy's: their tensors' file, and numbers.
+        """Write the state of the server optimizer and of the extension.
+
+        Returns the file of its tensors, and its JSON values.
 
         Raises:
-            UserError: there is something that cannot be stored.
+            UserError: the state contains something that cannot be stored.
         """
-        tensors, numbers = self.model.optimizer_state()
-        if self.guest is not None:
-            self.guest.add_state(tensors, numbers)
-        return self.checkpoints.write_tensors(round_, tensors), numbers
+        tensors, numbers = self._model.optimizer_state()
+        if self._extension is not None:
+            more_tensors, more_numbers = self._extension.export_state()
+            tensors |= {_EXTENSION + name: tensor for name, tensor in more_tensors.items()}
+            numbers |= {_EXTENSION + name: value for name, value in more_numbers.items()}
+        return self._checkpoints.write_tensors(round_, tensors), numbers
 
-    def restore(self, at: RunState) -> None:
-        """Have everything as it was after the last commit.
+    def restore(self, state: RunState) -> None:
+        """Restore models and optimizer state as of the last commit.
 
         Raises:
             UserError: a checkpoint is damaged.
         """
-        model = self.model
-        if CURRENT in at.models:
-            self.checkpoints.read_model(at.models[CURRENT], model.payload)
-            self._is_stored(at.models[CURRENT])
-        if model.served_average and SERVED in at.models:
-            self.checkpoints.read_model(at.models[SERVED], model.served_payload)
-            model.averaged = at.averaged
-        if at.optimizer is not None or at.optimizer_numbers:
-            tensors = {} if at.optimizer is None else self.checkpoints.read_tensors(at.optimizer)
-            numbers = dict(at.optimizer_numbers)
-            if self.guest is not None:
-                self.guest.take_state(tensors, numbers)
+        model = self._model
+        if CURRENT in state.models:
+            self._checkpoints.read_model(state.models[CURRENT], model.payload)
+            self._is_stored(state.models[CURRENT])
+        if model.served_average and SERVED in state.models:
+            self._checkpoints.read_model(state.models[SERVED], model.served_payload)
+            model.averaged = state.averaged
+        if state.optimizer is not None or state.optimizer_numbers:
+            tensors = (
+                {} if state.optimizer is None else self._checkpoints.read_tensors(state.optimizer)
+            )
+            numbers = dict(state.optimizer_numbers)
+            if self._extension is not None:
+                self._extension.import_state(_pop_extension(tensors), _pop_extension(numbers))
             model.load_optimizer_state(tensors, numbers)
 
     def _is_stored(self, saved: Saved) -> None:
-        self.model.is_stored(self.checkpoints.directory / saved.file, saved.sha256)
+        self._model.is_stored(self._checkpoints.directory / saved.file, saved.sha256)
+
+
+def _pop_extension(table: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in table if name.startswith(_EXTENSION)]
+    return {name.removeprefix(_EXTENSION): table.pop(name) for name in names}

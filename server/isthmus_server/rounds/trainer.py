@@ -1,6 +1,6 @@
-"""One try at a planned round: everyone is asked, and what comes back is merged.
+"""Train one attempt at a planned round, and merge the results into the next model.
 
-Both regimes work at once where the plan says so; if one fails the other is stopped.
+In a hybrid round both regimes train at the same time; if one fails the other is cancelled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from isthmus.wire import link_pb2
 from isthmus_server.model import merge
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.mmap_buffer import LARGE_BYTES
-from isthmus_server.regimes.datacenter import DatacenterRegime, FederatedRegime
-from isthmus_server.regimes.results import AttemptFailed, DatacenterResult, FederatedResult
+from isthmus_server.regimes.base import (
+    AttemptFailed,
+    AttemptSpec,
+    DatacenterResult,
+    FederatedResult,
+)
+from isthmus_server.regimes.call import ReceiptBook
+from isthmus_server.regimes.datacenter import DatacenterRegime
+from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.storage.receipts import Receipt
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
@@ -31,21 +38,21 @@ from isthmus_server.transport.link import Link
 
 
 @dataclasses.dataclass
-class Trained:
-    """What the regimes of one attempt gave."""
+class TrainingResult:
+    """The results of all regimes of one attempt."""
 
     federated: FederatedResult | None = None
     datacenters: list[DatacenterResult] = dataclasses.field(default_factory=list)
     norms: dict[str, float] = dataclasses.field(default_factory=dict)
-    """2-norm of each regime's pseudo-gradient that came here."""
+    """2-norm of each regime's pseudo-gradient, if it reached the server."""
     cosine: float | None = None
-    """Between the two."""
+    """Between the two pseudo-gradients."""
     gradient: torch.Tensor | None = None
-    """What devices added to their gradients, float32 (N)."""
+    """The gradient that devices added to their own, float32 (N)."""
 
     @property
     def receipts(self) -> list[Receipt]:
-        """Of everyone who was invited."""
+        """Of all invited participants."""
         parts: list[DatacenterResult | FederatedResult] = [*self.datacenters]
         if self.federated is not None:
             parts.append(self.federated)
@@ -53,258 +60,249 @@ class Trained:
 
     @property
     def training(self) -> dict[str, dict[str, float]]:
-        """The figures of the training itself, by regime; of several datacenters, their mean."""
-        found = {}
+        """Figures of the training itself, by regime; the mean of several datacenters."""
+        figures = {}
         if self.federated is not None:
-            found["federated"] = dict(self.federated.training)
+            figures["federated"] = dict(self.federated.training)
         if self.datacenters:
-            names = set.intersection(*(set(one.training) for one in self.datacenters))
-            found["datacenter"] = {
-                name: sum(one.training[name] for one in self.datacenters) / len(self.datacenters)
+            names = set.intersection(*(set(result.training) for result in self.datacenters))
+            figures["datacenter"] = {
+                name: sum(result.training[name] for result in self.datacenters)
+                / len(self.datacenters)
                 for name in sorted(names)
             }
-        return found
+        return figures
+
+    @property
+    def profile(self) -> dict[str, dict[str, float]]:
+        """Rates and memory of each datacenter, by its name."""
+        return {result.receipts[0].participant: dict(result.profile) for result in self.datacenters}
 
     def to_json(self) -> dict[str, Any]:
-        """What the log and the report say of the training; a profile for each datacenter."""
-        found: dict[str, Any] = {
+        """Fields of the round's record about its training."""
+        figures: dict[str, Any] = {
             "training": self.training,
             "norms": self.norms,
             "cosine": self.cosine,
         }
         if self.datacenters:
-            profiles = {one.receipts[0].participant: dict(one.profile) for one in self.datacenters}
-            found["profile"] = profiles
-        return found
+            figures["profile"] = self.profile
+        return figures
 
 
 class Trainer:
-    """Has rounds trained, and makes the next model of what comes back."""
+    """Runs attempts at rounds, and computes the next model from their results."""
 
     def __init__(
         self,
         job: Job,
         link: Link,
         model: GlobalModel,
-        fleet: FederatedRegime,
+        federated: FederatedRegime,
         datacenter: DatacenterRegime,
     ) -> None:
-        self.job = job
-        self.link = link
-        self.model = model
-        self.fleet = fleet
-        self.datacenter = datacenter
+        self._job = job
+        self._link = link
+        self._model = model
+        self._federated = federated
+        self._datacenter = datacenter
 
-    async def train(self, work: RoundSpec) -> Trained:
-        """Ask everyone and wait.
+    async def train(self, spec: RoundSpec) -> TrainingResult:
+        """Run one attempt.
 
         Raises:
-            AttemptFailed: somebody without whom there is no round failed; with all receipts.
+            AttemptFailed: a regime failed; with the receipts of all participants.
         """
-        guest = self.fleet.guest
-        if guest is not None and work.plan.reset_optimizer:
-            guest.forget()
-        if work.transfers:
-            return await self._transfer(work)
-        alone = work.plan.regime == "datacenter"
-        async with self._published(summing=not alone) as blob:
-            devices = None if alone else self._ask_devices(work, blob)
-            return await self._together(work, self._ask_ranks, devices)
+        if self._federated.extension is not None and spec.plan.reset_optimizer:
+            self._federated.extension.reset()
+        if spec.transfers:
+            return await self._train_with_transfer(spec)
+        with_devices = spec.plan.regime != "datacenter"
+        async with self._published(summing=with_devices) as blob:
+            devices = self._federated.train(self._attempt(spec, blob)) if with_devices else None
+            return await self._run_together(spec, self._train_datacenter, devices)
 
-    async def _transfer(self, work: RoundSpec) -> Trained:
+    async def _train_with_transfer(self, spec: RoundSpec) -> TrainingResult:
         """One-way gradient transfer of Mixed FL (Augenstein et al. 2022).
 
-        The datacenters' mean gradient at the round's model comes first, times the transfer weight;
-        then devices train, and add it to the gradient of each of their steps.
+        First the datacenters compute their mean gradient at the round's model, which is multiplied
+        by the transfer weight. Then devices train, and add it to the gradient of each local step.
         """
-        self._check_transfer()
+        self._check_transfer(spec)
         async with self._published(summing=False):
-            first = await self._together(work, self._ask_gradient, None)
-        weight = work.plan.transfer_weight
-        parts = [(one.vector, one.examples) for one in first.datacenters if one.vector is not None]
-        gradient = merge.mean(parts)
-        gradient.mul_(self.job.strategy.transfer_weight if weight is None else weight)
-        vectors, spool = (self.model.vector, gradient), self.fleet.federation.spool
-        async with published(self.link, self.model.layout, spool, vectors, 2) as blob:
+            gradients = await self._run_together(spec, self._mean_gradient, None)
+        weight = spec.plan.transfer_weight
+        gradient = merge.mean(
+            [(r.vector, r.examples) for r in gradients.datacenters if r.vector is not None]
+        )
+        gradient.mul_(self._job.strategy.transfer_weight if weight is None else weight)
+        vectors, spool = (self._model.vector, gradient), self._federated.context.spool
+        async with published(self._link, self._model.layout, spool, vectors, 2) as blob:
             try:
-                found = await self._ask_devices(work, blob)
+                result = await self._federated.train(self._attempt(spec, blob))
             except AttemptFailed as failed:
-                receipts = [*first.receipts, *failed.receipts]
+                receipts = [*gradients.receipts, *failed.receipts]
                 raise AttemptFailed(str(failed), receipts) from failed
-        ranks = [dataclasses.replace(one, vector=None) for one in first.datacenters]
-        return Trained(federated=found, datacenters=ranks, gradient=gradient)
+        datacenters = [dataclasses.replace(r, vector=None) for r in gradients.datacenters]
+        return TrainingResult(federated=result, datacenters=datacenters, gradient=gradient)
 
-    def _check_transfer(self) -> None:
-        """Refuse the transfer of gradients to a Flower app.
+    def _check_transfer(self, spec: RoundSpec) -> None:
+        """Refuse a transfer that cannot work before a datacenter computes for it.
 
         Raises:
-            JobError: the devices run a Flower app, which cannot add a gradient to its own.
+            AttemptFailed: too few devices are ready.
+            JobError: devices run a Flower app, whose training Isthmus does not control.
         """
-        if self.job.federated.flower is not None and self.job.federated.flower.app is not None:
+        flower = self._job.federated.flower
+        if flower is not None and flower.app is not None:
             raise JobError(
                 'merge="transfer" has devices add a gradient to their own, which a Flower app '
-                "(federated.flower.app) knows nothing of; use another merge, or leave the app out"
+                "(federated.flower.app) cannot do; use another merge, or remove the app"
             )
+        if not self._federated.may_start_below_quorum:
+            self._attempt(spec, self._model.blob).check_quorum()
+
+    def _attempt(self, spec: RoundSpec, blob: link_pb2.Blob) -> AttemptSpec:
+        return AttemptSpec(
+            round=spec.round,
+            attempt=spec.attempt,
+            model=blob,
+            cohort=spec.cohort,
+            settings=spec.federated,
+            start=None if self._federated.extension is None else self._model.vector,
+            with_gradient=spec.transfers,
+        )
 
     @asynccontextmanager
     async def _published(self, *, summing: bool) -> AsyncIterator[link_pb2.Blob]:
-        """Have the model for participants to fetch, for as long as the block lasts.
+        """Publish the model for participants to fetch, for the duration of the block.
 
-        A large one rests where updates are added up meanwhile, and is sent from its file: their sum
-        has the memory. A Flower strategy is shown the model itself.
+        While updates are summed, a large model is spilled to disk and sent from its file, so that
+        the sum can use its memory. Extensions need the model in memory.
         """
-        model = self.model
+        model = self._model
         blob = await asyncio.to_thread(lambda: model.blob)
         try:
-            if summing and blob.size >= LARGE_BYTES and self.fleet.guest is None:
-                await to_the_end(asyncio.to_thread(model.rest, self.fleet.federation.spool))
-            resting = model.resting
-            payload = model.payload if resting is None else InFile(resting, blob.size)
-            self.link.publish(blob, payload)
+            if summing and blob.size >= LARGE_BYTES and self._federated.extension is None:
+                await to_the_end(asyncio.to_thread(model.rest, self._federated.context.spool))
+            file = model.resting
+            self._link.publish(blob, model.payload if file is None else InFile(file, blob.size))
             yield blob
         finally:
-            self.link.retract(blob)
+            self._link.retract(blob)
             await to_the_end(asyncio.to_thread(model.wake))
 
-    async def _together(
+    async def _run_together(
         self,
-        work: RoundSpec,
-        ask: Callable[[str, RoundSpec], Coroutine[Any, Any, DatacenterResult]],
-        fleet: Coroutine[Any, Any, FederatedResult] | None,
-    ) -> Trained:
-        """Everyone at once; if one fails the others are stopped."""
-        ranks: list[asyncio.Task[DatacenterResult]] = []
+        spec: RoundSpec,
+        train_datacenter: Callable[[str, RoundSpec], Coroutine[Any, Any, DatacenterResult]],
+        train_devices: Coroutine[Any, Any, FederatedResult] | None,
+    ) -> TrainingResult:
+        """Run all regimes of a round at the same time; if one fails, cancel the others."""
+        datacenters: list[asyncio.Task[DatacenterResult]] = []
         devices: asyncio.Task[FederatedResult] | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                ranks += [
-                    group.create_task(ask(name, work), name=name) for name in work.datacenters
-                ]
-                if fleet is not None:
-                    devices = group.create_task(fleet)
+                for name in spec.datacenters:
+                    task = group.create_task(train_datacenter(name, spec), name=name)
+                    datacenters.append(task)
+                if train_devices is not None:
+                    devices = group.create_task(train_devices)
         except* RoundFailed as failures:
-            raise self._as_one(failures, ranks, devices) from None
+            raise self._combined(failures, datacenters, devices) from None
         except* (IsthmusError, OSError) as others:
             raise others.exceptions[0] from None
-        return Trained(
+        return TrainingResult(
             federated=devices.result() if devices is not None else None,
-            datacenters=[task.result() for task in ranks],
+            datacenters=[task.result() for task in datacenters],
         )
 
-    async def _ask_devices(self, work: RoundSpec, blob: link_pb2.Blob) -> FederatedResult:
-        return await self.fleet.train(
-            work.round,
-            work.attempt,
-            blob,
-            work.cohort,
-            work.federated,
-            None if self.fleet.guest is None else self.model.vector,
-            work.transfers,
-        )
+    async def _mean_gradient(self, name: str, spec: RoundSpec) -> DatacenterResult:
+        return await self._datacenter.mean_gradient(name, spec, self._model.blob)
 
-    async def _ask_gradient(self, name: str, work: RoundSpec) -> DatacenterResult:
-        return await self.datacenter.mean_gradient(
-            name,
-            work.round,
-            work.attempt,
-            from_step=work.gradient_step,
-            until_step=work.gradient_step + work.steps,
-            model=self.model.blob,
-        )
+    async def _train_datacenter(self, name: str, spec: RoundSpec) -> DatacenterResult:
+        model = None if spec.datacenter_has_model else self._model.blob
+        return await self._datacenter.train(name, spec, model)
 
-    async def _ask_ranks(self, name: str, work: RoundSpec) -> DatacenterResult:
-        return await self.datacenter.train(
-            name,
-            work.round,
-            work.attempt,
-            from_step=work.from_step,
-            until_step=work.from_step + work.steps,
-            model=None if work.datacenter_has_model else self.model.blob,
-            evaluate=work.evaluate,
-            hand_back=work.hand_back,
-        )
-
-    def _as_one(
+    def _combined(
         self,
         failures: BaseExceptionGroup[RoundFailed],
-        ranks: Sequence[asyncio.Task[DatacenterResult]],
+        datacenters: Sequence[asyncio.Task[DatacenterResult]],
         devices: asyncio.Task[FederatedResult] | None,
     ) -> AttemptFailed:
-        """All failures of an attempt as one, with the receipts of those that were stopped too."""
+        """All failures of an attempt as one, with the receipts of cancelled participants too."""
         reasons: list[str] = []
         receipts: list[Receipt] = []
         for error in failures.exceptions:
             reasons.append(str(error))
             if isinstance(error, AttemptFailed):
                 receipts += error.receipts
-        stopped = "the attempt failed elsewhere"
-        for task in ranks:
+        cancelled_because = "the attempt failed elsewhere"
+        for task in datacenters:
             if task.cancelled():
-                receipts.append(
-                    Receipt(
-                        participant=task.get_name(),
-                        regime="datacenter",
-                        status="dropped",
-                        reason=stopped,
-                    )
-                )
+                book = ReceiptBook([task.get_name()], "datacenter")
+                receipts += book.complete(cancelled_because)
         if devices is not None and devices.cancelled():
-            receipts += self.fleet.stopped(stopped)
-        finished: list[asyncio.Task[Any]] = [*ranks, *([devices] if devices is not None else [])]
-        for task in finished:
+            receipts += self._federated.cancelled(cancelled_because)
+        tasks: list[asyncio.Task[Any]] = [*datacenters, *([devices] if devices else [])]
+        for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
                 receipts += task.result().receipts
         return AttemptFailed("; ".join(reasons), receipts)
 
     # -- merge -------------------------------------------------------------------------------------
 
-    def merge(self, work: RoundSpec, trained: Trained) -> None:
-        """Make the next model.
+    def merge(self, spec: RoundSpec, results: TrainingResult) -> None:
+        """Compute the next model; also sets the norms and the cosine of `results`.
 
-        A round of one datacenter is plain training: its result *is* the next model, and stays
-        there until somebody else needs it. Where devices took part, or several datacenters, the
-        server optimizer steps on the pseudo-gradient that theirs are merged to.
+        A round of one datacenter is ordinary training: its result is the next model, and stays
+        there until another participant needs it. With devices or several datacenters the server
+        optimizer steps on the merged pseudo-gradient.
         """
-        plan, model = work.plan, self.model
-        if trained.federated is not None and trained.federated.strategy_state is not None:
-            assert self.fleet.guest is not None
-            self.fleet.guest.state = trained.federated.strategy_state
-        alone = trained.federated is None and len(trained.datacenters) == 1
-        ends = [one.vector for one in trained.datacenters if one.vector is not None]
-        theirs = self._of_datacenters(trained, keep=alone) if ends else None
-        fleet = trained.federated.pseudo_gradient if trained.federated is not None else None
-        vectors = {"federated": fleet, "datacenter": theirs}
-        if trained.gradient is not None:
-            vectors["datacenter"] = trained.gradient
+        plan, model = spec.plan, self._model
+        extension = self._federated.extension
+        state = None if results.federated is None else results.federated.extension_state
+        if extension is not None and state is not None:
+            extension.commit(state)
+        one_datacenter = results.federated is None and len(results.datacenters) == 1
+        models = [r.vector for r in results.datacenters if r.vector is not None]
+        datacenter = self._pseudo_gradient(results, keep=one_datacenter) if models else None
+        federated = results.federated.pseudo_gradient if results.federated is not None else None
+        transferred = results.gradient
+        vectors = {
+            "federated": federated,
+            "datacenter": datacenter if transferred is None else transferred,
+        }
         present = {name: vector for name, vector in vectors.items() if vector is not None}
-        trained.norms, trained.cosine = merge.geometry(present)
+        results.norms, results.cosine = merge.geometry(present)
         if plan.reset_optimizer:
             model.reset_optimizer()
-        if not alone:
-            merged = self._merged(plan, fleet, theirs)
+        if not one_datacenter:
+            merged = self._merged(plan, federated, datacenter)
             if plan.step_scale != 1:
                 merged.mul_(plan.step_scale)
             model.step(merged)
-        elif ends:
-            model.replace(ends[0])
+        elif models:
+            model.replace(models[0])
         model.average()
 
-    def _of_datacenters(self, trained: Trained, *, keep: bool) -> torch.Tensor:
-        """Their mean pseudo-gradient by examples, float32 (N); in their memory unless `keep`."""
+    def _pseudo_gradient(self, results: TrainingResult, *, keep: bool) -> torch.Tensor:
+        """The datacenters' mean by examples, float32 (N), in their models' memory unless `keep`."""
         parts = []
-        for one in trained.datacenters:
-            assert one.vector is not None  # where one hands its model back, all do
-            out = None if keep else one.vector
-            parts.append((torch.sub(self.model.vector, one.vector, out=out), one.examples))
+        for result in results.datacenters:
+            assert result.vector is not None  # if one returns its model, all do
+            out = None if keep else result.vector
+            difference = torch.sub(self._model.vector, result.vector, out=out)
+            parts.append((difference, result.examples))
         return merge.mean(parts)
 
     def _merged(
-        self, plan: Plan, fleet: torch.Tensor | None, theirs: torch.Tensor | None
+        self, plan: Plan, federated: torch.Tensor | None, datacenter: torch.Tensor | None
     ) -> torch.Tensor:
-        if fleet is None or theirs is None:
-            merged = fleet if fleet is not None else theirs
+        if federated is None or datacenter is None:
+            merged = federated if federated is not None else datacenter
             assert merged is not None
             return merged
-        if (plan.merge or self.job.strategy.merge) == "projected":
-            theirs = merge.project(theirs, fleet)
-        return merge.weigh(fleet, theirs, share=self.job.strategy.datacenter_weight)
+        if (plan.merge or self._job.strategy.merge) == "projected":
+            datacenter = merge.project(datacenter, federated)
+        return merge.weigh(federated, datacenter, share=self._job.strategy.datacenter_weight)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from isthmus.integrations.flower import messages  # before flwr
+from isthmus.integrations.flower import messages as flower_messages
 from isthmus.task import Participant
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
@@ -94,10 +94,10 @@ def make(name):
 
 def model():
     draw = np.random.default_rng(5)
-    return messages.ArrayRecord(
+    return flower_messages.ArrayRecord(
         {
-            "bias": messages.Array(draw.normal(size=3).astype("f4")),
-            "weight": messages.Array(draw.normal(size=(3, 2)).astype("f4")),
+            "bias": flower_messages.Array(draw.normal(size=3).astype("f4")),
+            "weight": flower_messages.Array(draw.normal(size=(3, 2)).astype("f4")),
         }
     )
 
@@ -135,8 +135,8 @@ def fleet(net, make_job, tmp_path):
         async def ask(self, kind, to, records=None):
             """One message, from the thread of a strategy."""
             if records is None:
-                records = messages.RecordDict({"arrays": model()})
-            asked = self.grid.create_message(records, kind, messages.node_of(to), "group")
+                records = flower_messages.RecordDict({"arrays": model()})
+            asked = self.grid.create_message(records, kind, flower_messages.node_of(to), "group")
             (reply,) = await asyncio.to_thread(self.grid.send_and_receive, [asked])
             return reply
 
@@ -154,7 +154,7 @@ class InPlace:
         self.apps = {}
         for place, name in enumerate(NAMES):
             participant = Participant(name=name, regime="federated", shard=(place, 4))
-            self.apps[messages.node_of(name)] = FlowerRun(opening, participant, None)
+            self.apps[flower_messages.node_of(name)] = FlowerRun(opening, participant, None)
 
     def get_node_ids(self):
         return sorted(self.apps)
@@ -163,10 +163,10 @@ class InPlace:
         replies = []
         for one in list(messages):
             app = self.apps[one.metadata.dst_node_id]
-            records = messages.RecordDict(
+            records = flower_messages.RecordDict(
                 {name: type(record)(dict(record.items())) for name, record in one.content.items()}
             )
-            asked = messages.message(
+            asked = flower_messages.message(
                 records, kind=one.metadata.message_type, source=1, to=app.context.node_id, id_="m"
             )
             replies.append(app.app(asked, app.context))
@@ -180,7 +180,7 @@ async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name
     def start(grid):
         np.random.seed(3)  # Flower's noise
         random.seed(3)  # and the order in which it asks nodes
-        with messages.captured_warnings():
+        with flower_messages.captured_warnings():
             return make(name).start(grid, initial_arrays=model(), num_rounds=2, timeout=30)
 
     result = await asyncio.to_thread(start, fleet.grid)
@@ -200,8 +200,8 @@ async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fle
     await fleet.start()
     reply = await fleet.ask("train.noisy", "b")
     assert reply.has_content()
-    assert reply.metadata.src_node_id == messages.node_of("b")
-    assert reply.metadata.dst_node_id == messages.SERVER_NODE
+    assert reply.metadata.src_node_id == flower_messages.node_of("b")
+    assert reply.metadata.dst_node_id == flower_messages.SERVER_NODE
     assert reply.metadata.reply_to_message_id == "run/1"
     assert reply.metadata.group_id == "group"
 
@@ -211,14 +211,14 @@ async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet, tm
     reply = await fleet.ask("query", "a")
     line = APP.splitlines().index('    raise ValueError("no\\nbattery")') + 1
     says = f"the app failed at {tmp_path}/app.py:{line}: ValueError: no battery"
-    assert reply.error == messages.Error(2, says)
+    assert reply.error == flower_messages.Error(2, says)
     reply = await fleet.ask("evaluate.more", "a")
     assert reply.error.reason == (
         "the app failed: ValueError: No evaluate function registered with name 'more'"
     )
     reply = await fleet.ask("train", "nobody")
-    assert reply.error.code == messages.ErrorCode.NODE_UNAVAILABLE
-    reply = await fleet.ask("train", "c", messages.RecordDict())
+    assert reply.error.code == flower_messages.ErrorCode.NODE_UNAVAILABLE
+    reply = await fleet.ask("train", "c", flower_messages.RecordDict())
     assert reply.error.reason.endswith("app.py:16: KeyError: 'arrays'")
 
 
@@ -230,7 +230,7 @@ async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them
 
     late = await net.join("late", think)
     reply = await fleet.ask("train", "late")
-    assert reply.error == messages.Error(4, "it did not answer within 0.2 s")
+    assert reply.error == flower_messages.Error(4, "it did not answer within 0.2 s")
     await net.until(lambda: late.cancelled)
 
     async def go(guest, request, model):
@@ -239,7 +239,7 @@ async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them
 
     await net.join("gone", go)
     reply = await fleet.ask("train", "gone")
-    assert reply.error == messages.Error(5, "lost")
+    assert reply.error == flower_messages.Error(5, "lost")
     assert not fleet.link._published
 
 
@@ -247,7 +247,7 @@ async def test_replies_are_bounded_before_memory_is_taken(fleet, net):
     await fleet.start(max_bytes=1000)
 
     async def boast(guest, request, model):
-        huge = link_pb2.Content(sha256=bytes(32), size=1 << 40)
+        huge = link_pb2.Blob(sha256=bytes(32), size=1 << 40)
         return link_pb2.Reply(flower_replied=link_pb2.FlowerReply(records=huge)), None
 
     await net.join("boaster", boast)
@@ -283,7 +283,10 @@ async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):
     await fleet.start()
     pushed = [
         fleet.grid.create_message(
-            messages.RecordDict({"arrays": model()}), "train", messages.node_of(name), ""
+            flower_messages.RecordDict({"arrays": model()}),
+            "train",
+            flower_messages.node_of(name),
+            "",
         )
         for name in NAMES
     ]

@@ -71,24 +71,24 @@ class Round:
         }
         self.losses = {name: float(torch.rand((), generator=draw)) for name in self.updates}
 
-    def with_us(self, guest, tmp_path, order=None):
-        """The pseudo-gradient that a guest makes of it, and what it remembers."""
-        begun = guest.begin(1, self.start, section({"name": "FedAvg"}))
-        gathering = UpdateCollector(begun, LAYOUT, COHORT)
+    def with_us(self, adapter, tmp_path, order=None):
+        """The pseudo-gradient that an adapter's strategy gives, and the strategy's state."""
+        strategy = adapter.begin(1, self.start, section({"name": "FedAvg"}))
+        updates = UpdateCollector(strategy, LAYOUT, COHORT)
         for name in order or self.updates:
             trained = link_pb2.Trained(
                 examples=self.examples[name], training={"loss": self.losses[name]}
             )
             with Spool(tmp_path) as spool:
                 spool.write(0, bytes(LAYOUT.encode(self.updates[name])))
-                gathering.take(name, trained, spool)
-        return gathering.aggregate(), gathering.state
+                updates.collect(name, trained, spool)
+        return updates.aggregate(), strategy.state
 
     def with_flower(self, strategy):
         """The pseudo-gradient that Flower's own classes make of it."""
         from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-        from isthmus_server.flower.strategy_adapter import Cohort
+        from isthmus_server.flower.strategy_adapter import CohortGrid
 
         def record(vector):
             return ArrayRecord({name: Array(part.numpy()) for name, part in LAYOUT.parts(vector)})
@@ -115,7 +115,7 @@ class Round:
         with messages.captured_warnings():
             list(
                 strategy.configure_train(
-                    1, record(self.start), ConfigRecord(), Cohort([2, 3, 4, 5, 6, 7, 8])
+                    1, record(self.start), ConfigRecord(), CohortGrid([2, 3, 4, 5, 6, 7, 8])
                 )
             )
             made, _ = strategy.aggregate_train(1, replies)
@@ -163,12 +163,10 @@ def test_what_a_strategy_remembers_goes_on_as_in_one_that_was_never_stored(confi
     for round_, wanted in zip(rounds, expected, strict=True):
         ours, guest.state = round_.with_us(guest, tmp_path)
         assert torch.equal(ours, wanted)
-        tensors, numbers = {}, {}
-        guest.add_state(tensors, numbers)
-        assert tensors or numbers
+        tensors, values = guest.export_state()
+        assert tensors or values
         guest = FlowerStrategyAdapter(section(config), LAYOUT)  # a new process
-        guest.take_state(tensors, numbers)
-        assert (tensors, numbers) == ({}, {})
+        guest.import_state(tensors, values)
 
 
 def test_momentum_is_taken_from_the_rounds_model_wherever_that_was_trained(tmp_path):
@@ -307,9 +305,9 @@ def test_a_strategy_whose_memory_cannot_be_stored_is_refused_before_the_run():
 
 
 def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for_ever():
-    from isthmus_server.flower.strategy_adapter import Cohort
+    from isthmus_server.flower.strategy_adapter import CohortGrid
 
-    cohort = Cohort([2, 3])
+    cohort = CohortGrid([2, 3])
 
     def wait():
         while len(list(cohort.get_node_ids())) < 3:
@@ -323,9 +321,9 @@ def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for
 def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
     settings = section({"name": "FedAvg"})
     begun = FlowerStrategyAdapter(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
-    gathering = UpdateCollector(begun, LAYOUT, COHORT)
+    updates = UpdateCollector(begun, LAYOUT, COHORT)
     with Spool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
-        gathering.take("a", link_pb2.Trained(examples=examples), spool)
+        updates.collect("a", link_pb2.Trained(examples=examples), spool)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -341,7 +339,7 @@ async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(p
 
     again = await place.killed(Coordinator(store, place.link), "committed", 2)
     coordinator = Coordinator(again, place.link)
-    moments = coordinator.fleet.guest.state.tensors
+    moments = coordinator.federated.extension.state.tensors
     assert moments.keys() == {f"{kind}/{name}" for kind in ("m_t", "v_t") for name in PARTS}
     await coordinator.run()
     resumed = document(again)

@@ -1,0 +1,186 @@
+"""What every regime shares: results, and the protocols that attempts and aggregators implement.
+
+A federated round is one `FederatedAttempt`: plaintext, secure, buffered, or a Flower app. A
+plaintext attempt hands each update to an `Aggregator`: the weighted mean, or a Flower strategy. A
+`FederatedExtension` replaces the aggregation of a whole run; extensions register themselves under
+the entry-point group `isthmus.federated_extensions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from isthmus.errors import RoundFailed, UserError
+from isthmus.job.federated import FederatedSection
+from isthmus.wire import link_pb2
+from isthmus_server.storage.receipts import Receipt
+
+if TYPE_CHECKING:
+    from isthmus.tensors.exchange_set import TensorLayout
+    from isthmus_server.regimes.context import FederatedContext
+
+EXTENSIONS = "isthmus.federated_extensions"
+"""Entry-point group; the name of an entry is the key of its table in `[federated]`."""
+
+
+class AttemptFailed(RoundFailed):
+    """An attempt without a result, with the receipts of all participants."""
+
+    def __init__(self, reason: str, receipts: Sequence[Receipt]) -> None:
+        super().__init__(reason)
+        self.receipts = receipts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FederatedResult:
+    """The result of a federated attempt."""
+
+    pseudo_gradient: torch.Tensor
+    """Weighted mean of start minus end, or what an extension made of the updates, float32 (N)."""
+    training: Mapping[str, float]
+    """Weighted means of the devices' own figures: loss."""
+    receipts: Sequence[Receipt]
+    extension_state: Any = None
+    """State of the extension after this attempt; it becomes current when the round commits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatacenterResult:
+    """The result of one datacenter."""
+
+    vector: torch.Tensor | None
+    """The model at the new step or the mean gradient, float32 (N), if it was requested."""
+    training: Mapping[str, float]
+    evaluation: Mapping[str, float]
+    profile: Mapping[str, float]
+    """Rates and memory of the ranks; they differ between runs."""
+    receipts: Sequence[Receipt]
+
+    @property
+    def examples(self) -> int:
+        """Weight of its vector."""
+        return sum(receipt.examples for receipt in self.receipts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttemptSpec:
+    """One federated attempt: from which model, with which devices, under which settings."""
+
+    round: int
+    attempt: int
+    model: link_pb2.Blob
+    """Published for as long as the attempt lasts."""
+    cohort: Mapping[str, int]
+    """Names of the invited devices, with the number of examples each declared."""
+    settings: FederatedSection
+    """The job's `[federated]`, with the cohort size and quorum of this round."""
+    start: torch.Tensor | None = None
+    """The same model as a vector, float32 (N); only extensions need it."""
+    with_gradient: bool = False
+    """Behind the model, in the same blob, follows a gradient that devices add to their own."""
+
+    def check_quorum(self) -> None:
+        """Refuse a cohort below the quorum.
+
+        Raises:
+            AttemptFailed: too few devices.
+        """
+        if len(self.cohort) < self.settings.needed:
+            raise AttemptFailed(
+                f"{len(self.cohort)} devices are ready and the quorum is {self.settings.needed}", []
+            )
+
+
+class FederatedAttempt(Protocol):
+    """One attempt at a federated round."""
+
+    async def run(self) -> FederatedResult:
+        """Invite the cohort, aggregate its updates, and return the result.
+
+        Ends when enough updates have arrived, when the quorum cannot be reached any more, or at
+        the deadline.
+
+        Raises:
+            AttemptFailed: fewer updates than the quorum.
+        """
+        ...
+
+    def cancelled(self, reason: str) -> Sequence[Receipt]:
+        """Receipts of all invited devices after `run` was cancelled for `reason`."""
+        ...
+
+
+class Aggregator(Protocol):
+    """Turns the updates of one plaintext attempt into a pseudo-gradient."""
+
+    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
+        """Fetch the update of a device, check it and add it.
+
+        `accept` is called once the update is complete; if it raises, the update is withdrawn.
+
+        Raises:
+            ParticipantLost: the device went away before the update was complete.
+            UpdateError: the update cannot be used.
+        """
+        ...
+
+    async def result(self) -> tuple[torch.Tensor, Any]:
+        """The pseudo-gradient, float32 (N), and the extension's state after it.
+
+        Raises:
+            RoundFailed: the updates cannot be aggregated.
+        """
+        ...
+
+
+class FederatedExtension(Protocol):
+    """Replaces the aggregation of a run, and keeps state from round to round."""
+
+    def attempt(self, context: FederatedContext, spec: AttemptSpec) -> FederatedAttempt:
+        """An attempt at a round.
+
+        Raises:
+            RoundFailed: the cohort cannot be aggregated.
+        """
+        ...
+
+    def commit(self, state: Any) -> None:
+        """Make the state of an attempt the current one."""
+        ...
+
+    def reset(self) -> None:
+        """Return to the state before the first round."""
+        ...
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Its current state as tensors and JSON values, to be stored with a checkpoint."""
+        ...
+
+    def import_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        """Restore what `export_state` returned."""
+        ...
+
+
+def load_extension(federated: FederatedSection, layout: TensorLayout) -> FederatedExtension | None:
+    """The extension whose table a job has in `[federated]`; None if it has none.
+
+    Raises:
+        UserError: its packages are missing, or its settings cannot be used.
+    """
+    configured = [
+        entry
+        for entry in entry_points(group=EXTENSIONS)
+        if getattr(federated, entry.name, None) is not None
+    ]
+    if not configured:
+        return None
+    if len(configured) > 1:
+        names = " and ".join(sorted(f"[federated.{entry.name}]" for entry in configured))
+        raise UserError(f"{names} both replace the aggregation; remove all but one")
+    extension: FederatedExtension = configured[0].load()(federated, layout)
+    return extension

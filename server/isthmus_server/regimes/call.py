@@ -1,0 +1,165 @@
+"""Call one participant: ask, check the outcome, use the reply, acknowledge it, write the receipt.
+
+    receipts = ReceiptBook(cohort, "federated")
+    with suppress(CallFailed):
+        async with call(link, name, request, "trained", receipts) as reply:
+            ...  # check the reply and fetch its blobs
+            receipts.record(name, "accepted", examples=reply.trained.examples)
+
+Whatever happens in between, the participant learns whether its reply was used, so that it can free
+the memory of its result, and the book has a receipt of every failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
+from isthmus.wire import link_pb2
+from isthmus_server.storage.receipts import Receipt, Status
+from isthmus_server.transport.link import Link
+from isthmus_server.transport.sanitize import reason_of
+
+TOO_LATE = "the round is over"
+"""Why a late reply is refused: nobody waits for it any more."""
+
+
+class CallFailed(Exception):
+    """A call without a usable reply."""
+
+    def __init__(
+        self, status: Status, reason: str, *, reached: bool, timed_out: bool = False
+    ) -> None:
+        """`status` is `dropped` without a complete reply, else `rejected`."""
+        super().__init__(reason)
+        self.timed_out = timed_out
+        self.status = status
+        self.reason = reason
+        self.reached = reached
+        """The participant was connected when it was asked."""
+
+
+class ReceiptBook:
+    """The receipts of one attempt: one for each invited participant."""
+
+    def __init__(self, names: Iterable[str], regime: Literal["datacenter", "federated"]) -> None:
+        self.names = tuple(names)
+        self.regime = regime
+        self._receipts: dict[str, Receipt] = {}
+        self._details: dict[str, dict[str, Any]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._receipts
+
+    def __len__(self) -> int:
+        return len(self._receipts)
+
+    @property
+    def recorded(self) -> list[Receipt]:
+        """The receipts so far."""
+        return list(self._receipts.values())
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted participants."""
+        return sum(receipt.status == "accepted" for receipt in self._receipts.values())
+
+    def is_accepted(self, name: str) -> bool:
+        """Whether the participant has an accepted receipt."""
+        return name in self._receipts and self._receipts[name].status == "accepted"
+
+    def get(self, name: str) -> Receipt | None:
+        """The participant's receipt so far."""
+        return self._receipts.get(name)
+
+    def remember(self, name: str, **details: Any) -> None:
+        """Fields for the participant's receipt, known before its outcome is."""
+        self._details.setdefault(name, {}).update(details)
+
+    def was_reached(self, name: str) -> bool:
+        """Whether the participant has replied to an earlier call of this attempt."""
+        return name in self._details
+
+    def record(self, name: str, status: Status, reason: str = "", **details: Any) -> None:
+        """Write the participant's receipt; a later one replaces it."""
+        self._receipts[name] = Receipt(
+            participant=name,
+            regime=self.regime,
+            status=status,
+            reason=reason,
+            **{**self._details.get(name, {}), **details},
+        )
+
+    def complete(self, reason: str) -> list[Receipt]:
+        """All receipts, in the order of `names`; those without one were dropped for `reason`."""
+        for name in self.names:
+            if name not in self._receipts:
+                self.record(name, "dropped", reason)
+        return [self._receipts[name] for name in self.names]
+
+
+@asynccontextmanager
+async def call(
+    link: Link,
+    name: str,
+    request: link_pb2.Request,
+    outcome: str,
+    receipts: ReceiptBook | None = None,
+    *,
+    seconds: float | None = None,
+    reply: link_pb2.Reply | None = None,
+    late: str = TOO_LATE,
+) -> AsyncIterator[link_pb2.Reply]:
+    """Ask a participant; the block checks and uses its reply, which is acknowledged at the end.
+
+    Args:
+        link: the server's link.
+        name: the participant.
+        request: what to ask; it gets an id if it has none.
+        outcome: name of the expected outcome in `link_pb2.Reply`.
+        receipts: where a failure is recorded; an accepted receipt is for the block to record.
+        seconds: limit for the reply and the block together; None for no limit.
+        reply: the reply, if the request was sent earlier.
+        late: why the reply is refused if the call is cancelled.
+
+    Raises:
+        CallFailed: no reply, another outcome, or the block found the reply unusable (it raised
+            `UpdateError`, `PeerMisbehaved`, `AdmissionRefused` or `ParticipantLost`).
+    """
+    request.id = request.id or link.new_id()
+    accepted, reason = False, late
+    failure: CallFailed | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            if reply is None:
+                reply = await link.ask(name, request)
+            if reply.WhichOneof("outcome") != outcome:
+                raise UpdateError(reason_of(reply))
+            yield reply
+        accepted, reason = True, ""
+    except TimeoutError:
+        reason = f"it did not answer within {seconds:g} s"
+        failure = CallFailed("dropped", reason, reached=True, timed_out=True)
+    except ParticipantLost as lost:
+        reached = lost.reached or reply is not None
+        failure = CallFailed("dropped", str(lost), reached=reached)
+        failure.__cause__ = lost
+    except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
+        failure = CallFailed("rejected", str(error), reached=True)
+        failure.__cause__ = error
+    finally:
+        if failure is not None:
+            reason = failure.reason
+            if receipts is not None:
+                reached = failure.reached or receipts.was_reached(name)
+                sent = failure.status == "rejected"
+                receipts.record(name, failure.status, reason, started=reached, sent=sent)
+        if reply is not None:
+            # An update that was complete when the call was cancelled stays in the sum.
+            used = accepted or (receipts is not None and receipts.is_accepted(name))
+            link.acknowledge(name, request.id, used, "" if used else reason)
+    if failure is not None:
+        raise failure

@@ -1,0 +1,93 @@
+"""The federated regime: one attempt per round, chosen by the job's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.wire import link_pb2
+from isthmus_server.regimes.base import (
+    AttemptSpec,
+    FederatedAttempt,
+    FederatedResult,
+    load_extension,
+)
+from isthmus_server.regimes.buffered import BufferedDevices
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
+from isthmus_server.regimes.secure import SecureAggregationAttempt, training_config
+from isthmus_server.storage.receipts import Receipt
+
+
+class FederatedRegime:
+    """Trains rounds on the devices of one run."""
+
+    def __init__(self, context: FederatedContext) -> None:
+        """Load the extension that the job names, if any.
+
+        Raises:
+            UserError: the extension cannot be used.
+        """
+        self.context = context
+        settings = context.job.federated
+        self.extension = load_extension(settings, context.layout)
+        self.buffered = BufferedDevices(context) if settings.mode == "buffered" else None
+        """Devices that train across rounds; only in buffered mode."""
+        self._attempt: FederatedAttempt | None = None
+
+    async def train(self, spec: AttemptSpec) -> FederatedResult:
+        """Run one attempt.
+
+        Raises:
+            AttemptFailed: fewer updates than the quorum.
+        """
+        self._attempt = self._attempt_for(spec)
+        return await self._attempt.run()
+
+    def _attempt_for(self, spec: AttemptSpec) -> FederatedAttempt:
+        if self.buffered is not None:
+            return self.buffered.attempt(spec)
+        spec.check_quorum()
+        if spec.settings.secure_aggregation:
+            return self._secure_attempt(spec)
+        if self.extension is not None:
+            return self.extension.attempt(self.context, spec)
+        return PlaintextAttempt(self.context, spec, WeightedMeanAggregator(self.context, spec))
+
+    def _secure_attempt(self, spec: AttemptSpec) -> SecureAggregationAttempt:
+        def first_request(config: bytes) -> link_pb2.Request:
+            work = link_pb2.TrainLocal(
+                run_id=self.context.run_id,
+                round=spec.round,
+                attempt=spec.attempt,
+                model=spec.model,
+                secure=config,
+                with_gradient=spec.with_gradient,
+            )
+            return link_pb2.Request(train_local=work)
+
+        config = training_config(self.context, spec, spec.model)
+        return SecureAggregationAttempt(
+            self.context, config, spec.model, spec.cohort, first_request
+        )
+
+    @property
+    def busy(self) -> list[str]:
+        """Devices that are training across the end of a round; only in buffered mode."""
+        return [] if self.buffered is None else self.buffered.busy
+
+    @property
+    def may_start_below_quorum(self) -> bool:
+        """Whether devices that are already training count towards the quorum."""
+        return self.buffered is not None
+
+    async def stop(self) -> None:
+        """End the run: devices that still train are told that their updates are not needed."""
+        if self.buffered is not None:
+            await self.buffered.stop()
+
+    def cancelled(self, reason: str) -> list[Receipt]:
+        """Receipts of an attempt whose `train` was cancelled for `reason`."""
+        receipts: Sequence[Receipt] = ()
+        if self._attempt is not None:
+            receipts = self._attempt.cancelled(reason)
+        return list(receipts)
