@@ -1,0 +1,71 @@
+"""Generate the pages of the Python API and of the errors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+import names
+from generated import add_page, load, table
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the two pages."""
+    add_page(config, files, "reference/api.md", api_page())
+    add_page(config, files, "reference/errors.md", errors_page(load(names.ERRORS)))
+    return files
+
+
+def api_page() -> Iterator[str]:
+    """The public names; mkdocstrings turns each directive into its documentation."""
+    yield "# Python API\n"
+    yield (
+        "What programs may import. Other modules are internal: they are documented in the source, "
+        "and [Where is it?](../where-is-it.md) leads to them.\n"
+    )
+    for title, (introduction, members) in names.API.items():
+        yield f"## {title}\n\n{introduction}\n"
+        for name in members:
+            yield f"::: {name}\n"
+
+
+def errors_page(module: ModuleType) -> Iterator[str]:
+    """The exception tree, and the codes of secure aggregation."""
+    yield "# Errors\n"
+    yield (
+        f"Every error that Isthmus raises on purpose is in `{module.__name__}`. A `UserError` is "
+        "shown to a person as its message, without a traceback: what was wrong, where, and what "
+        "to do. The command then ends with exit code 1.\n"
+    )
+    classes = [
+        each
+        for _, each in inspect.getmembers(module, inspect.isclass)
+        if each.__module__ == module.__name__
+    ]
+    roots = [each for each in classes if not set(each.__mro__[1:]) & set(classes)]
+    yield "## The tree\n"
+    for root in roots:
+        yield from tree(root, classes, 0)
+    yield ""
+    yield "## Codes of secure aggregation\n"
+    yield (
+        "Each check of the protocol has a name, which the error carries as `code`. "
+        "What the checks protect from is in the [threat model](../threat-model.md).\n"
+    )
+    refusals = load(names.REFUSALS)
+    rows = [(f"`{code}`", f"`{error.__name__}`") for code, error in refusals.items()]
+    yield from table(("Code", "Error"), rows)
+
+
+def tree(error: type, classes: list[type], depth: int) -> Iterator[str]:
+    """One class and those derived from it, as a nested list."""
+    summary = inspect.getdoc(error) or ""
+    also = [base.__name__ for base in error.__bases__ if base not in classes and depth]
+    note = f" (also a `{also[0]}`)" if also else ""
+    yield f"{'    ' * depth}- `{error.__name__}`{note}: {summary.partition(chr(10) * 2)[0]}"
+    for each in classes:
+        if error in each.__bases__:
+            yield from tree(each, classes, depth + 1)
