@@ -1,15 +1,21 @@
-"""Generate the pages of the Python API and of the errors."""
+"""Generate the pages of the Python API and of the errors, and the fields of a receipt."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import names
 from generated import add_page, load, table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+RECEIPT_MARK = "<!-- fields of a receipt -->"
+"""Where the page of the report has the generated table."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -17,6 +23,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     add_page(config, files, "reference/api.md", api_page())
     add_page(config, files, "reference/errors.md", errors_page(load(names.ERRORS)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Put the fields of a receipt where the page of the report wants them."""
+    if RECEIPT_MARK not in markdown:
+        return markdown
+    return markdown.replace(RECEIPT_MARK, "\n".join(fields(load(names.RECEIPT))))
+
+
+def fields(kind: type) -> list[str]:
+    """A table of a dataclass: each field with its type, default and docstring."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    rows = []
+    following = [*definition.body[1:], None]
+    for statement, after in zip(definition.body, following, strict=True):
+        if not isinstance(statement, ast.AnnAssign):
+            continue
+        documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        rows.append(
+            (
+                f"`{ast.unparse(statement.target)}`",
+                f"`{ast.unparse(statement.annotation)}`",
+                ast.literal_eval(after.value) if documented else "",
+            )
+        )
+    return table(("Key", "Type", "Meaning"), rows)
 
 
 def api_page() -> Iterator[str]:

@@ -192,3 +192,7 @@ def test_the_tutorial_ends_with_a_fleet_that_has_trained(terminal: Terminal) -> 
         assert found["status"] == "finished"
         assert len(found["rounds"]) == 12
         assert found["final"]["metrics"]["accuracy"] > 0.9
+        row = found["rounds"][0]
+        keys = {*found, *found["final"], *row, *row["cost"], *row["participants"]}
+        described = set(re.findall(r"`(\w+)`", (ROOT / "docs/reference/report.md").read_text()))
+        assert keys <= described, keys - described
