@@ -74,4 +74,4 @@ proto: .venv/ready-dev
 	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core $(wildcard core/isthmus/wire/*.proto)
 
 clean:
-	@rm -rf .venv runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv build runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
