@@ -168,7 +168,7 @@ def type_of(field: Schema, root: Schema) -> str:
     if kind == "object":
         return "table"
     bounds = [text.format(field[key]) for key, text in _BOUNDS.items() if key in field]
-    return ", ".join([_SIMPLE.get(kind, kind), *bounds])
+    return ", ".join([_SIMPLE.get(kind, str(kind)), *bounds])
 
 
 def default_of(field: Schema) -> str:

@@ -22,7 +22,7 @@ RECEIPT = "isthmus_server.receipts:Receipt"
 API: dict[str, tuple[str, list[str]]] = {
     "Tasks": (
         "What is learned: a model, a loss and the data of each participant.",
-        ["isthmus.task.Task", "isthmus.task.Participant", "isthmus.task.load_task"],
+        ["isthmus.Task", "isthmus.Participant", "isthmus.load_task"],
     ),
     "Jobs": (
         "Job files as validated, frozen objects. Every key is listed in [job keys](job.md).",
@@ -31,27 +31,28 @@ API: dict[str, tuple[str, list[str]]] = {
             "isthmus.job.parse_job",
             "isthmus.job.with_changes",
             "isthmus.job.job_schema",
-            "isthmus.job.Job",
+            "isthmus.job.Job:docstring",
         ],
     ),
     "Strategy policies": (
         "A policy decides which regime trains the next round. See [strategy](../strategy.md).",
         [
-            "isthmus_server.strategy.policy.Policy",
-            "isthmus_server.strategy.policy.Observation",
+            "isthmus_server.strategy.Policy",
+            "isthmus_server.strategy.Observation",
             "isthmus_server.strategy.policy.PastRound",
             "isthmus_server.strategy.policy.Forecast",
             "isthmus_server.strategy.policy.Comparison",
-            "isthmus_server.strategy.policy.Plan",
-            "isthmus_server.strategy.policy.Compare",
-            "isthmus_server.strategy.policy.Wait",
-            "isthmus_server.strategy.policy.Stop",
+            "isthmus_server.strategy.Plan",
+            "isthmus_server.strategy.Compare",
+            "isthmus_server.strategy.Wait",
+            "isthmus_server.strategy.Stop",
         ],
     ),
     "Secure aggregation": (
-        "State machines without input or output: messages in, messages out. The example in the "
-        "package's docstring runs a whole round. See the [threat model](../threat-model.md).",
+        "State machines without input or output: messages in, messages out. "
+        "See the [threat model](../threat-model.md).",
         [
+            "isthmus_privacy.secagg:docstring",
             "isthmus_privacy.secagg.RoundConfig",
             "isthmus_privacy.secagg.ClientSession",
             "isthmus_privacy.secagg.ServerSession",
@@ -64,4 +65,5 @@ API: dict[str, tuple[str, list[str]]] = {
         ],
     ),
 }
-"""Sections of the API page: title, introduction, and the public names in it."""
+"""Sections of the API page: title, introduction, and the public names in it; of a name that ends
+with `:docstring`, the docstring without the members."""

@@ -62,7 +62,8 @@ def api_page() -> Iterator[str]:
     for title, (introduction, members) in names.API.items():
         yield f"## {title}\n\n{introduction}\n"
         for name in members:
-            yield f"::: {name}\n"
+            path, _, part = name.partition(":")
+            yield f"::: {path}" + ("\n    options: {members: false}" if part else "") + "\n"
 
 
 def errors_page(module: ModuleType) -> Iterator[str]:
