@@ -29,5 +29,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    escaped = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
+    return f"| {' | '.join(_escaped(' '.join(cell.split())) for cell in cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """Text in which a bar does not end the cell; inside of code none does."""
+    parts = text.split("`")
+    return "`".join(
+        part if number % 2 else part.replace("|", "\\|") for number, part in enumerate(parts)
+    )

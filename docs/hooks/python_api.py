@@ -6,7 +6,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import names
 from generated import add_page, load, table
@@ -36,20 +36,27 @@ def fields(kind: type) -> list[str]:
     """A table of a dataclass: each field with its type, default and docstring."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef)
+    hints = get_type_hints(kind)
     rows = []
     following = [*definition.body[1:], None]
     for statement, after in zip(definition.body, following, strict=True):
         if not isinstance(statement, ast.AnnAssign):
             continue
         documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        name = ast.unparse(statement.target)
         rows.append(
             (
-                f"`{ast.unparse(statement.target)}`",
-                f"`{ast.unparse(statement.annotation)}`",
+                f"`{name}`",
+                f"`{type_name(hints[name])}`",
                 ast.literal_eval(after.value) if documented else "",
             )
         )
     return table(("Key", "Type", "Meaning"), rows)
+
+
+def type_name(hint: Any) -> str:
+    """A type as a reader would write it."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def api_page() -> Iterator[str]:
