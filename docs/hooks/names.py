@@ -4,11 +4,11 @@ from __future__ import annotations
 
 JOB_SCHEMA = "isthmus.job:job_schema"
 """Gives the JSON schema of a job file."""
-OWNER_LIMITS = "isthmus_clients.policy:Policy"
+OWNER_LIMITS = "isthmus_clients.device.owner_limits:Policy"
 """The pydantic model of a device owner's limits."""
 POLICIES = "isthmus_server.strategy.policies:BUILT_IN"
 """Built-in policies by name; the settings of each are a pydantic model in its module."""
-SECTION = "isthmus.section:Section"
+SECTION = "isthmus.job.section:Section"
 """Base class of every table of a job."""
 COMMAND = "isthmus.cli:isthmus"
 """The click command `isthmus`."""
@@ -16,7 +16,7 @@ ERRORS = "isthmus.errors"
 """The module with the exception tree."""
 REFUSALS = "isthmus_privacy.secagg:REFUSALS"
 """Code of each refusal of secure aggregation, and the error that carries it."""
-RECEIPT = "isthmus_server.receipts:Receipt"
+RECEIPT = "isthmus_server.storage.receipts:Receipt"
 """The dataclass of a receipt, as it is in the report."""
 
 API: dict[str, tuple[str, list[str]]] = {
@@ -56,7 +56,7 @@ API: dict[str, tuple[str, list[str]]] = {
             "isthmus_privacy.secagg.RoundConfig",
             "isthmus_privacy.secagg.ClientSession",
             "isthmus_privacy.secagg.ServerSession",
-            "isthmus_privacy.secagg.ClientPolicy",
+            "isthmus_privacy.secagg.ClientRequirements",
             "isthmus_privacy.secagg.History",
             "isthmus_privacy.secagg.Authority",
             "isthmus_privacy.secagg.Directory",
