@@ -1,5 +1,7 @@
 # make demo   the main job on this machine, from nothing
 # make test   everything that must hold before a change lands
+# make docs   the documentation site, in build/site; a broken link or reference is an error
+# make ci     test and docs: what continuous integration runs
 # make pairs   what every layout of the datacenter saves, every other loads
 # make coverage   the same suite, traced: at least 90 % of our own code
 
@@ -11,7 +13,7 @@ TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pairs coverage lint format proto clean
+.PHONY: help demo test docs ci pairs coverage lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -41,6 +43,13 @@ demo: .venv/ready
 test: .venv/ready-dev lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
+# Nothing is fetched, and nothing is reported to anyone: the theme's banner is off, too.
+docs: .venv/ready-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	@echo "the site is in build/site; open build/site/index.html"
+
+ci: test docs
+
 # The suite tries a few pairs for each layout; the pairs are printed.
 pairs: .venv/ready-dev
 	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/test_layouts.py -k others_load
@@ -65,4 +74,4 @@ proto: .venv/ready-dev
 	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core $(wildcard core/isthmus/wire/*.proto)
 
 clean:
-	@rm -rf .venv runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv build runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

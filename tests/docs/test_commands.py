@@ -23,12 +23,18 @@ from isthmus.system.process import die_with_parent
 ROOT = Path(__file__).parents[2]
 BACKGROUND = "# in a terminal of its own\n"
 # These make an environment from nothing, which a fresh clone in CI does.
-ELSEWHERE = {"make demo", "make test"}
+ELSEWHERE = {"make demo", "make test", "make docs"}
 
 
 def blocks(page: str) -> list[str]:
     """The shell blocks of a page."""
     return re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def files(page: str) -> dict[str, str]:
+    """The files that a page has its reader save, by name."""
+    titled = r'^```\w+ title="(.*?)"\n(.*?)^```'
+    return dict(re.findall(titled, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
 
 
 @pytest.fixture
@@ -103,7 +109,9 @@ def terminal(folder: Path) -> Terminal:
     return Terminal(folder)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md", "docs/flower.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/getting-started.md", "docs/tasks.md", "docs/flower.md"]
+)
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
     try:
         for block in blocks(page):
@@ -162,3 +170,29 @@ def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> No
         assert accepted <= {f"phone-{number}" for number in range(4)}
         assert len(accepted) >= 3, accepted  # the quorum: one may still be about to dial again
     assert found["final"]["metrics"]["accuracy"] > 0.5
+
+
+@pytest.mark.timeout(300)  # thirty commands, one after another
+def test_the_tutorial_ends_with_a_fleet_that_has_trained(terminal: Terminal) -> None:
+    """All blocks in their order, with the files that the page shows."""
+    page = "docs/tutorial.md"
+    for name, text in files(page).items():
+        path = terminal.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    try:
+        for block in blocks(page):
+            terminal.type(block)
+            if block.startswith(BACKGROUND) and "server start" in block:
+                terminal.until(lambda: listening(9413))
+    finally:
+        terminal.close()
+    for run in ("runs/first", "fleet/runs/ring-1"):
+        found = json.loads(terminal.read(f"isthmus report {run} --json"))
+        assert found["status"] == "finished"
+        assert len(found["rounds"]) == 12
+        assert found["final"]["metrics"]["accuracy"] > 0.9
+        row = found["rounds"][0]
+        keys = {*found, *found["final"], *row, *row["cost"], *row["participants"]}
+        described = set(re.findall(r"`(\w+)`", (ROOT / "docs/reference/report.md").read_text()))
+        assert keys <= described, keys - described

@@ -1,0 +1,69 @@
+"""Every Python name that the documentation site is generated from: the one list to update."""
+
+from __future__ import annotations
+
+JOB_SCHEMA = "isthmus.job:job_schema"
+"""Gives the JSON schema of a job file."""
+OWNER_LIMITS = "isthmus_clients.device.owner_limits:Policy"
+"""The pydantic model of a device owner's limits."""
+POLICIES = "isthmus_server.strategy.policies:BUILT_IN"
+"""Built-in policies by name; the settings of each are a pydantic model in its module."""
+SECTION = "isthmus.job.section:Section"
+"""Base class of every table of a job."""
+COMMAND = "isthmus.cli:isthmus"
+"""The click command `isthmus`."""
+ERRORS = "isthmus.errors"
+"""The module with the exception tree."""
+REFUSALS = "isthmus_privacy.secagg:REFUSALS"
+"""Code of each refusal of secure aggregation, and the error that carries it."""
+RECEIPT = "isthmus_server.storage.receipts:Receipt"
+"""The dataclass of a receipt, as it is in the report."""
+
+API: dict[str, tuple[str, list[str]]] = {
+    "Tasks": (
+        "What is learned: a model, a loss and the data of each participant.",
+        ["isthmus.Task", "isthmus.Participant", "isthmus.load_task"],
+    ),
+    "Jobs": (
+        "Job files as validated, frozen objects. Every key is listed in [job keys](job.md).",
+        [
+            "isthmus.job.load_job",
+            "isthmus.job.parse_job",
+            "isthmus.job.with_changes",
+            "isthmus.job.job_schema",
+            "isthmus.job.Job:docstring",
+        ],
+    ),
+    "Strategy policies": (
+        "A policy decides which regime trains the next round. See [strategy](../strategy.md).",
+        [
+            "isthmus_server.strategy.Policy",
+            "isthmus_server.strategy.Observation",
+            "isthmus_server.strategy.policy.PastRound",
+            "isthmus_server.strategy.policy.Forecast",
+            "isthmus_server.strategy.policy.Comparison",
+            "isthmus_server.strategy.Plan",
+            "isthmus_server.strategy.Compare",
+            "isthmus_server.strategy.Wait",
+            "isthmus_server.strategy.Stop",
+        ],
+    ),
+    "Secure aggregation": (
+        "State machines without input or output: messages in, messages out. "
+        "See the [threat model](../threat-model.md).",
+        [
+            "isthmus_privacy.secagg:docstring",
+            "isthmus_privacy.secagg.RoundConfig",
+            "isthmus_privacy.secagg.ClientSession",
+            "isthmus_privacy.secagg.ServerSession",
+            "isthmus_privacy.secagg.ClientRequirements",
+            "isthmus_privacy.secagg.History",
+            "isthmus_privacy.secagg.Authority",
+            "isthmus_privacy.secagg.Directory",
+            "isthmus_privacy.secagg.encode",
+            "isthmus_privacy.secagg.decode",
+        ],
+    ),
+}
+"""Sections of the API page: title, introduction, and the public names in it; of a name that ends
+with `:docstring`, the docstring without the members."""
