@@ -87,7 +87,6 @@ def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     assert [name for name in kept if not name.startswith("data-")] == ["step-9"]
 
 
-@pytest.mark.timeout(240)  # only a very busy machine needs it
 def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> None:
     """A round that cannot end in time is saved, and goes on there when the machines are back."""
     hurry = tmp_path / "hurry"

@@ -260,7 +260,6 @@ LOST = {
 }
 
 
-@pytest.mark.timeout(240)  # only a very busy machine needs it
 @pytest.mark.parametrize("fault", LOST)
 def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     fault: str, warm: Any, setup: Any, tmp_path: Path, record_property: Any

@@ -127,7 +127,6 @@ def test_one_person_trains_on_one_machine(terminal: Terminal) -> None:
         terminal.type(block)
 
 
-@pytest.mark.timeout(300)  # half a hundred processes, one after another: a busy machine is slow
 def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> None:
     """The server's page, then the devices' and the datacenter's, all over mutual TLS.
 
