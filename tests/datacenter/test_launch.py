@@ -323,7 +323,7 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
     driver.open("leaving", setup("Table"))
 
     async def work() -> int:
-        train = link_pb2.TrainSteps(run_id="leaving", until_step=200)
+        train = link_pb2.TrainSteps(run_id="leaving", until_step=20)
         request = link_pb2.Request(id="last", train_steps=train)
         running = asyncio.create_task(driver.service.work(request, None, lambda progress: None))
         while driver.service._working is None:  # noqa: ASYNC110 - it tells nobody
@@ -337,4 +337,4 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
             await asyncio.wait_for(driver.service.work(late, None, lambda progress: None), 0.1)
         return running.result()[0].trained.steps
 
-    assert driver.run(work()) == 200
+    assert driver.run(work()) == 20

@@ -60,17 +60,17 @@ class Terminal:
             )
             return
         subprocess.run(
-            ["bash", "-ec", block], cwd=self.folder, env=self.environment, check=True, timeout=100
+            ["bash", "-ec", block], cwd=self.folder, env=self.environment, check=True, timeout=500
         )
 
     def read(self, command: str) -> bytes:
         return subprocess.check_output(
-            ["bash", "-ec", command], cwd=self.folder, env=self.environment, timeout=100
+            ["bash", "-ec", command], cwd=self.folder, env=self.environment, timeout=500
         )
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what the others make true."""
-        end = time.monotonic() + 100
+        end = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < end
             assert [process.poll() for process in self.own] == [None] * len(self.own)
@@ -80,14 +80,14 @@ class Terminal:
         for process in self.own:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait(30)
+            process.wait(200)
 
 
 def committed(run: Path) -> int:
     """Rounds that are committed in a run directory."""
     if not (run / "job.json").exists():
         return 0
-    with contextlib.closing(sqlite3.connect(run / "run.sqlite", timeout=10)) as log:
+    with contextlib.closing(sqlite3.connect(run / "run.sqlite", timeout=100)) as log:
         query = "SELECT count(*) FROM attempts WHERE state='committed'"
         return int(log.execute(query).fetchone()[0])
 

@@ -39,7 +39,7 @@ def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
             capture_output=True,
             text=True,
             check=False,
-            timeout=240,
+            timeout=500,
         )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     report = json.loads((results / "report.json").read_text())

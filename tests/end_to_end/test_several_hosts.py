@@ -123,7 +123,7 @@ class Fleet:
             )
 
     def until_said(self, host: str, words: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         log = self.folder / f"{host}.log"
         while words not in log.read_text():
             assert time.monotonic() < end, log.read_text()
