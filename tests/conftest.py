@@ -5,6 +5,7 @@ from textwrap import dedent, indent
 
 import pytest
 from hypothesis import HealthCheck, settings
+from pytest_timeout import get_env_settings
 
 from isthmus.job import parse_job
 
@@ -31,6 +32,30 @@ def pytest_collection_modifyitems(items):
         return next(found, len(SLOWEST_FIRST))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+    return (yield from within_the_limit(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    return (yield from within_the_limit(item))
+
+
+def within_the_limit(item):
+    """Limit the fixtures as pytest-timeout with `timeout_func_only` limits the test's function.
+
+    Its alarm raises an exception wherever the main thread is. Armed for a test as a whole, that may
+    be between two phases, where pytest expects none and xdist ends the whole session.
+    """
+    hook = item.config.hook
+    hook.pytest_timeout_set_timer(item=item, settings=get_env_settings(item.config))
+    try:
+        return (yield)
+    finally:
+        hook.pytest_timeout_cancel_timer(item=item)
 
 
 TABLE = '''

@@ -264,7 +264,7 @@ def test_whatever_a_server_says_a_device_comes_back(folder, caplog):
         async def say(said):
             script[:] = said
             count = len(seen) + 2  # one that hears all of it, and one that comes after
-            await until(lambda: len(seen) >= count or running.done(), 60.0)
+            await until(lambda: len(seen) >= count or running.done())
             assert not running.done()
 
         async def stop():

@@ -24,8 +24,8 @@ from torch.distributed import TCPStore
 from isthmus.system.process import die_with_parent
 from tests import forked
 
-_SECONDS = 100.0
-"""For all ranks to finish."""
+_SECONDS = 500.0
+"""For all ranks to finish: a guard against hangs, below that of a test."""
 
 
 class Ranks:

@@ -12,8 +12,8 @@ def python(code):
     return [sys.executable, "-S", "-c", code]
 
 
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
+def until(condition):
+    end = time.monotonic() + 100.0  # only a hang is that long
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -24,7 +24,7 @@ def test_a_child_that_burned_and_was_waited_for_counts(tmp_path):
 import subprocess, sys, time
 subprocess.run([sys.executable, "-S", "-c", {BURN!r}])
 print("waited", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with started(python(code), tmp_path / "log") as program:
         until(lambda: "waited" in program.log.read_text())
@@ -39,7 +39,7 @@ child = subprocess.Popen([sys.executable, "-S", "-c", {BURN!r}], stdout=subproce
 child.stdout.read()
 time.sleep(0.1)
 print("dead", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with started(python(code), tmp_path / "log") as program:
         until(lambda: "dead" in program.log.read_text())
@@ -48,7 +48,7 @@ time.sleep(60)
 
 
 def test_grandchildren_in_another_session_are_in_the_tree_and_die_with_it(tmp_path):
-    grandchild = "import os, time; os.setsid(); print('there', flush=True); time.sleep(60)"
+    grandchild = "import os, time; os.setsid(); print('there', flush=True); time.sleep(600)"
     code = f"""
 import subprocess, sys
 subprocess.run([sys.executable, "-S", "-c", {grandchild!r}])
@@ -61,14 +61,17 @@ subprocess.run([sys.executable, "-S", "-c", {grandchild!r}])
 
 
 def test_a_process_seen_once_stays_when_its_parent_dies(tmp_path):
-    code = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
-time.sleep(1.0)
+    seen = tmp_path / "seen"
+    code = f"""
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+while not os.path.exists({str(seen)!r}):
+    time.sleep(0.01)
 """
     with started(python(code), tmp_path / "log") as program:
         until(lambda: len(program.tree.pids()) == 2)
-        program.wait(20.0)
+        seen.touch()
+        program.wait(100.0)
         orphans = program.tree.pids()
         assert len(orphans) == 1
         assert orphans != [program.popen.pid]
@@ -76,7 +79,7 @@ time.sleep(1.0)
 
 
 def test_strangers_are_not_counted(tmp_path):
-    with started(python("import time; time.sleep(60)"), tmp_path / "log") as program:
+    with started(python("import time; time.sleep(600)"), tmp_path / "log") as program:
         assert os.getpid() not in program.tree.pids()
 
 
@@ -86,7 +89,7 @@ import time
 block = b"x" * 50_000_000
 del block
 print("freed", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with started(python(code), tmp_path / "log") as program:
         until(lambda: "freed" in program.log.read_text())
@@ -106,14 +109,14 @@ def test_failure_shows_the_last_words(tmp_path):
     code = "print('I have no port to listen on'); raise SystemExit(3)"
     with started(python(code), tmp_path / "log") as program:
         with pytest.raises(RuntimeError, match=r"exit code 3[\s\S]*I have no port"):
-            program.wait(20.0)
+            program.wait(100.0)
         with pytest.raises(RuntimeError, match="ended before it listened"):
-            wait_for_port(free_port(), program, 5.0)
+            wait_for_port(free_port(), program, 100.0)
 
 
 def test_a_port_nobody_opens_in_time(tmp_path):
     with (
-        started(python("import time; time.sleep(60)"), tmp_path / "log") as program,
+        started(python("import time; time.sleep(600)"), tmp_path / "log") as program,
         pytest.raises(RuntimeError, match=r"does not listen on port \d+ after 0\.2 s"),
     ):
         wait_for_port(free_port(), program, 0.2)

@@ -23,6 +23,22 @@ from isthmus_datacenter.service.service import DatacenterService
 HERE = Path(__file__).parent
 
 
+def descendants(pid: int) -> list[int]:
+    """All processes below one, read from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")")[-1].split()
+                parents[int(entry.name)] = int(fields[1])
+            except OSError:
+                continue
+    found = [pid]
+    for known in found:
+        found.extend(child for child, parent in parents.items() if parent == known)
+    return found[1:]
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """A job on one of the tasks here, and what a server would know of it."""
@@ -57,7 +73,10 @@ class Setup:
 
 
 def make_setup(
-    name: str = "Table", settings: Mapping[str, Any] | None = None, **datacenter: Any
+    name: str = "Table",
+    settings: Mapping[str, Any] | None = None,
+    lease_seconds: float = 60.0,
+    **datacenter: Any,
 ) -> Setup:
     job = Job.model_validate(
         {
@@ -65,7 +84,7 @@ def make_setup(
             "seed": 5,
             "task": {"source": f"tasks.py:{name}", "settings": dict(settings or {})},
             "datacenter": {"ranks": 2, "batch_size": 4, **datacenter},
-            "time": {"lease_seconds": 5.0},
+            "time": {"lease_seconds": lease_seconds},
         }
     )
     return Setup(with_changes(job, {}))
@@ -128,6 +147,10 @@ class Driver:
         _, blob = self.ask(export=link_pb2.Export(run_id=run_id, step=step))
         assert blob is not None
         return blob
+
+    def processes(self) -> list[int]:
+        """Process ids of the ranks."""
+        return sorted(self.run(self.service.group.rank_pids()).values())
 
     def close(self) -> None:
         self._runner.close()

@@ -3,6 +3,7 @@
 import abc
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
@@ -72,6 +73,34 @@ class Table(_Small):
         inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
         rows = TensorDataset(inputs, inputs.abs().sum(1).long() % CLASSES)
         return _Noisy(rows) if self.settings.get("noise") else rows
+
+
+class Diverging(Table):
+    """Leaves the finite numbers on one rank, whatever the kernels of this processor round to.
+
+    what: `loss`, the one of each example; or `model`, after the step of that number.
+    """
+
+    @property
+    def _is_it(self) -> bool:
+        return os.environ.get("RANK") == self.settings["rank"]
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        values = super().loss(output, target)
+        return values * math.nan if self._is_it and self.settings["what"] == "loss" else values
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], participant: Participant
+    ) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters, participant)
+        steps = itertools.count(1)
+
+        def stepped(*_: Any) -> None:
+            if next(steps) == self.settings.get("step") and self._is_it:
+                made.param_groups[0]["params"][0].data.fill_(math.inf)
+
+        made.register_step_post_hook(stepped)
+        return made
 
 
 class Halved(Table):
@@ -353,7 +382,8 @@ class Faulty(Table):
 
     def _before_forward(self) -> None:
         if "unhurried" in self.settings and not Path(self.settings["unhurried"]).exists():
-            time.sleep(0.1)  # so that there are steps left when machines are taken away
+            # So that there are steps left when machines are taken away: about a second each.
+            time.sleep(min(0.1 * self.forwards, 1.0))
         self.forwards += 1
         self.maybe_fail(f"forward {self.forwards}")
 

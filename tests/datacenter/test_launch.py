@@ -111,7 +111,7 @@ def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
     shell = subprocess.Popen(["bash", "-c", script], env=environment)
     until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
     shell.send_signal(signal.SIGUSR1)
-    assert shell.wait(10.0) == 0
+    assert shell.wait() == 0
     said = log.read_text()
     host = f"{socket.gethostname()}:20123"
     assert f"datacenter agent --control {host}" in said
@@ -131,11 +131,11 @@ def test_submitting(tmp_path: Path) -> None:
         return
     number = slurm.submit(launch)
     logs = tmp_path / "state" / "logs"
-    until(lambda: len(list(logs.glob("*/attempt_0/*/stderr.log"))) == 1, 60.0)
+    until(lambda: len(list(logs.glob("*/attempt_0/*/stderr.log"))) == 1)
     subprocess.run(["scancel", "--signal=USR1", "--batch", number], check=True)
     log = tmp_path / "state" / f"slurm-{number}.log"
-    until(lambda: "told to leave: idle" in log.read_text(), 30.0)
-    until(lambda: not squeue(number), 30.0)
+    until(lambda: "told to leave: idle" in log.read_text())
+    until(lambda: not squeue(number))
 
 
 def squeue(number: str) -> str:
@@ -249,8 +249,8 @@ def test_a_name_no_pod_can_have() -> None:
 # -- several nodes, and leaving -------------------------------------------------------------------
 
 
-def until(condition: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 100.0  # only a hang is that long
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -310,9 +310,9 @@ def test_two_nodes_make_one_group(start: Any, setup: Any, warm: Any, tmp_path: P
 def test_a_service_that_is_told_to_leave(tmp_path: Path) -> None:
     words = ("datacenter", "launch", "--ranks", "1", "--server", "127.0.0.1:1")
     service, said = forked.start((*words, "--state", str(tmp_path)), tmp_path, os.environ)
-    until(lambda: list(tmp_path.glob("logs/*/attempt_0/*/stderr.log")), 60.0)
+    until(lambda: list(tmp_path.glob("logs/*/attempt_0/*/stderr.log")))
     os.kill(service.pid, signal.SIGUSR1)
-    service.join(20.0)
+    service.join()
     assert service.exitcode == 0
     assert "told to leave: idle" in os.read(said.fileno(), 1 << 16).decode()
 
@@ -322,13 +322,13 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
     driver.open("leaving", setup("Table"))
 
     async def work() -> int:
-        train = link_pb2.TrainSteps(run_id="leaving", until_step=200)
+        train = link_pb2.TrainSteps(run_id="leaving", until_step=20)
         request = link_pb2.Request(id="last", train_steps=train)
         running = asyncio.create_task(driver.service.work(request, None, lambda progress: None))
         while not driver.service.running:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
         assert not running.done()
-        driver.service.leave(200.0)
+        driver.service.leave(1000.0)
         await driver.service.wait_to_leave()
         assert running.done()
         late = link_pb2.Request(id="late", train_steps=train)
@@ -336,4 +336,4 @@ def test_a_round_that_runs_may_end(start: Any, setup: Any) -> None:
             await asyncio.wait_for(driver.service.work(late, None, lambda progress: None), 0.1)
         return running.result()[0].trained.steps
 
-    assert driver.run(work()) == 200
+    assert driver.run(work()) == 20

@@ -184,7 +184,6 @@ def trained(setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFactory)
     return lambda name: group(CASES[name][2]["ranks"])[name]
 
 
-@pytest.mark.timeout(120)  # the first case of a number of ranks trains them all
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_one_process(name: str, trained: Any, setup: Any, vector: Any) -> None:
     case = trained(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests import forked
+from tests.datacenter.conftest import descendants
 
 from isthmus.errors import IsthmusError
 
@@ -28,17 +29,9 @@ def parents() -> dict[int, int]:
     return parents
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below one."""
-    table = parents()
-    found = [pid]
-    for known in found:
-        found.extend(child for child, parent in table.items() if parent == known)
-    return found[1:]
-
-
-def gone(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+def gone(pids: list[int]) -> bool:
+    """Waits for it: only a hang is long."""
+    deadline = time.monotonic() + 100.0
     while time.monotonic() < deadline:
         if not any(alive(pid) for pid in pids):
             return True
@@ -72,7 +65,7 @@ def test_a_fresh_service_goes_on_where_another_was(
     (agent,) = {parents()[pid] for pid in ranks}
     assert sorted(descendants(agent)) == sorted(ranks)
     os.kill(agent, signal.SIGKILL)
-    assert gone(ranks, 20.0)
+    assert gone(ranks)
     trained, blob = fresh.train("resumed", 6, 9, hand_back=True)
     assert blob == undisturbed
     assert all("the agent of the ranks died" in event for event in trained.events)
@@ -82,7 +75,7 @@ def test_kill_9_of_the_service_leaves_nothing(tmp_path: Path) -> None:
     words = ["datacenter", "launch", "--ranks", "2", "--server", "127.0.0.1:1"]
     words += ["--state", str(tmp_path), "--die-with-parent"]
     service, _said = forked.start(words, tmp_path, os.environ)
-    deadline = time.monotonic() + 50.0
+    deadline = time.monotonic() + 100.0
     while len(list(tmp_path.glob("logs/*/attempt_0/*/stderr.log"))) < 2:
         assert service.is_alive()
         assert time.monotonic() < deadline
@@ -91,7 +84,7 @@ def test_kill_9_of_the_service_leaves_nothing(tmp_path: Path) -> None:
     assert len(below) == 4  # template, agent, two ranks
     service.kill()
     service.join()
-    assert gone(below, 5.0)
+    assert gone(below)
 
 
 def test_ranks_that_cannot_start(start: Any, setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,16 +210,24 @@ def test_a_gradient_is_taken_at_a_model(opened: tuple[DatacenterService, int]) -
         asyncio.run(opened[0].work(request, None, lambda progress: None))
 
 
-def test_a_loss_that_is_not_finite(warm: Any, setup: Any) -> None:
-    warm.open("diverges", setup("Table", {"optimizer": "SGD", "options": {"lr": 1e30}}))
-    sentence = r"^the (loss|model) is not finite.* between steps 0 and 6; lower the learning rate"
-    with pytest.raises(UserError, match=sentence):
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"what": "loss"}, r"loss is not finite \(nan\)"),
+        ({"what": "model", "step": STEPS}, "model is not finite"),  # too late for any loss
+    ],
+)
+def test_what_is_not_finite_on_one_rank(
+    settings: dict[str, Any], sentence: str, warm: Any, setup: Any
+) -> None:
+    warm.open("diverges", setup("Diverging", {"rank": "1", **settings}))
+    ranks = warm.processes()
+    with pytest.raises(UserError, match=f"^the {sentence} between steps 0 and 6; lower the learni"):
         warm.train("diverges", 0, STEPS)
     # Everybody knew, so nobody had to be restarted.
-    started = time.monotonic()
     warm.open("sane", setup("Table"))
     warm.train("sane", 0, 1)
-    assert time.monotonic() - started < 2.0
+    assert warm.processes() == ranks
 
 
 @pytest.mark.parametrize(
@@ -234,11 +241,12 @@ def test_a_loss_that_is_not_finite(warm: Any, setup: Any) -> None:
 def test_a_task_that_cannot_be_opened(
     settings: dict[str, str], sentence: str, warm: Any, setup: Any
 ) -> None:
+    warm.open("whole", setup("Table"))
+    ranks = warm.processes()
     with pytest.raises(UserError, match=sentence):
         warm.open("broken", setup("Faulty", {"fault": "raise", **settings}))
-    started = time.monotonic()
     warm.open("repaired", setup("Table"))
-    assert time.monotonic() - started < 2.0
+    assert warm.processes() == ranks
 
 
 @pytest.mark.parametrize(
@@ -256,12 +264,10 @@ def test_a_task_that_raises_while_it_trains(
 ) -> None:
     made = setup("Faulty", {"fault": "raise", **settings}, pipeline_parallel=pipeline)
     warm.open("raises", made)
-    started = time.monotonic()
     with pytest.raises(
         UserError, match=rf"{what} failed at .*tasks.py:\d+: .*: the shelf is empty"
     ):
         warm.train("raises", 0, STEPS)
-    assert time.monotonic() - started < 2.0
     warm.open("goes-on", setup("Table"))
     assert warm.train("goes-on", 0, STEPS)[0].steps == STEPS
 
@@ -272,7 +278,6 @@ LOST = {
 }
 
 
-@pytest.mark.timeout(240)  # only a very busy machine needs it
 @pytest.mark.parametrize("fault", LOST)
 def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     fault: str, warm: Any, setup: Any, tmp_path: Path, record_property: Any
@@ -286,7 +291,8 @@ def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     phases = ["model", "load", "forward 5" if fault == "kill" else "2", "store", "save 10"]
     for name, at in (("undisturbed", []), ("disturbed", phases)):
         run_id = f"{name}-{fault}"
-        made = setup("Faulty", {**settings, "at": at}, zero_stage=3 if fault == "kill" else 2)
+        more = {"zero_stage": 3} if fault == "kill" else {"zero_stage": 2, "lease_seconds": 5.0}
+        made = setup("Faulty", {**settings, "at": at}, **more)
         warm.open(run_id, made)
         first, begun = warm.train(run_id, 0, 5, sent, hand_back=True)
         second, blob = warm.train(run_id, 5, 10, hand_back=True)
@@ -297,10 +303,9 @@ def test_a_rank_that_is_lost_in_any_phase_changes_nothing(
     for event in told:
         assert event.startswith(LOST[fault])
         assert re.search(r" and was replaced in \d+\.\d s; the group restarted and repeated", event)
-    seconds = [float(each) for event in told for each in re.findall(r"in (\d+\.\d) s;", event)]
+    seconds = [each for event in told for each in re.findall(r"in (\d+\.\d) s;", event)]
     record_property("seconds_to_recover", seconds)
-    print(f"{fault}: ready again after", ", ".join(f"{each:.1f} s" for each in seconds))
-    assert max(seconds) < 30
+    print(f"{fault}: ready again after", ", ".join(f"{each} s" for each in seconds))
 
 
 def test_a_rank_that_dies_again_and_again(warm: Any, setup: Any) -> None:
@@ -330,14 +335,13 @@ def test_a_result_nobody_wants(warm: Any, setup: Any) -> None:
     async def cancel_soon() -> None:
         begun = asyncio.Event()
         work = asyncio.create_task(warm.service.work(request, None, lambda progress: begun.set()))
-        await asyncio.wait_for(begun.wait(), 30.0)
+        await begun.wait()
         warm.service.cancel(request, "the round is over")
         await work
 
-    started = time.monotonic()
-    with pytest.raises(UserError, match="the result is not wanted"):
+    # The ranks' own words: they stopped, and had not to be ended.
+    with pytest.raises(UserError, match=r"^stopped before step \d+ because the result is not want"):
         warm.run(cancel_soon())
-    assert time.monotonic() - started < 10.0
     assert warm.train("unwanted", 0, 2)[0].steps == 2
 
 

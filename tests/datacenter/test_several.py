@@ -98,7 +98,6 @@ async def _serving(name: str, state: Path, port: int) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.mark.timeout(240)  # only a very busy machine needs it
 async def test_two_datacenters_and_one_that_joins_late(
     job: Job, setup: Any, tmp_path: Path
 ) -> None:

@@ -66,17 +66,17 @@ class Terminal:
             )
             return
         subprocess.run(
-            ["bash", "-ec", block], cwd=self.folder, env=self.environment, check=True, timeout=100
+            ["bash", "-ec", block], cwd=self.folder, env=self.environment, check=True, timeout=500
         )
 
     def read(self, command: str) -> bytes:
         return subprocess.check_output(
-            ["bash", "-ec", command], cwd=self.folder, env=self.environment, timeout=100
+            ["bash", "-ec", command], cwd=self.folder, env=self.environment, timeout=500
         )
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what the others make true."""
-        end = time.monotonic() + 100
+        end = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < end
             assert [process.poll() for process in self.own] == [None] * len(self.own)
@@ -86,14 +86,14 @@ class Terminal:
         for process in self.own:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait(30)
+            process.wait(200)
 
 
 def committed(run: Path) -> int:
     """Rounds that are committed in a run directory."""
     if not (run / "job.json").exists():
         return 0
-    with contextlib.closing(sqlite3.connect(run / "run.sqlite", timeout=10)) as log:
+    with contextlib.closing(sqlite3.connect(run / "run.sqlite", timeout=100)) as log:
         query = "SELECT count(*) FROM attempts WHERE state='committed'"
         return int(log.execute(query).fetchone()[0])
 
@@ -135,7 +135,6 @@ def test_one_person_trains_on_one_machine(terminal: Terminal) -> None:
         terminal.type(block)
 
 
-@pytest.mark.timeout(300)  # half a hundred processes, one after another: a busy machine is slow
 def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> None:
     """The server's page, then the devices' and the datacenter's, all over mutual TLS.
 

@@ -107,9 +107,9 @@ ranks = 2
 steps = 8
 
 [time]
-join_seconds = 50
-round_seconds = 50
-lease_seconds = 5
+join_seconds = 300
+round_seconds = 300
+lease_seconds = 60
 """
 
 

@@ -72,7 +72,7 @@ class Network:
 
     def close(self) -> dict[str, int]:
         """Take the network down; returns how many frames were carried, and lost."""
-        said, error = self._cables.communicate("", timeout=30)
+        said, error = self._cables.communicate("", timeout=200)
         assert self._cables.returncode == 0, error
         counted: dict[str, int] = json.loads(said)
         return counted
@@ -95,7 +95,7 @@ class Network:
 
     def run(self, host: str, command: Sequence[str | Path], **more: Any) -> str:
         """Run a command on a host; returns what it printed."""
-        return subprocess.check_output(self.on(host, command), text=True, timeout=60, **more)
+        return subprocess.check_output(self.on(host, command), text=True, timeout=200, **more)
 
 
 # -- what runs inside ------------------------------------------------------------------------------

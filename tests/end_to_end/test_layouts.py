@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -23,7 +22,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.timeout(240)
 def test_a_job_on_a_composed_layout_learns_what_it_does_on_one_rank(
     folder: Path, start: Any, report_of: Any
 ) -> None:

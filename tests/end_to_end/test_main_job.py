@@ -11,7 +11,6 @@ import pytest
 from safetensors.torch import load_file
 
 
-@pytest.mark.timeout(240)  # only a very busy machine needs it
 def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, report_of: Any) -> None:
     """kill -9 of the coordinator after a datacenter and a hybrid round, Ctrl-C in the last."""
     whole = start("job.toml", "--run-dir", "whole")

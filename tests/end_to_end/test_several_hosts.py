@@ -124,7 +124,7 @@ class Fleet:
             )
 
     def until_said(self, host: str, words: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         log = self.folder / f"{host}.log"
         while words not in log.read_text():
             assert time.monotonic() < end, log.read_text()
@@ -195,7 +195,6 @@ def test_the_network_is_slow_and_loses_some() -> None:
     assert counted["lost"] > 0
 
 
-@pytest.mark.timeout(300)  # twenty processes: a busy machine is slow
 def test_a_job_crosses_a_real_network_and_a_stranger_on_it_gets_nowhere(fleet: Fleet) -> None:
     where = {"alice": "phone-0"}  # an operator needs no machine of their own
     everybody = {**dict.fromkeys(PHONES, "client"), "cluster": "datacenter", "alice": "operator"}

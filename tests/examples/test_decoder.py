@@ -81,7 +81,6 @@ def opening(base, kind, model, section):
     return {"op": "open", "run_id": "run", "job": job.model_dump_json(), **where}
 
 
-@pytest.mark.timeout(240)  # only a very busy machine needs it
 def test_every_layout_trains_as_one_process_does(base):
     openings = [opening(base, *case[:3]) for case in CASES.values()]
     with Ranks(2) as ranks:

@@ -21,11 +21,59 @@ from isthmus_server.transport.link import Link
 from isthmus_server.views.report import document
 
 
-async def until(condition, seconds=20.0):
-    """Wait for what others make true."""
-    async with asyncio.timeout(seconds):
+async def until(condition):
+    """Wait for what others make true: only a hang is as long as the limit."""
+    async with asyncio.timeout(100.0):
         while not condition():  # noqa: ASYNC110 - they know nothing of us
             await asyncio.sleep(0.002)
+
+
+class Clock:
+    """Has waits be over when a test says so: it need neither wait nor be as fast as they are.
+
+    A wait is an `asyncio.timeout`, or a call that comes later, and is known by its seconds.
+    """
+
+    def __init__(self, monkeypatch):
+        self._loop = asyncio.get_running_loop()
+        self._waits = []
+        self._timeout, self._call_later = asyncio.timeout, self._loop.call_later
+        monkeypatch.setattr(asyncio, "timeout", self._noted_timeout)
+        monkeypatch.setattr(self._loop, "call_later", self._noted_call)
+
+    def _noted_timeout(self, delay):
+        limit = self._timeout(delay)
+        self._waits.append((delay, lambda: self._end(limit)))
+        return limit
+
+    def _noted_call(self, delay, callback, *arguments, **more):
+        handle = self._call_later(delay, callback, *arguments, **more)
+        self._waits.append((delay, lambda: self._call(handle, callback, *arguments)))
+        return handle
+
+    def _end(self, limit):
+        try:
+            limit.reschedule(self._loop.time())
+        except RuntimeError:  # it has ended, or not begun
+            return False
+        return True
+
+    def _call(self, handle, callback, *arguments):
+        if handle.cancelled():
+            return False
+        handle.cancel()
+        callback(*arguments)
+        return True
+
+    async def over(self, seconds):
+        """Let those that last so many seconds pass; waits until there is one."""
+
+        def ended():
+            passed = [wait for wait in self._waits if wait[0] == seconds and wait[1]()]
+            self._waits = [wait for wait in self._waits if wait not in passed]
+            return passed
+
+        await until(ended)
 
 
 class Guest:
@@ -136,7 +184,7 @@ class Net:
         self.wires = []
         self.links = []
 
-    async def listen(self, lease_seconds=10.0):
+    async def listen(self, lease_seconds=100.0):
         self.link = Link(lease_seconds)
         self.links.append(self.link)
         self.port = await self.link.start()
@@ -210,6 +258,12 @@ async def net():
     net.refusal = refusal
     yield net
     await net.close()
+
+
+@pytest.fixture
+async def clock(monkeypatch):
+    """`await clock.over(77)`: what lasts 77 seconds has lasted them."""
+    return Clock(monkeypatch)
 
 
 @pytest.fixture

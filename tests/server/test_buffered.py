@@ -19,6 +19,7 @@ from isthmus_server.transport import peer
 from isthmus_server.views.report import document
 
 LAYOUT = TensorLayout.from_shapes({"weight": (3,)})
+LEASE = 99.0
 
 
 class Slow:
@@ -53,8 +54,8 @@ def spec_of(fleet, round_, attempt, blob, cohort):
 def begin(net, make_job, update, tmp_path):
     """A fleet with a buffer, slow devices, and a round's `train(round_)`."""
 
-    async def begin(*overrides, names="abcd", lease=10.0):
-        await net.listen(lease)
+    async def begin(*overrides, names="abcd"):
+        await net.listen(LEASE)
         settings = ("federated.mode=buffered", "federated.cohort=2", "federated.quorum=2")
         fleet = FederatedRegime(
             FederatedContext(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
@@ -135,15 +136,14 @@ async def test_an_update_that_is_too_old_is_not_used(begin, net):
     await fleet.stop()
 
 
-async def test_a_device_that_is_lost_is_replaced(begin, net):
-    fleet, devices, guests, train = await begin(
-        "federated.buffer={concurrency=2}", names="abc", lease=0.2
-    )
+async def test_a_device_that_is_lost_is_replaced(begin, net, clock):
+    fleet, devices, guests, train = await begin("federated.buffer={concurrency=2}", names="abc")
     filling = asyncio.create_task(train(1))
     await net.until(lambda: sum(bool(one.rounds) for one in devices.values()) == 2)
     gone, quick = (name for name, one in devices.items() if one.rounds)
     (third,) = set("abc") - {gone, quick}
     await guests[gone].leave()
+    await clock.over(LEASE)
     devices[quick].go.set()
     await net.until(lambda: gone not in net.link.peers and devices[third].rounds)
     devices[third].go.set()
@@ -177,13 +177,14 @@ async def test_a_device_without_its_model_when_the_round_ends_is_let_go_and_aske
     await fleet.stop()
 
 
-async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, net):
-    fleet, devices, _, train = await begin(
-        "time.round_seconds=0.3", "time.lease_seconds=0.1", names="ab"
-    )
+async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, net, clock):
+    fleet, devices, guests, train = await begin("time.round_seconds=77", names="ab")
     devices["a"].go.set()
+    filling = asyncio.create_task(train(1))
+    await net.until(lambda: guests["a"].receipts and devices["b"].rounds)
+    await clock.over(77)
     with pytest.raises(AttemptFailed, match="1 updates came into the buffer and the quorum is 2"):
-        await train(1)
+        await filling
     assert fleet.busy == ["b"]
     devices["b"].go.set()
     again = await train(1, attempt=2)
@@ -201,7 +202,7 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_coun
     def held_up(*arguments):
         write(*arguments)
         adding.set()
-        assert go_on.wait(10)
+        assert go_on.wait(100)
 
     monkeypatch.setattr(peer, "IN_A_THREAD", 1)
     monkeypatch.setattr(StreamingUpdate, "write", held_up)

@@ -226,14 +226,19 @@ async def test_a_budget_for_nothing_still_gives_a_model(place):
     assert final["metrics"].keys() == {"accuracy", "loss"}
 
 
-async def test_too_few_devices_are_one_sentence(place):
+async def test_too_few_devices_are_one_sentence(place, net, clock):
     await place.listen(names=("a",))
-    store = place.create("run", "federated.clients=3", "time.join_seconds=0.3")
+    store = place.create("run", "federated.clients=3", "time.join_seconds=77")
+    coordinator = Coordinator(store, place.link)
+    running = asyncio.create_task(coordinator.run())
+    await net.until(lambda: coordinator.roster.clients)
+    await clock.over(77)  # for all that this machine starts
+    await clock.over(77)  # for those that the round needs
     with pytest.raises(UserError) as caught:
-        await Coordinator(store, place.link).run()
+        await running
     assert str(caught.value) == (
         "1 edge clients are ready and a federated round needs 3 (federated.quorum); "
-        "waited up to 0.3 s (time.join_seconds)"
+        "waited up to 77 s (time.join_seconds)"
     )
     assert document(store)["status"] == "failed"
 

@@ -197,7 +197,9 @@ def test_evaluation_sees_the_vector_whatever_the_modules_precision(make_model, d
     model.replace(torch.cat([torch.zeros(3), weight.flatten()]))
     after = model.evaluate(7)
     assert after["accuracy"] > 0.6 > before["accuracy"]
-    assert after == model.evaluate(30) or dtype != "float64"
+    # Kernels may round differently for batches of another size: by a few units in the last place.
+    rounding = 16 * torch.finfo(getattr(torch, dtype)).eps
+    assert after == pytest.approx(model.evaluate(30), rel=rounding)
 
 
 def test_tied_weights_are_one_in_the_vector_and_in_the_module(make_model):

@@ -21,6 +21,8 @@ LAYOUT = TensorLayout.from_shapes({"bias": (1,), "weight": (2,)})
 OTHER = TensorLayout.from_shapes({"bias": (2,), "weight": (1,)})
 LARGER = TensorLayout.from_shapes({"bias": (1,), "weight": (3,)})
 NEVER = asyncio.Event
+ROUND, LEASE = 77.0, 66.0
+TIMES = (f"time.round_seconds={ROUND}", f"time.lease_seconds={LEASE}")
 
 
 class Round:
@@ -51,8 +53,8 @@ class Round:
 def begin(net, make_job, tmp_path):
     """A fleet with a job's settings."""
 
-    async def begin(*overrides, layout=LAYOUT, lease=0.3):
-        await net.listen(lease)
+    async def begin(*overrides, layout=LAYOUT):
+        await net.listen(LEASE)
         return Round(net, make_job(*overrides), layout, tmp_path)
 
     return begin
@@ -95,7 +97,7 @@ async def test_a_cohorts_updates_become_their_weighted_mean(begin, good):
 
 async def test_a_model_of_many_chunks(begin, net, update):
     layout = TensorLayout.from_shapes({"weight": (CHUNK_BYTES,)})
-    round_ = await begin("federated.cohort=3", layout=layout, lease=10.0)
+    round_ = await begin("federated.cohort=3", layout=layout)
     vector = torch.arange(layout.size) / 1024
 
     async def work(guest, request, model):
@@ -155,18 +157,26 @@ def misbehaviours(update):
         "another answer": (something_else, "rejected", "it answered something else than was asked"),
         "no content": (hold_nothing, "rejected", "bad does not hold the content it named"),
         "another content": (lie, "rejected", "a transfer does not match its SHA-256"),
-        "death": (die, "dropped", "lost: silent for longer than the lease of 0.3 s"),
-        "silence": (sleep, "dropped", "the round's 1 s were over"),
+        "death": (die, "dropped", "lost: silent for longer than the lease of 66 s"),
+        "silence": (sleep, "dropped", "the round's 77 s were over"),
     }
 
 
+ENDS = {"death": LEASE, "silence": ROUND}
+"""What has to be over before anybody gives up whom nothing is heard of."""
+
+
 @pytest.mark.parametrize("how", list(misbehaviours(None)))
-async def test_one_bad_device_does_not_spoil_the_round(begin, good, update, how):
+async def test_one_bad_device_does_not_spoil_the_round(begin, good, update, clock, how):
     work, status, reason = misbehaviours(update)[how]
-    round_ = await begin("federated.cohort=4", "time.round_seconds=1", "time.lease_seconds=0.3")
+    round_ = await begin("federated.cohort=4", *TIMES)
     guests = [await round_.net.join(name, good()) for name in ("x", "y", "z")]
     bad = await round_.net.join("bad", work)
-    result = await round_.train("bad", "x", "y", "z")
+    training = asyncio.create_task(round_.train("bad", "x", "y", "z"))
+    await round_.net.until(lambda: all(guest.receipts for guest in guests))
+    if how in ENDS:
+        await clock.over(ENDS[how])
+    result = await training
     assert result.pseudo_gradient.tolist() == [1.0, 2.0, 3.0]
     assert [receipt.participant for receipt in result.receipts] == ["bad", "x", "y", "z"]
     receipt = result.receipts[0]
@@ -217,7 +227,7 @@ async def test_who_was_never_reached_has_not_started(begin, good, mode):
 
 
 async def test_an_attempt_ends_as_soon_as_its_quorum_cannot_be_reached(begin):
-    round_ = await begin("federated.cohort=2", "federated.quorum=2", lease=10.0)
+    round_ = await begin("federated.cohort=2", "federated.quorum=2")
 
     b_trains = asyncio.Event()
 
@@ -249,7 +259,7 @@ async def test_too_few_devices_are_not_even_asked(begin):
 
 
 async def test_the_first_to_report_are_taken_and_the_others_are_told(begin, good):
-    round_ = await begin("federated.cohort=2", "federated.over_selection=2", lease=10.0)
+    round_ = await begin("federated.cohort=2", "federated.over_selection=2")
     released = asyncio.Event()
 
     async def late(guest, request, model):
@@ -279,7 +289,7 @@ async def test_the_first_to_report_are_taken_and_the_others_are_told(begin, good
 
 
 async def test_no_more_than_the_cohort_is_taken_when_all_report_at_once(begin, good):
-    round_ = await begin("federated.cohort=2", "federated.over_selection=4", lease=10.0)
+    round_ = await begin("federated.cohort=2", "federated.over_selection=4")
     names = [f"device-{i}" for i in range(8)]
     guests = [await round_.net.join(name, good()) for name in names]
     result = await round_.train(*names)
@@ -292,7 +302,7 @@ async def test_no_more_than_the_cohort_is_taken_when_all_report_at_once(begin, g
 
 async def test_a_device_whose_upload_is_held_up_is_told_when_the_round_is_over(begin, net, update):
     layout = TensorLayout.from_shapes({"weight": (CHUNK_BYTES,)})
-    round_ = await begin("federated.cohort=1", layout=layout, lease=10.0)
+    round_ = await begin("federated.cohort=1", layout=layout)
     wire, port = await net.wire()
     wire.next["up"] = CHUNK_BYTES
 
@@ -311,7 +321,7 @@ async def test_a_device_whose_upload_is_held_up_is_told_when_the_round_is_over(b
 
 
 async def test_the_same_updates_give_the_same_bytes_in_any_order_of_arrival(begin, good):
-    round_ = await begin("federated.cohort=3", lease=10.0)
+    round_ = await begin("federated.cohort=3")
     updates = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
     fine = {name: good(vector, examples=7) for name, vector in zip("abc", updates, strict=True)}
     guests = {name: await round_.net.join(name, fine[name]) for name in "abc"}
@@ -342,8 +352,8 @@ async def test_the_same_updates_give_the_same_bytes_in_any_order_of_arrival(begi
 def ranks(net, make_job):
     """The datacenter regime, with one participant whose work is given."""
 
-    async def ranks(work, *overrides, lease=0.3):
-        await net.listen(lease)
+    async def ranks(work, *overrides):
+        await net.listen(LEASE)
         guest = await net.join("dc", work, role=link_pb2.DATACENTER)
         return DatacenterRegime(net.link, make_job(*overrides), "run", LAYOUT), guest
 
@@ -403,15 +413,21 @@ async def test_ranks_export_their_model(ranks, update):
         ("another size", "rejected", "dc: its model has 144 bytes where"),
         ("another header", "rejected", "dc: another exchange set came: parameter 'bias' has"),
         ("nan", "rejected", "dc: its model is not finite"),
-        ("death", "dropped", "dc: lost: silent for longer than the lease of 0.3 s"),
-        ("silence", "dropped", "dc: it did not answer within 1 s"),
+        ("death", "dropped", "dc: lost: silent for longer than the lease of 66 s"),
+        ("silence", "dropped", "dc: it did not answer within 77 s"),
     ],
 )
-async def test_ranks_that_cannot_are_a_failed_attempt(ranks, update, net, how, status, reason):
+async def test_ranks_that_cannot_are_a_failed_attempt(
+    ranks, update, net, clock, how, status, reason
+):
     work = misbehaviours(update)[how][0]
-    datacenter, guest = await ranks(work, "time.round_seconds=1", "time.lease_seconds=0.3")
+    datacenter, guest = await ranks(work, *TIMES)
+    training = asyncio.create_task(datacenter.train("dc", steps(1), None))
+    if how in ENDS:
+        await net.until(lambda: guest.asked)
+        await clock.over(ENDS[how])
     with pytest.raises(AttemptFailed) as caught:
-        await datacenter.train("dc", steps(1), None)
+        await training
     assert str(caught.value).startswith(reason)
     (receipt,) = caught.value.receipts
     assert (receipt.participant, receipt.regime, receipt.status) == ("dc", "datacenter", status)

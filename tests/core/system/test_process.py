@@ -16,5 +16,5 @@ def test_a_child_dies_with_its_parent_however_that_dies():
         assert parent.stdout.readline() == "up\n"
         parent.kill()
         # Parent and child both hold the pipe open: it ends when both are gone.
-        assert select.select([parent.stdout], [], [], 10.0)[0]
+        assert select.select([parent.stdout], [], [], 100.0)[0]
         assert parent.stdout.read() == ""

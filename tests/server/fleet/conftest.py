@@ -57,7 +57,7 @@ class Fleet:
         self.stack.callback(registry.close)
         return registry
 
-    def token(self, name, kind="client", seconds=60.0):
+    def token(self, name, kind="client", seconds=600.0):
         fingerprint = tls.fingerprint(self.server.members.certifier.certificate)
         token = joining.Token(os.urandom(joining.SECRET_BYTES), fingerprint)
         self.registry().add_token(token.digest, name=name, kind=kind, expires=time.time() + seconds)

@@ -78,7 +78,7 @@ async def test_a_transfer_that_is_not_as_announced_is_refused(fleet, sizes, sent
 
 
 async def test_a_transfer_that_stops_is_a_loss_after_a_lease(fleet):
-    await fleet.listen(lease_seconds=0.3)
+    await fleet.listen(lease_seconds=2.0)
     member = await fleet.member("phone-0")
     async with fleet.raw(member) as (_, send, receive):
         await receive("welcome")

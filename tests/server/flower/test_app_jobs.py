@@ -151,7 +151,7 @@ async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
 async def test_an_app_that_cannot_be_loaded_is_why_a_device_declines(code, says, place, tmp_path):
     (tmp_path / "app.py").write_text(code + "\n")
     await place.listen(names=("a",))
-    store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
+    store = place.create("run", *JOB, "time.join_seconds=300", "federated.clients=1")
     with pytest.raises(UserError, match=f"a declined: {says}"):
         await Coordinator(store, place.link).run()
 
@@ -161,7 +161,7 @@ async def test_a_device_without_flower_declines_and_says_what_to_install(
 ):
     (tmp_path / "app.py").write_text(TORCH_APP)
     await place.listen(names=("a",))
-    store = place.create("run", *JOB, "time.join_seconds=5", "federated.clients=1")
+    store = place.create("run", *JOB, "time.join_seconds=300", "federated.clients=1")
     coordinator = Coordinator(store, place.link)
     monkeypatch.setitem(sys.modules, "flwr.app", None)
     for module in (

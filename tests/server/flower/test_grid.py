@@ -222,15 +222,17 @@ async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet, tm
     assert reply.error.reason.endswith("app.py:16: KeyError: 'arrays'")
 
 
-async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them(fleet, net):
-    await fleet.start(seconds=0.2)
+async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them(fleet, net, clock):
+    await fleet.start(seconds=77)
 
     async def think(guest, request, model):
         await asyncio.Event().wait()
 
     late = await net.join("late", think)
-    reply = await fleet.ask("train", "late")
-    assert reply.error == flower_messages.Error(4, "it did not answer within 0.2 s")
+    asking = asyncio.create_task(fleet.ask("train", "late"))
+    await net.until(lambda: late.asked)
+    await clock.over(77)
+    assert (await asking).error == flower_messages.Error(4, "it did not answer within 77 s")
     await net.until(lambda: late.cancelled)
 
     async def go(guest, request, model):
