@@ -49,7 +49,7 @@ COMMANDS = [
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
     "isthmus operator join --state TOKEN URL",
-    "isthmus report --json RUN_DIR",
+    "isthmus report --json --schema RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
     "isthmus server init --host STATE",
     "isthmus server participants STATE",

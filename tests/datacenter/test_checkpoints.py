@@ -19,7 +19,7 @@ from isthmus_datacenter.service.service import DatacenterService
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.report import document
+from isthmus_server.views.report import read_report
 
 HERE = Path(__file__).parent
 
@@ -122,7 +122,7 @@ def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> 
             await link.stop()
 
     model = asyncio.run(run())
-    (row,) = document(store)["rounds"]
+    (row,) = read_report(store).to_json()["rounds"]
     store.close()
     assert row["attempt"] == 2  # asked again only when somebody was there
     assert re.fullmatch(

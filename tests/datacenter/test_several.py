@@ -20,7 +20,7 @@ from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.report import document
+from isthmus_server.views.report import read_report
 
 STEPS = 4
 HERE = {1: ["alone"], 2: ["alone", "late"], 3: ["alone", "late"]}
@@ -125,7 +125,7 @@ async def test_two_datacenters_and_one_that_joins_late(
         try:
             await coordinator.run()
         finally:
-            store_document = document(store)
+            store_document = read_report(store).to_json()
             await link.stop()
             store.close()
     expected = made.layout.gather(_by_hand(made, job))
