@@ -37,9 +37,9 @@ def _until_killed(group: Ranks, *asked: Any) -> None:
 
 
 def test_kill_9_while_saving_leaves_the_last_whole_checkpoint(
-    setup: Any, on_ranks: Any, tmp_path: Path
+    make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
-    opened = setup("Table", zero_stage=3).command()
+    opened = make_setup("Table", zero_stage=3).open_command()
     states, safe = [], []
     for number, victims in enumerate(([0], [1], [0, 1])):
         state, told = tmp_path / f"state-{number}", tmp_path / f"told-{number}"
@@ -57,7 +57,7 @@ def test_kill_9_while_saving_leaves_the_last_whole_checkpoint(
                 process.kill()
             saving.join()
         states.append(str(state))
-    (found,) = on_ranks(1, "read_back", setup("Table", ranks=1).command(), states)
+    (found,) = on_ranks(1, "read_back", make_setup("Table", ranks=1).open_command(), states)
     for steps, told_last in zip(found, safe, strict=True):
         assert max(steps) >= told_last > 0
         assert all(numbers == {float(step)} for step, numbers in steps.items())
@@ -65,17 +65,17 @@ def test_kill_9_while_saving_leaves_the_last_whole_checkpoint(
 
 @pytest.mark.parametrize("readers", [0, 2])
 def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
-    readers: int, warm: Any, setup: Any, tmp_path: Path
+    readers: int, warm_datacenter: Any, make_setup: Any, tmp_path: Path
 ) -> None:
     """What is drawn at random goes on as if nothing had been: in the model, and in the data."""
     blobs, losses = [], []
     common = {"dropout": 0.2, "noise": True, "fault": "kill", "rank": "1"}
     for name, at, every in (("plain", "never", 0), ("disturbed", "7", 1)):
         settings = {**common, "at": at, "once": str(tmp_path / "once")}
-        made = setup("Faulty", settings, zero_stage=3, readers=readers, checkpoint_steps=every)
+        made = make_setup("Faulty", settings, zero_stage=3, readers=readers, checkpoint_steps=every)
         run_id = f"within-{name}-{readers}"
-        warm.open(run_id, made)
-        trained, blob = warm.train(run_id, 0, 9, hand_back=True)
+        warm_datacenter.open(run_id, made)
+        trained, blob = warm_datacenter.train(run_id, 0, 9, hand_back=True)
         blobs.append(blob)
         losses.append(trained.training["loss"])
     assert blobs[0] == blobs[1]
@@ -83,16 +83,18 @@ def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
     (told,) = trained.events
     # Its seventh loss is of the seventh step; the checkpoint after the sixth may not be whole.
     assert re.search(r"replaced in \d+\.\d s; .* resumed steps 0 to 9 after step [56]$", told)
-    kept = sorted(path.name for path in (warm.service.state / run_id).iterdir())
+    kept = sorted(path.name for path in (warm_datacenter.service.state / run_id).iterdir())
     assert [name for name in kept if not name.startswith("data-")] == ["step-9"]
 
 
 @pytest.mark.timeout(240)  # only a very busy machine needs it
-def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> None:
+def test_machines_that_are_taken_away(
+    warm_datacenter: Any, make_setup: Any, tmp_path: Path
+) -> None:
     """A round that cannot end in time is saved, and goes on there when the machines are back."""
     hurry = tmp_path / "hurry"
     settings = {"dropout": 0.2, "unhurried": str(hurry), "fault": "none"}
-    made = setup("Faulty", settings, ranks=0, zero_stage=3, steps=60)
+    made = make_setup("Faulty", settings, ranks=0, zero_stage=3, steps=60)
     strategy = made.job.strategy.model_copy(update={"policy": "datacenter"})
     job = made.job.model_copy(update={"rounds": 1, "strategy": strategy})
     store = Store.create(tmp_path / "run", job, HERE)
@@ -129,6 +131,6 @@ def test_machines_that_are_taken_away(warm: Any, setup: Any, tmp_path: Path) -> 
         r"resumed steps 0 to 60 after step \d+, saved by an earlier attempt",
         row["receipts"][0]["reason"],
     )
-    warm.open("not-taken", made)
+    warm_datacenter.open("not-taken", made)
     sent = bytes(made.layout.encode(made.layout.gather(build_model(made.task, job.seed))))
-    assert warm.train("not-taken", 0, 60, sent, hand_back=True)[1] == model
+    assert warm_datacenter.train("not-taken", 0, 60, sent, hand_back=True)[1] == model
