@@ -225,8 +225,6 @@ def _left(seen: Observation) -> list[str]:
         lines.append(f"{_duration(seen.seconds_left)} of the run's time")
     if seen.bytes_left is not None:
         lines.append(f"{max(seen.bytes_left, 0) / 1e6:.3g} MB to and from devices")
-    if seen.epsilon_left is not None:
-        lines.append(f"epsilon {seen.epsilon_left:.3g} of the privacy budget")
     lines.append(f"{_count(seen.rounds - seen.round + 1, 'round')} with this one")
     return lines
 

@@ -226,7 +226,7 @@ def see(outcomes, **changes):
 def test_an_observation_says_what_is_left_and_what_things_cost():
     seen = see([record(1)])
     assert (seen.round, seen.rounds, seen.budget_left) == (2, 9, 96.0)
-    assert (seen.seconds_left, seen.bytes_left, seen.epsilon_left) == (80_000.0, 998_600, None)
+    assert (seen.seconds_left, seen.bytes_left) == (80_000.0, 998_600)
     assert (seen.cohort, seen.quorum, seen.price("federated")) == (8, 6, 8.0)
     assert (seen.price("datacenter"), seen.price("hybrid", steps=100)) == (0.5, 9.0)
     assert seen.client_bytes == 700
