@@ -308,7 +308,16 @@ def savings(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
-    header = ("policy", "accuracy", "regret", "federated", "hybrid", "datacenter", "visits", "cost")
+    header = (
+        "policy",
+        "accuracy",
+        "regret",
+        "federated",
+        "hybrid",
+        "datacenter",
+        "comparisons",
+        "cost",
+    )
     lines = []
     missed = regrets(scenario, rows)
     for policy, by_seed in accuracies(scenario, rows).items():
@@ -327,7 +336,7 @@ def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
                 f"{statistics.mean(values):.1f}{spread}",
                 f"{statistics.mean(missed[policy].values()):.1f}" if missed else "-",
                 *counts,
-                f"{statistics.mean(outcome.visits for outcome in outcomes):.1f}",
+                f"{statistics.mean(outcome.comparisons for outcome in outcomes):.1f}",
                 f"{statistics.mean(outcome.cost for outcome in outcomes):.1f}",
             )
         )

@@ -1,5 +1,7 @@
-"""What holds for the repository as a whole."""
+"""Properties of the repository as a whole."""
 
+import ast
+import collections
 import re
 import subprocess
 import sys
@@ -47,7 +49,7 @@ COMMANDS = [
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
     "isthmus operator join --state TOKEN URL",
-    "isthmus report --json RUN_DIR",
+    "isthmus report --json --schema RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
     "isthmus server init --host STATE",
     "isthmus server participants STATE",
@@ -81,6 +83,37 @@ def test_the_lists_of_packages_agree(found, expected):
     assert list(found) == expected
 
 
+def sources(*folders):
+    """The Python files of some folders, without generated ones."""
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    return [path for path in files if not path.stem.endswith("_pb2")]
+
+
+def test_no_package_has_more_than_12_modules():
+    modules = collections.Counter(
+        path.parent.relative_to(ROOT) for path in sources(*PACKAGES) if path.name != "__init__.py"
+    )
+    assert {str(package): count for package, count in modules.items() if count > 12} == {}
+
+
+def test_no_file_has_more_than_400_lines():
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in sources(*ROOTS, "tests", "benchmarks", "examples")
+    }
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_every_class_name_of_the_product_is_used_once():
+    places = collections.defaultdict(list)
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_every_decision_has_a_number_of_its_own():
     names = sorted(path.name for path in (ROOT / "docs/decisions").glob("0*.md"))
     numbers = [int(name[:4]) for name in names]
@@ -103,11 +136,9 @@ def test_what_a_checker_is_told_to_ignore_has_a_reason(package):
     assert found == []
 
 
-def test_no_module_is_a_bag():
-    bags = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "tools"}
-    modules = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
-    assert modules
-    assert [path for path in modules if bags & {path.stem, path.parent.name}] == []
+def test_no_module_has_an_unspecific_name():
+    names = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "tools"}
+    assert [path for path in sources(*PACKAGES) if names & {path.stem, path.parent.name}] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,7 +1,6 @@
-"""Groups of gloo ranks, without an agent: 4 ranks meet in a fraction of a second.
+"""Groups of gloo ranks without an agent, which start in a fraction of a second.
 
-What they run is a function of a
-file, named by its path, because test modules cannot be imported by name.
+They call functions of a file, which is given by its path: test modules cannot be imported by name.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import Event, EventStream, RoundCommitted, RunFinished
+from isthmus_server.storage.records import Receipt
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.inprocess import InProcessLink
 
@@ -57,8 +59,8 @@ class Outcome:
     """Of the served model on the test set, in per cent."""
     rounds: Mapping[str, int]
     """Committed ones, by regime."""
-    visits: int
-    """Comparisons on devices."""
+    comparisons: int
+    """Model comparisons on devices."""
     cost: float
     ended: str
     """Why, in words."""
@@ -93,7 +95,7 @@ class World(Clock):
         self.elapsed = 0.0
         self.fleet = _fleet(scenario.split.clients)
         self.rounds: dict[str, int] = {}
-        self.visits = 0
+        self.comparisons = 0
         self.transfers = 0
         self.cost = 0.0
         self.ended = ""
@@ -112,19 +114,19 @@ class World(Clock):
         self._come_and_go()
         await self.link.idle()
 
-    def watch(self, kind: str, data: Mapping[str, Any]) -> None:
+    def count(self, event: Event) -> None:
         """Count what the coordinator does."""
-        if kind == "committed":
+        if isinstance(event, RoundCommitted):
+            record = event.record
             self.elapsed += HOUR
-            regime = data["regime"]
-            self.rounds[regime] = self.rounds.get(regime, 0) + 1
-            visits = data.get("comparisons", ())
-            self.visits += len(visits)
-            self.cost += data["cost"]["price"]
-            self.transfers += sum(_vectors(receipt) for receipt in data["receipts"])
-            self.transfers += sum(visit["devices"] * len(visit["models"]) for visit in visits)
-        elif kind == "finished":
-            self.ended = data["reason"]
+            self.rounds[record.regime] = self.rounds.get(record.regime, 0) + 1
+            results = [one.result for one in record.comparisons if one.result is not None]
+            self.comparisons += len(results)
+            self.cost += record.cost.price
+            self.transfers += sum(_vectors(receipt) for receipt in record.receipts)
+            self.transfers += sum(result.devices * len(result.models) for result in results)
+        elif isinstance(event, RunFinished):
+            self.ended = event.reason
 
     def _come_and_go(self) -> None:
         here = set(self.scenario.zones_at(int(self.elapsed // HOUR)))
@@ -137,11 +139,11 @@ class World(Clock):
                 self.link.leave(name, "its window has closed")
 
 
-def _vectors(receipt: Mapping[str, Any]) -> int:
+def _vectors(receipt: Receipt) -> int:
     """What one device was sent and sent, in models; an update is as large as one."""
-    if receipt["regime"] != "federated" or not receipt["bytes_in"]:
+    if receipt.regime != "federated" or not receipt.bytes_in:
         return 0
-    return 1 + round(receipt["bytes_out"] / receipt["bytes_in"])
+    return 1 + round(receipt.bytes_out / receipt.bytes_in)
 
 
 @functools.lru_cache(maxsize=1)
@@ -187,13 +189,16 @@ async def _simulate(
     world = World(scenario, link)
     trace: list[Point] = []
 
-    def watch(kind: str, noted: Mapping[str, Any]) -> None:
-        world.watch(kind, noted)
-        if kind == "committed" and trace_every and noted["round"] % trace_every == 0:
+    def trace_score(event: Event) -> None:
+        if isinstance(event, RoundCommitted) and event.record.round % trace_every == 0:
             trace.append(Point(world.cost, world.transfers, score(coordinator)))
 
+    events = EventStream()
+    events.subscribe(world.count)
+    if trace_every:
+        events.subscribe(trace_score)
     try:
-        coordinator = Coordinator(store, link, watch, world)
+        coordinator = Coordinator(store, link, events, world)
         await coordinator.run()
         accuracy = score(coordinator)
     finally:
@@ -201,7 +206,7 @@ async def _simulate(
     return Outcome(
         accuracy=accuracy,
         rounds=dict(world.rounds),
-        visits=world.visits,
+        comparisons=world.comparisons,
         cost=coordinator.at.spent,
         ended=world.ended,
         seconds=time.monotonic() - started,

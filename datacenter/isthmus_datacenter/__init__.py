@@ -1,5 +1,6 @@
-"""The datacenter regime: a service on the link in front of a group of warm torch ranks.
+"""The datacenter regime: a participant that trains on a group of warm torch ranks.
 
-Reading order: `service` (what the server sees), `group` (keeps the ranks alive), `agent` and
-`worker` (the processes), `engine` (training), `parallelize` (what each rank holds).
+Reading order: `service.service` (the link's requests), `service.rank_group` (keeps the ranks
+alive), `service.elastic_agent` and `service.rank` (the processes), `training.engine` (training),
+`parallel.parallelize` (the part of the model on each rank).
 """

@@ -1,4 +1,4 @@
-"""``isthmus datacenter``: what a person types, and what the schedulers' scripts type for them."""
+"""The ``isthmus datacenter`` commands, for people and for the scripts of schedulers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ _PATH = click.Path(exists=True, path_type=Path)
 
 @click.group()
 def datacenter() -> None:
-    """The datacenter's part of a run: a group of ranks behind one service."""
+    """Run a datacenter: a group of ranks behind one service."""
 
 
 def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What `launch` and `serve` have in common."""
+    """Add the options that `launch` and `serve` share."""
     for option in (
         click.option(
-            "--server", metavar="HOST:PORT", help="The server to dial. Default: the one joined."
+            "--server",
+            metavar="HOST:PORT",
+            help="The server to connect to. Default: the server joined.",
         ),
         click.option(
-            "--name", help="Name on the server. Default: as joined, or else `datacenter`."
+            "--name", help="Name on the server. Default: the name joined with, else `datacenter`."
         ),
         click.option(
             "--ranks", required=True, type=click.IntRange(1, 1024), help="Ranks on each node."
@@ -44,30 +46,30 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=1,
             show_default=True,
             type=click.IntRange(1, 1024),
-            help="Machines; more than one needs a scheduler.",
+            help="Number of machines; more than one needs a scheduler.",
         ),
         click.option(
             "--state",
             required=True,
             type=_DIRECTORY,
-            help="Directory for checkpoints and logs; keep it to go on after a restart.",
+            help="Directory for checkpoints and logs; keep it to resume after a restart.",
         ),
         click.option(
             "--data",
             type=_PATH,
-            help="Where this datacenter's data is, instead of where the job says.",
+            help="Directory of this datacenter's data, instead of the one in the job.",
         ),
         click.option(
             "--tasks",
             type=_DIRECTORY,
-            help="Where the tasks are that may be loaded here. Default: tasks, in --state.",
+            help="Directory of the tasks that may be loaded. Default: tasks, in --state.",
         ),
         click.option(
             "--grace",
             default=60.0,
             show_default=True,
             type=click.FloatRange(0),
-            help="Seconds for a running round to end when told to leave (SIGTERM, SIGUSR1).",
+            help="Seconds for a running round to end after SIGTERM or SIGUSR1.",
         ),
     ):
         command = option(command)
@@ -77,9 +79,7 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @datacenter.command()
 @click.argument("url", metavar="HOST:PORT")
 @click.argument("token")
-@click.option(
-    "--state", required=True, type=_DIRECTORY, help="The directory that `launch` is given."
-)
+@click.option("--state", required=True, type=_DIRECTORY, help="The directory to pass to `launch`.")
 def join(url: str, token: str, state: Path) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
     from isthmus.identity import joining
@@ -96,13 +96,17 @@ def join(url: str, token: str, state: Path) -> None:
     type=click.Choice(["local", "slurm", "kubernetes"]),
     default="local",
     show_default=True,
-    help="What starts the ranks.",
+    help="Program that starts the ranks.",
 )
 @click.option(
-    "--env-file", type=_PATH, help="Variables for service and ranks; mode 0600 if it has secrets."
+    "--env-file", type=_PATH, help="File of environment variables for service and ranks; mode 0600."
 )
 @click.option(
-    "--option", "options", multiple=True, metavar="KEY=VALUE", help="For the scheduler; repeat."
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Option of the scheduler; repeatable.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the script or manifest and start nothing.")
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")
@@ -121,11 +125,11 @@ def launch(
     dry_run: bool,
     die_with_parent: bool,
 ) -> None:
-    """Start ranks and offer them to a server."""
+    """Start ranks and connect them to a server."""
     if env_file is not None:
         check_private(env_file)
     server, name, member = _membership(server, name, state)
-    asked = Launch(
+    request = Launch(
         server=server,
         name=name,
         ranks=ranks,
@@ -141,26 +145,28 @@ def launch(
         if nodes > 1 or options or env_file is not None:
             raise UserError("--nodes, --option and --env-file need --scheduler slurm or kubernetes")
         if dry_run:
-            click.echo(asked.serve("127.0.0.1:0"))
+            click.echo(request.serve("127.0.0.1:0"))
             return
         if die_with_parent:
             from isthmus.system import process
 
             process.die_with_parent()
-        # Whoever starts us like that ends us when nobody wants the round any more.
+        # The process that starts this one ends it only when the round is not needed any more.
         grace = 0.0 if die_with_parent else grace
         _serve(server, name, ranks, state, data, tasks, None, grace, member)
         return
     renderer = slurm if scheduler == "slurm" else kubernetes
     if dry_run:
-        click.echo(renderer.render(asked), nl=False)
+        click.echo(renderer.render(request), nl=False)
     else:
-        click.echo(f"{scheduler}: {renderer.submit(asked)}")
+        click.echo(f"{scheduler}: {renderer.submit(request)}")
 
 
 @datacenter.command()
 @_service_options
-@click.option("--control", required=True, metavar="HOST:PORT", help="Where agents find this.")
+@click.option(
+    "--control", required=True, metavar="HOST:PORT", help="Address for the agents to connect to."
+)
 def serve(
     server: str | None,
     name: str | None,
@@ -172,33 +178,33 @@ def serve(
     grace: float,
     control: str,
 ) -> None:
-    """Be the service of a cluster whose nodes each run `isthmus datacenter agent`."""
+    """Run the service of a cluster whose nodes each run `isthmus datacenter agent`."""
     host, port = split_address(control, "--control")
     from isthmus_datacenter.service.rank_group import Nodes
 
-    place = None if port == 0 else Nodes(count=nodes, host=host, port=port)
+    cluster = None if port == 0 else Nodes(count=nodes, host=host, port=port)
     server, name, member = _membership(server, name, state)
-    _serve(server, name, ranks, state, data, tasks, place, grace, member)
+    _serve(server, name, ranks, state, data, tasks, cluster, grace, member)
 
 
 @datacenter.command()
-@click.option("--control", required=True, metavar="HOST:PORT", help="The service's.")
+@click.option("--control", required=True, metavar="HOST:PORT", help="Address of the service.")
 def agent(control: str) -> None:
-    """Run this node's ranks for the service at --control, until told to leave."""
+    """Run this node's ranks for the service at --control, until SIGTERM or SIGUSR1."""
     host, port = split_address(control, "--control")
-    told = threading.Event()
+    leaving = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: told.set())
+        signal.signal(number, lambda *_: leaving.set())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service.agents import serve_node
 
-    serve_node(host, port, told.is_set)
+    serve_node(host, port, leaving.is_set)
 
 
 def _membership(
     server: str | None, name: str | None, state: Path
 ) -> tuple[str, str, Membership | None]:
-    """Where to dial and as whom: as joined, or, on one machine, as told."""
+    """The server and name from the membership; options take precedence over it."""
     member = None
     if (state / "membership").exists():
         member = Membership(state / "membership")
@@ -223,8 +229,8 @@ def _serve(
     member: Membership | None,
 ) -> None:
     if tasks is not None and not tasks.is_dir():
-        raise UserError(f"--tasks {tasks} is not a directory of this machine")
-    # Before torch is imported: its store warns about every wait that ends without an answer.
+        raise UserError(f"--tasks {tasks} is not a directory on this machine")
+    # Before torch is imported: its store warns about every wait that times out.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service.fork_server import AgentForkServer
     from isthmus_datacenter.service.service import DatacenterService
@@ -239,22 +245,24 @@ def _serve(
         service = DatacenterService(
             name, ranks, state, data, tasks=tasks, nodes=nodes, fork_server=fork_server
         )
-        asyncio.run(_until_told(service, service.serve(server, member), grace))
+        asyncio.run(_serve_until_signal(service, service.serve(server, member), grace))
 
 
-async def _until_told(service: Any, serving: Coroutine[Any, Any, None], grace: float) -> None:
-    """Serve until a signal: the first asks to leave in good order, another one ends at once."""
-    work = asyncio.ensure_future(serving)
+async def _serve_until_signal(
+    service: Any, serving: Coroutine[Any, Any, None], grace: float
+) -> None:
+    """Serve until a signal: the first leaves in good order, the second ends at once."""
+    serve_task = asyncio.ensure_future(serving)
     loop = asyncio.get_running_loop()
 
-    def told() -> None:
+    def handle_signal() -> None:
         if service.leaving:
-            work.cancel()
+            serve_task.cancel()
         else:
             service.leave(grace)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        loop.add_signal_handler(number, told)
-    loop.add_signal_handler(signal.SIGINT, work.cancel)
+        loop.add_signal_handler(number, handle_signal)
+    loop.add_signal_handler(signal.SIGINT, serve_task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        await work
+        await serve_task

@@ -1,7 +1,7 @@
 """A datacenter of one rank inside this process, for simulations.
 
-It trains on the same examples in the same steps as an `engine.Engine` on one rank, without groups,
-checkpoints or processes; of its past it remembers one command.
+It trains on the same examples in the same steps as a `training.engine.Engine` on one rank, without
+process groups, checkpoints or other processes. It keeps the state before its last command.
 """
 
 from __future__ import annotations
@@ -35,75 +35,75 @@ CPU = torch.device("cpu")
 
 
 class VirtualDatacenter:
-    """One datacenter, as the link sees it: an `isthmus.transport.worker.Worker`."""
+    """The `isthmus.transport.worker.Worker` of a simulated datacenter."""
 
     def __init__(
         self, name: str = "datacenter-0", data: Path | None = None, step_seconds: float = 0.0
     ) -> None:
-        """`data` wins over what a job says; `step_seconds` is the virtual time of a step."""
+        """`data` replaces the job's; `step_seconds` is the virtual time of a step, in seconds."""
         self.name = name
         self.data = data
         self.step_seconds = step_seconds
-        self._run: _Run | None = None
+        self._run: VirtualRun | None = None
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
-        """Memory for an arriving model; the task is loaded from where it is."""
+        """Memory for the model of a request; None for a task package, which is not needed here."""
         return None if request.HasField("open") else bytearray(size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Open or close a run, train, give a gradient, or hand back the model."""
+        """Open or close a run, train, compute a mean gradient, or export the model."""
         kind = request.WhichOneof("work")
         if kind == "open":
-            self._run = _Run(request.open, self.name, self.data)
+            self._run = VirtualRun(request.open, self.name, self.data)
             return link_pb2.Reply(opened=link_pb2.Opened(examples=self._run.examples)), None
         if kind == "train_steps":
-            run = self._opened(request.train_steps.run_id)
+            run = self._open_run(request.train_steps.run_id)
             trained, payload = run.train(request.train_steps, model, self.step_seconds)
             return link_pb2.Reply(trained=trained), payload
         if kind == "mean_gradient":
             assert model is not None
-            run = self._opened(request.mean_gradient.run_id)
+            run = self._open_run(request.mean_gradient.run_id)
             trained, payload = run.mean_gradient(request.mean_gradient, model, self.step_seconds)
             return link_pb2.Reply(trained=trained), payload
         if kind == "export":
-            run = self._opened(request.export.run_id)
+            run = self._open_run(request.export.run_id)
             run.go_to(request.export.step)
             payload = run.encoded()
             exported = link_pb2.Exported(model=describe(payload))
             return link_pb2.Reply(exported=exported), payload
         if kind == "close":
             return link_pb2.Reply(closed=link_pb2.Closed()), None
-        raise AdmissionRefused(f"a virtual datacenter does not do {kind!r}")
+        raise AdmissionRefused(f"a virtual datacenter does not support {kind!r}")
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """There is nothing to keep."""
+        """Do nothing: no files are kept for a request."""
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """What has begun is finished."""
+        """Do nothing: a running request is completed."""
 
-    def _opened(self, run_id: str) -> _Run:
+    def _open_run(self, run_id: str) -> VirtualRun:
         if self._run is None or self._run.run_id != run_id:
             raise UpdateError(f"the run {run_id!r} is not open in this datacenter")
         return self._run
 
 
-class _Run:
-    """The run that is open: model, optimizer and data, at an absolute step."""
+class VirtualRun:
+    """The open run: model, optimizer and data, at an absolute step."""
 
-    def __init__(self, work: link_pb2.OpenRun, name: str, data: Path | None) -> None:
-        self.run_id = work.run_id
-        self.job = read_job(work.job)
-        base = Path(work.base)
+    def __init__(self, open_: link_pb2.OpenRun, name: str, data: Path | None) -> None:
+        self.run_id = open_.run_id
+        self.job = read_job(open_.job)
+        base = Path(open_.base)
         if data is None:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
             self.task,
             self.job.seed,
-            work.layout,
-            fingerprint_of(work.frozen),
+            open_.layout,
+            fingerprint_of(open_.frozen),
             "the virtual datacenter",
         )
         self.model.train()
@@ -124,62 +124,62 @@ class _Run:
         self._before = self._snapshot()
 
     def train(
-        self, work: link_pb2.TrainSteps, model: Buffer | None, step_seconds: float
+        self, command: link_pb2.TrainSteps, model: Buffer | None, step_seconds: float
     ) -> tuple[link_pb2.Trained, Buffer | None]:
         """Train from one absolute step to another.
 
         Raises:
-            UpdateError: it does not remember the step to start from.
+            UpdateError: the state of the step to start from is not kept.
             TaskError: the task's code raised, or the loss is not finite.
         """
         reset = self.job.datacenter.optimizer_on_load == "reset"
         if model is None:
-            self.go_to(work.from_step)
-        elif not reset and work.from_step == self._before[0]:
-            self.go_to(work.from_step)  # where it was away meanwhile, it keeps what it has
+            self.go_to(command.from_step)
+        elif not reset and command.from_step == self._before[0]:
+            self.go_to(command.from_step)  # after an absence the current optimizer state is kept
         self._before = self._snapshot()
         if model is not None:
             self.layout.scatter(self.layout.decode(model), self.model)
             if reset:
                 self.optimizer = self._make_optimizer()
-        count = work.until_step - work.from_step
+        count = command.until_step - command.from_step
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(self.job.seed, work.from_step, 0))
-            loss = self._steps(work.from_step, work.until_step, self._update)
-        self.step = work.until_step
+            torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
+            loss = self._steps(command.from_step, command.until_step, self._update)
+        self.step = command.until_step
         if not math.isfinite(loss):
             raise TaskError(
-                f"the loss is {loss} between steps {work.from_step} and {work.until_step}; lower "
-                "the learning rate or check the data"
+                f"the loss is {loss} between steps {command.from_step} and {command.until_step}; "
+                "lower the learning rate or check the data"
             )
         trained = link_pb2.Trained(
             examples=count * self.order.batch_size,
             steps=count,
             seconds=step_seconds * count,
             training={"loss": loss} if count else {},
-            evaluation=self._evaluate() if work.evaluate else {},
+            evaluation=self._evaluate() if command.evaluate else {},
         )
-        if not work.hand_back:
+        if not command.hand_back:
             return trained, None
         payload = self.encoded()
         trained.result.CopyFrom(describe(payload))
         return trained, payload
 
     def mean_gradient(
-        self, work: link_pb2.MeanGradient, model: Buffer, step_seconds: float
+        self, command: link_pb2.MeanGradient, model: Buffer, step_seconds: float
     ) -> tuple[link_pb2.Trained, Buffer]:
-        """The mean gradient at a model over the batches of some steps; training stays where it is.
+        """Compute the mean gradient at `model` over the batches of some steps, without training.
 
         Raises:
             TaskError: the task's code raised.
         """
-        kept = self.layout.gather(self.model)
+        parameters_before = self.layout.gather(self.model)
         self.layout.scatter(self.layout.decode(model), self.model)
-        count = work.until_step - work.from_step
+        count = command.until_step - command.from_step
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(self.job.seed, work.from_step, 0))
-            loss = self._steps(work.from_step, work.until_step, lambda: None)
+            torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
+            loss = self._steps(command.from_step, command.until_step, lambda: None)
         vector = torch.zeros(self.layout.size)
         parameters = dict(self.model.named_parameters())
         for name, part in self.layout.parts(vector):
@@ -187,7 +187,7 @@ class _Run:
             if gradient is not None:
                 part.copy_(gradient).div_(max(count, 1))
         self.model.zero_grad(set_to_none=True)
-        self.layout.scatter(kept, self.model)
+        self.layout.scatter(parameters_before, self.model)
         payload = self.layout.encode(vector)
         return link_pb2.Trained(
             result=describe(payload),
@@ -198,27 +198,27 @@ class _Run:
         ), payload
 
     def go_to(self, step: int) -> None:
-        """Have the state of a step.
+        """Restore the state of a step.
 
         Raises:
-            UpdateError: it is neither the current one nor the one before the last command.
+            UpdateError: it is neither the current step nor the one before the last command.
         """
         if step == self.step:
             return
-        before, parameters, optimizer = self._before
-        if step != before:
-            raise UpdateError(f"this virtual datacenter does not remember step {step}")
+        kept_step, parameters, optimizer = self._before
+        if step != kept_step:
+            raise UpdateError(f"this virtual datacenter has no state of step {step}")
         self.layout.scatter(parameters, self.model)
         self.optimizer = self._make_optimizer()
         self.optimizer.load_state_dict(optimizer)
         self.step = step
 
     def encoded(self) -> bytearray:
-        """The model as it is."""
+        """The current model, encoded."""
         return self.layout.encode(self.layout.gather(self.model))
 
     def _steps(self, first: int, until: int, update: Callable[[], None]) -> float:
-        """A gradient of each step's batch, added to what is there, then `update`; the mean loss."""
+        """Add the gradient of each step's batch and call `update`; returns the mean loss."""
         size = self.order.batch_size
         indices = self.order.examples_between(first * size, until * size)
         total = torch.zeros((), dtype=torch.float64)

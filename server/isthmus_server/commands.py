@@ -150,18 +150,28 @@ def compare(
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the whole report as one document.")
-def report(run_dir: Path, as_json: bool) -> None:
-    """Say what became of the run in the directory RUN."""
-    from isthmus_server.views.report import document, show
+@click.argument(
+    "run_dir", metavar="RUN", type=click.Path(path_type=Path), required=False, default=None
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
+@click.option(
+    "--schema", "as_schema", is_flag=True, help="Print the JSON schema of that document and exit."
+)
+def report(run_dir: Path | None, as_json: bool, as_schema: bool) -> None:
+    """Print the report of the run in the directory RUN: rounds, incidents, final model."""
+    from isthmus_server.views.report import read_report, report_schema, show
 
+    if as_schema:
+        click.echo(json.dumps(report_schema(), indent=1))
+        return
+    if run_dir is None:
+        raise UserError("give the directory of a run, or --schema")
     with _opened(run_dir) as store:
-        found = document(store)
+        run_report = read_report(store)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(run_report.to_json(), indent=1))
     else:
-        show(found, Console())
+        show(run_report, Console())
 
 
 @click.command()

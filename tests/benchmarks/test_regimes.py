@@ -122,7 +122,7 @@ def test_a_drawn_scenario_is_always_the_same_and_its_own():
 
 def a_row(policy, accuracy, points=(), name="small"):
     outcome = regimes.Outcome(
-        accuracy=accuracy, rounds={}, visits=0, cost=8.0, ended="", seconds=0.0, trace=points
+        accuracy=accuracy, rounds={}, comparisons=0, cost=8.0, ended="", seconds=0.0, trace=points
     )
     return regimes.Row(name, policy, 1, outcome)
 

@@ -1,47 +1,35 @@
-"""A service with warm ranks that tests share, driven as the link would drive it."""
+"""Datacenter services with warm ranks that tests share, sent requests as the link sends them."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tests.warm_ranks import Ranks
 
+from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
 from isthmus.task import Task, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
+from isthmus_datacenter.commands import datacenter
 from isthmus_datacenter.service.service import DatacenterService
 
 HERE = Path(__file__).parent
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below one, read from /proc."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")")[-1].split()
-                parents[int(entry.name)] = int(fields[1])
-            except OSError:
-                continue
-    found = [pid]
-    for known in found:
-        found.extend(child for child, parent in parents.items() if parent == known)
-    return found[1:]
-
-
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """A job on one of the tasks here, and what a server would know of it."""
+class JobSetup:
+    """A job on one of the tasks in tasks.py, with what a server derives from it."""
 
     job: Job
 
@@ -53,7 +41,8 @@ class Setup:
     def layout(self) -> TensorLayout:
         return TensorLayout.of(build_model(self.task, self.job.seed))
 
-    def opening(self, run_id: str, layout: TensorLayout | None = None) -> link_pb2.OpenRun:
+    def open_request(self, run_id: str, layout: TensorLayout | None = None) -> link_pb2.OpenRun:
+        """The request by which a server opens this job."""
         return link_pb2.OpenRun(
             run_id=run_id,
             job=self.job.model_dump_json(),
@@ -61,8 +50,8 @@ class Setup:
             layout=(layout or self.layout).header,
         )
 
-    def command(self) -> dict[str, Any]:
-        """The command by which ranks open this job."""
+    def open_command(self) -> dict[str, Any]:
+        """The fields of the command by which ranks open this job."""
         return {
             "op": "open",
             "run_id": "run",
@@ -72,38 +61,35 @@ class Setup:
         }
 
 
-def make_setup(
-    name: str = "Table",
-    settings: Mapping[str, Any] | None = None,
-    lease_seconds: float = 60.0,
-    **datacenter: Any,
-) -> Setup:
-    job = Job.model_validate(
-        {
-            "name": "test",
-            "seed": 5,
-            "task": {"source": f"tasks.py:{name}", "settings": dict(settings or {})},
-            "datacenter": {"ranks": 2, "batch_size": 4, **datacenter},
-            "time": {"lease_seconds": lease_seconds},
-        }
-    )
-    return Setup(with_changes(job, {}))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """The models here are so small that a second thread only waits."""
     torch.set_num_threads(1)
 
 
-@pytest.fixture(name="setup", scope="session")
-def setup_() -> Any:
-    """`setup("Table", {settings}, zero_stage=3)`."""
-    return make_setup
+@pytest.fixture(scope="session")
+def make_setup() -> Callable[..., JobSetup]:
+    """`make_setup("Table", {settings}, zero_stage=3)`: a job on a task, with datacenter keys."""
+
+    def make(
+        name: str = "Table", settings: Mapping[str, Any] | None = None, **section: Any
+    ) -> JobSetup:
+        job = Job.model_validate(
+            {
+                "name": "test",
+                "seed": 5,
+                "task": {"source": f"tasks.py:{name}", "settings": dict(settings or {})},
+                "datacenter": {"ranks": 2, "batch_size": 4, **section},
+                "time": {"lease_seconds": 5.0},
+            }
+        )
+        return JobSetup(with_changes(job, {}))
+
+    return make
 
 
-class Driver:
-    """Asks a service for things, one at a time, as the link does."""
+class DatacenterDriver:
+    """Sends requests to a service, one at a time, as the link does."""
 
     def __init__(self, service: DatacenterService) -> None:
         self.service = service
@@ -111,11 +97,11 @@ class Driver:
         self._count = 0
 
     def ask(self, model: bytes | None = None, **work: Any) -> tuple[link_pb2.Reply, bytes | None]:
-        """One request; its reply and a copy of its content."""
+        """Send one request; returns its reply and a copy of its payload."""
         return self._runner.run(self.request(model, **work))
 
-    def run(self, work: Any) -> Any:
-        return self._runner.run(work)
+    def run(self, coroutine: Any) -> Any:
+        return self._runner.run(coroutine)
 
     async def request(
         self, model: bytes | None = None, **work: Any
@@ -131,8 +117,9 @@ class Driver:
         self.service.acknowledged(request, True, "")
         return reply, blob
 
-    def open(self, run_id: str, setup: Setup) -> int:
-        return self.ask(open=setup.opening(run_id))[0].opened.examples
+    def open(self, run_id: str, setup: JobSetup) -> int:
+        """Open a run; returns the number of the datacenter's examples."""
+        return self.ask(open=setup.open_request(run_id))[0].opened.examples
 
     def train(
         self, run_id: str, first: int, until: int, model: bytes | None = None, **more: Any
@@ -148,35 +135,33 @@ class Driver:
         assert blob is not None
         return blob
 
-    def processes(self) -> list[int]:
-        """Process ids of the ranks."""
-        return sorted(self.run(self.service.group.rank_pids()).values())
-
     def close(self) -> None:
         self._runner.close()
         self.service.close()
 
 
-@pytest.fixture(name="start")
-def start_(tmp_path: Path) -> Iterator[Any]:
-    """`start(state=...)`: a service of this test's own."""
-    started: list[Driver] = []
+@pytest.fixture(name="start_datacenter")
+def start_datacenter_(tmp_path: Path) -> Iterator[Callable[..., DatacenterDriver]]:
+    """`start_datacenter(state=...)`: a service for one test."""
+    drivers: list[DatacenterDriver] = []
 
-    def start(state: Path | None = None, ranks: int = 2, **more: Any) -> Driver:
-        driver = Driver(DatacenterService("own", ranks, state or tmp_path / "state", **more))
-        started.append(driver)
-        driver.service.start()
-        return driver
+    def start_datacenter(
+        state: Path | None = None, ranks: int = 2, **more: Any
+    ) -> DatacenterDriver:
+        service = DatacenterService("own", ranks, state or tmp_path / "state", **more)
+        drivers.append(DatacenterDriver(service))
+        service.start()
+        return drivers[-1]
 
-    yield start
-    for driver in started:
+    yield start_datacenter
+    for driver in drivers:
         driver.close()
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """A service with two ranks, shared by all tests; each opens runs of its own."""
-    driver = Driver(DatacenterService("shared", 2, tmp_path_factory.mktemp("datacenter")))
+def warm_datacenter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatacenterDriver]:
+    """A service with two ranks, shared by all tests; each test opens runs of its own."""
+    driver = DatacenterDriver(DatacenterService("shared", 2, tmp_path_factory.mktemp("datacenter")))
     driver.service.start()
     yield driver
     driver.close()
@@ -184,9 +169,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[Any]:
-    """`on_ranks(4, "train", works)`: what each of 4 ranks made of a function of ranks.py.
+    """`on_ranks(4, "train", works)`: the results of a function of ranks.py on each of 4 ranks.
 
-    All tests that ask for as many ranks have the same ones.
+    All tests with the same number of ranks share them.
     """
     groups: dict[int, Ranks] = {}
 
@@ -200,10 +185,34 @@ def on_ranks() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def vector() -> Any:
-    """`vector(content, layout)`: the flat parameters in a content."""
+def decode() -> Any:
+    """`decode(blob, layout)`: the flat parameters in a blob."""
 
     def read(blob: bytes, layout: TensorLayout) -> torch.Tensor:
         return layout.decode(bytearray(blob)).clone()
 
     return read
+
+
+def random_model(layout: TensorLayout, seed: int) -> bytes:
+    """A model of small random parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    return bytes(layout.encode(0.1 * torch.randn(layout.size, generator=generator)))
+
+
+def dry_run(*more: str, scheduler: str = "slurm", state: Path = Path("/shared/it's state")) -> str:
+    """The output of `isthmus datacenter launch --dry-run`."""
+    words = ["launch", "--server", "head:9402", "--name", "cluster-0", "--ranks", "4"]
+    words += ["--nodes", "2", "--state", str(state), "--scheduler", scheduler, "--dry-run", *more]
+    result = CliRunner().invoke(datacenter, words)
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

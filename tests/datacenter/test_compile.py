@@ -18,9 +18,9 @@ from isthmus_datacenter.parallel.parallelize import parallelize
 
 @pytest.mark.parametrize(("task", "recompute"), [("Gpt", True), ("Language", False)])
 def test_blocks_of_users_and_of_pytorch_are_compiled(
-    task: str, recompute: bool, setup: Any
+    task: str, recompute: bool, make_setup: Any
 ) -> None:
-    made = setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
+    made = make_setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
     dims = ParallelDims.from_section(made.job.datacenter, 1)
     sample = torch.stack([made.task.local_data(None)[at][0] for at in range(2)])
     expected = run_in_eval_mode(build_model(made.task, 5), sample)
@@ -41,8 +41,8 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
     assert {name for name, _ in model.named_parameters()} == set(shard.parameters())
 
 
-def test_gradients_that_several_ranks_cannot_add_up_are_refused(setup: Any) -> None:
-    task = setup("Gpt", ranks=2).task
+def test_gradients_that_several_ranks_cannot_add_up_are_refused(make_setup: Any) -> None:
+    task = make_setup("Gpt", ranks=2).task
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True))
     dims = ParallelDims(ranks=2, zero_stage=0)
     with pytest.raises(

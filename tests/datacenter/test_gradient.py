@@ -66,11 +66,11 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_the_gradient_is_that_of_one_process(
-    ranks: int, setup: Any, on_ranks: Any, vector: Any, tmp_path: Path
+    ranks: int, make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
 ) -> None:
     works, setups = [], []
     for number, (task, section) in enumerate(CASES[ranks]):
-        made = setup(task, **{**section, "ranks": ranks})
+        made = make_setup(task, **{**section, "ranks": ranks})
         source, result = tmp_path / f"{number}.model", tmp_path / f"{number}.gradient"
         source.write_bytes(seeded(made.layout))
         result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
@@ -82,13 +82,13 @@ def test_the_gradient_is_that_of_one_process(
             "model": str(source),
             "result": str(result),
         }
-        works.append((made.command(), command, str(tmp_path / f"{number}.state")))
+        works.append((made.open_command(), command, str(tmp_path / f"{number}.state")))
         setups.append((made, result))
     values = on_ranks(ranks, "gradients", works)
     for number, (made, result) in enumerate(setups):
         expected, loss = by_hand(made, seeded(made.layout))
         rounded = made.job.datacenter.precision != "fp32"
-        found = vector(result.read_bytes(), made.layout)
+        found = decode(result.read_bytes(), made.layout)
         assert (found - expected).abs().max() <= (5e-3 if rounded else 2e-6), CASES[ranks][number]
         for value in values:
             near = pytest.approx(loss, abs=1e-2 if rounded else 1e-5)
@@ -100,26 +100,28 @@ def gradient_of(run_id: str) -> link_pb2.MeanGradient:
     return link_pb2.MeanGradient(run_id=run_id, from_step=FIRST, until_step=UNTIL)
 
 
-def test_a_gradient_leaves_training_where_it_is(warm: Any, setup: Any, vector: Any) -> None:
-    made = setup("Table", {"dropout": 0.0})
+def test_a_gradient_leaves_training_where_it_is(
+    warm_datacenter: Any, make_setup: Any, decode: Any
+) -> None:
+    made = make_setup("Table", {"dropout": 0.0})
     sent = seeded(made.layout)
     ends = []
     for run_id in ("with-gradient", "without"):
-        warm.open(run_id, made)
-        warm.train(run_id, 0, 4)
+        warm_datacenter.open(run_id, made)
+        warm_datacenter.train(run_id, 0, 4)
         if run_id == "with-gradient":
-            reply, blob = warm.ask(sent, mean_gradient=gradient_of(run_id))
+            reply, blob = warm_datacenter.ask(sent, mean_gradient=gradient_of(run_id))
             expected, loss = by_hand(made, sent)
-            torch.testing.assert_close(vector(blob, made.layout), expected, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(decode(blob, made.layout), expected, atol=1e-6, rtol=1e-5)
             assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
             assert (reply.trained.steps, reply.trained.examples) == (UNTIL - FIRST, 24)
-        ends.append(warm.train(run_id, 4, 8, hand_back=True)[1])
+        ends.append(warm_datacenter.train(run_id, 4, 8, hand_back=True)[1])
     assert ends[0] == ends[1]
-    assert not list((warm.service.state / "exchange").iterdir())
+    assert not list((warm_datacenter.service.state / "exchange").iterdir())
 
 
-def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
-    made = setup("Table", ranks=0, batch_size=BATCH)
+def test_a_virtual_datacenter_gives_the_same(make_setup: Any, decode: Any) -> None:
+    made = make_setup("Table", ranks=0, batch_size=BATCH)
     sent = seeded(made.layout)
     ends = []
 
@@ -129,14 +131,14 @@ def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
     async def both() -> None:
         for asked in (True, False):
             datacenter = VirtualDatacenter()
-            await ask(datacenter, open=made.opening("run"))
+            await ask(datacenter, open=made.open_request("run"))
             train = link_pb2.TrainSteps(run_id="run", from_step=0, until_step=4)
             await ask(datacenter, train_steps=train)
             if asked:
                 work = gradient_of("run")
                 reply, blob = await ask(datacenter, bytearray(sent), mean_gradient=work)
                 expected, loss = by_hand(made, sent)
-                found = vector(blob, made.layout)
+                found = decode(blob, made.layout)
                 torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
                 assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
             train = link_pb2.TrainSteps(run_id="run", from_step=4, until_step=8, hand_back=True)
@@ -146,8 +148,8 @@ def test_a_virtual_datacenter_gives_the_same(setup: Any, vector: Any) -> None:
     assert ends[0] == ends[1]
 
 
-def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(setup: Any) -> None:
-    task = setup("Table").task
+def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(make_setup: Any) -> None:
+    task = make_setup("Table").task
     task.forward = lambda model, inputs: model(inputs).detach()
     shard = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
     forward_backward = ForwardBackward(task, shard, 0, torch.device("cpu"), 4)
@@ -157,8 +159,8 @@ def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(setup: A
         )
 
 
-def test_an_optimizer_that_computes_losses_itself_is_one_sentence(setup: Any) -> None:
-    model = setup("Table").task.model()
+def test_an_optimizer_that_computes_losses_itself_is_one_sentence(make_setup: Any) -> None:
+    model = make_setup("Table").task.model()
     shard = ModelShard(
         ParallelDims(ranks=1, zero_stage=0),
         {0: model},

@@ -138,7 +138,7 @@ def _reference(
 class Trained:
     """What became of a case."""
 
-    setup: Any
+    make_setup: Any
     values: list[dict[str, Any]]
     """What each rank returned."""
     blob: bytes
@@ -148,7 +148,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(make_setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What became of a case; all cases of one number of ranks are trained in one group."""
     directory = tmp_path_factory.mktemp("layouts")
 
@@ -156,7 +156,8 @@ def trained(setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFactory)
     def group(ranks: int) -> dict[str, Trained]:
         cases = {name: case for name, case in CASES.items() if case[2]["ranks"] == ranks}
         setups = {
-            name: setup(task, extra, **section) for name, (task, extra, section) in cases.items()
+            name: make_setup(task, extra, **section)
+            for name, (task, extra, section) in cases.items()
         }
         works = []
         for name, made in setups.items():
@@ -169,7 +170,7 @@ def trained(setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFactory)
                 "evaluate": True,
                 "result": str(result),
             }
-            works.append((made.command(), command, str(directory / f"{name}.state")))
+            works.append((made.open_command(), command, str(directory / f"{name}.state")))
         by_rank = on_ranks(ranks, "train", works)
         return {
             name: Trained(
@@ -185,13 +186,17 @@ def trained(setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_one_process(name: str, trained: Any, setup: Any, vector: Any) -> None:
+def test_training_is_that_of_one_process(
+    name: str, trained: Any, make_setup: Any, decode: Any
+) -> None:
     case = trained(name)
     made, values = case.setup, case.values
     task, extra, section = CASES[name]
     blocks = extra.get("blocks", 2)
-    expected, loss = _reference(setup, task, extra["optimizer"], section.get("clip_norm"), blocks)
-    parameters = vector(case.blob, made.layout)
+    expected, loss = _reference(
+        make_setup, task, extra["optimizer"], section.get("clip_norm"), blocks
+    )
+    parameters = decode(case.blob, made.layout)
     assert (parameters - expected).abs().max() <= (1e-6 if extra["optimizer"] == "SGD" else 2e-5)
     assert all(value == {**values[0], "seconds": value["seconds"]} for value in values)
     assert values[0]["training"]["loss"] == pytest.approx(loss, abs=1e-6)
@@ -227,22 +232,22 @@ ROUNDED = {
 
 
 def test_half_precision_rounds_and_nothing_else(
-    setup: Any, on_ranks: Any, vector: Any, tmp_path: Path
+    make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
 ) -> None:
     for ranks in (2, 4):
         cases = {name: case for name, case in ROUNDED.items() if case[2]["ranks"] == ranks}
         works, setups = [], []
         for name, (task, extra, section) in cases.items():
-            made = setup(task, extra, **section)
+            made = make_setup(task, extra, **section)
             result = tmp_path / name
             result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
             command = {"op": "train", "run_id": "run", "until_step": STEPS, "result": str(result)}
-            works.append((made.command(), command, str(tmp_path / f"{name}.state")))
+            works.append((made.open_command(), command, str(tmp_path / f"{name}.state")))
             setups.append(made)
         values = on_ranks(ranks, "train", works)[0]
-        expected, loss = _reference(setup, "Gpt", "SGD", None)
+        expected, loss = _reference(make_setup, "Gpt", "SGD", None)
         for name, made, value in zip(cases, setups, values, strict=True):
-            parameters = vector((tmp_path / name).read_bytes(), made.layout)
+            parameters = decode((tmp_path / name).read_bytes(), made.layout)
             difference = float((parameters - expected).abs().max())
             assert 0 < difference < (2e-2 if "bf16" in name else 3e-3), name
             assert value["training"]["loss"] == pytest.approx(loss, abs=2e-2), name
@@ -262,7 +267,7 @@ def _sources(places: list[str], reader: str) -> list[str]:
 
 @pytest.mark.parametrize("task", ["Gpt", "Language"])
 def test_what_one_layout_saves_others_load(
-    task: str, trained: Any, setup: Any, on_ranks: Any, vector: Any, tmp_path: Path
+    task: str, trained: Any, make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
 ) -> None:
     """One process loads what every layout saved; `make pairs` has every layout do so."""
     places = [
@@ -272,11 +277,11 @@ def test_what_one_layout_saves_others_load(
     ]
     saved = {name: trained(name) for name in places}
     states = {name: case.state for name, case in saved.items()}
-    alone = setup(task, ADAMW, **layout()).command()
+    alone = make_setup(task, ADAMW, **layout()).open_command()
     on_ranks(1, "store_state", alone, list(states.values()), STEPS, str(tmp_path))
     for case in saved.values():
         whole = torch.load(tmp_path / Path(case.state).name)
-        for name, part in case.setup.layout.parts(vector(case.blob, case.setup.layout)):
+        for name, part in case.setup.layout.parts(decode(case.blob, case.setup.layout)):
             assert torch.equal(whole[name]["value"], part)
             assert whole[name].keys() == {"value", "step", "exp_avg", "exp_avg_sq"}
     elements = 3 * case.setup.layout.size  # beside them, each parameter has a count of steps
@@ -287,7 +292,7 @@ def test_what_one_layout_saves_others_load(
         if not readers:
             continue
         asked = [
-            (saved[reader].setup.command(), [states[source] for source in sources])
+            (saved[reader].setup.open_command(), [states[source] for source in sources])
             for reader, sources in readers.items()
         ]
         by_rank = on_ranks(ranks, "compare_state", asked, STEPS, str(tmp_path))
@@ -302,29 +307,29 @@ def test_what_one_layout_saves_others_load(
 
 
 def test_what_cannot_be_laid_out_is_refused_with_the_reason(
-    setup: Any, on_ranks: Any, tmp_path: Path
+    make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
     elsewhere = {"ranks": 0, "batch_size": 8}  # the service has the ranks, the job does not say
     cases = [
         (
-            setup("Gpt", **elsewhere, tensor_parallel=2, pipeline_parallel=2),
+            make_setup("Gpt", **elsewhere, tensor_parallel=2, pipeline_parallel=2),
             "tensor_parallel=2 x pipeline_parallel=2 takes 4 ranks or a multiple, and there are 2",
         ),
         (
-            setup("Gpt", **elsewhere, data_parallel=3),
+            make_setup("Gpt", **elsewhere, data_parallel=3),
             "data_parallel=3 takes 3 ranks, and there are 2",
         ),
         (
-            setup("Gpt", **elsewhere, pipeline_parallel=2, microbatches=1),
+            make_setup("Gpt", **elsewhere, pipeline_parallel=2, microbatches=1),
             "microbatches=1 is below pipeline_parallel=2: some ranks would always be idle",
         ),
         (
-            setup("Gpt", ranks=0, batch_size=3, pipeline_parallel=2),
+            make_setup("Gpt", ranks=0, batch_size=3, pipeline_parallel=2),
             "a batch of 3 examples (batch_size=3 / accumulate=1) cannot be split into "
             "pipeline_parallel=2 equal micro-batches",
         ),
         (
-            setup(
+            make_setup(
                 "Gpt",
                 ranks=0,
                 batch_size=9,
@@ -334,31 +339,34 @@ def test_what_cannot_be_laid_out_is_refused_with_the_reason(
             ),
             "needs microbatches in multiples of pipeline_parallel=2, and microbatches=3",
         ),
-        (setup("Gpt", **elsewhere, microbatches=2), "microbatches=2 is for pipelines"),
+        (make_setup("Gpt", **elsewhere, microbatches=2), "microbatches=2 is for pipelines"),
         (
-            setup("Language", **elsewhere, pipeline_parallel=2, schedule="interleaved"),
+            make_setup("Language", **elsewhere, pipeline_parallel=2, schedule="interleaved"),
             "cannot be cut into 4 pipeline stages: its longest Sequential or ModuleList has 2",
         ),
         (
-            setup("Skipping", **elsewhere, pipeline_parallel=2),
+            make_setup("Skipping", **elsewhere, pipeline_parallel=2),
             "its forward() does more than call its blocks in order",
         ),
-        (setup("Gpt", {"plan": "shuffled"}, **elsewhere, pipeline_parallel=2), "pipeline_stages()"),
         (
-            setup("Gpt", {"plan": "wrong"}, **elsewhere, tensor_parallel=2),
+            make_setup("Gpt", {"plan": "shuffled"}, **elsewhere, pipeline_parallel=2),
+            "pipeline_stages()",
+        ),
+        (
+            make_setup("Gpt", {"plan": "wrong"}, **elsewhere, tensor_parallel=2),
             "with its matrices sharded the model",
         ),
         (
-            setup("Gpt", {"plan": "half"}, **elsewhere, tensor_parallel=2),
+            make_setup("Gpt", {"plan": "half"}, **elsewhere, tensor_parallel=2),
             "'embed.words.weight' and 'head.weight' are one, and the tensor-parallel plan",
         ),
         (
-            setup("Gpt", {"plan": "misspelt"}, **elsewhere, tensor_parallel=2),
+            make_setup("Gpt", {"plan": "misspelt"}, **elsewhere, tensor_parallel=2),
             "names 'layers.*.up', and the model has no such module",
         ),
-        (setup("Halved", **elsewhere, pipeline_parallel=2), "has a forward() of its own"),
+        (make_setup("Halved", **elsewhere, pipeline_parallel=2), "has a forward() of its own"),
     ]
-    openings = [made.command() for made, _ in cases]
+    openings = [made.open_command() for made, _ in cases]
     said = on_ranks(2, "refusals", openings, str(tmp_path / "state"))
     assert said[0] == said[1]
     for (_, sentence), found in zip(cases, said[0], strict=True):

@@ -25,23 +25,25 @@ def train(worker: VirtualDatacenter, first: int, until: int, model: bytes | None
     return ask(worker, model, train_steps=work)
 
 
-def test_it_trains_as_one_rank_does(setup: Any, on_ranks: Any, vector: Any, tmp_path: Path) -> None:
-    made = setup("Table", ranks=1, optimizer_on_load="keep")
+def test_it_trains_as_one_rank_does(
+    make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
+) -> None:
+    setup = make_setup("Table", ranks=1, optimizer_on_load="keep")
     result = tmp_path / "result"
-    result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
+    result.write_bytes(setup.layout.header + bytes(4 * setup.layout.size))
     command = {"op": "train", "run_id": "run", "until_step": 6, "result": str(result)}
-    on_ranks(1, "train", [(made.command(), command, str(tmp_path / "state"))])
+    on_ranks(1, "train", [(setup.open_command(), command, str(tmp_path / "state"))])
 
     worker = VirtualDatacenter()
-    ask(worker, open=made.opening("run"))
+    ask(worker, open=setup.open_request("run"))
     begun = train(worker, 0, 3)
     whole = train(worker, 3, 6)
-    expected = vector(result.read_bytes(), made.layout)
-    assert (vector(whole, made.layout) - expected).abs().max() < 1e-6
+    expected = decode(result.read_bytes(), setup.layout)
+    assert (decode(whole, setup.layout) - expected).abs().max() < 1e-6
     # Of the round before it remembers how it began.
     assert train(worker, 3, 6) == whole
     # A model that comes at a step that it was away for goes on with the optimizer it has.
     assert train(worker, 10, 13, begun) != train(worker, 10, 13, whole)
     late = VirtualDatacenter()
-    ask(late, open=made.opening("run"))
+    ask(late, open=setup.open_request("run"))
     assert train(late, 10, 13, begun) != begun

@@ -18,7 +18,7 @@ from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.report import document
+from isthmus_server.views.report import read_report
 
 
 async def until(condition):
@@ -285,6 +285,11 @@ def update():
 NAMES = ("a", "b", "c")
 
 
+def round_of(event):
+    """The number of the round that an event is about; None for other events."""
+    return getattr(getattr(event, "record", event), "round", None)
+
+
 class Killed(BaseException):
     """Ends a coordinator as a signal would: nothing catches it."""
 
@@ -412,16 +417,16 @@ def place(net, make_job, write_task, tmp_path):
         async def run(self, name, *overrides, **more):
             store = self.create(name, *overrides)
             final = await Coordinator(store, self.link, **more).run()
-            return document(store), final
+            return read_report(store).to_json(), final
 
         async def killed(self, coordinator, kind, round_):
-            """Run until it tells that of a round, which kills it; the store, opened anew."""
+            """Run until an event of that kind and round, which kills it; the store, opened anew."""
 
-            def kill(told, data):
-                if (told, data.get("round")) == (kind, round_):
+            def kill(event):
+                if isinstance(event, kind) and round_of(event) == round_:
                     raise Killed
 
-            coordinator.watch = kill
+            coordinator.events.subscribe(kill)
             with pytest.raises(Killed):
                 await coordinator.run()
             return self.reopen(coordinator.store)

@@ -15,8 +15,9 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import RoundPlanned
 from isthmus_server.transport import peer
-from isthmus_server.views.report import document
+from isthmus_server.views.report import read_report
 
 LAYOUT = TensorLayout.from_shapes({"weight": (3,)})
 LEASE = 99.0
@@ -306,7 +307,7 @@ async def test_a_whole_run_in_buffers(place, secure):
         "federated.local_epochs=2",
     )
     await Coordinator(store, place.link, committed).run()
-    report = document(store)
+    report = read_report(store).to_json()
     rows = report["rounds"]
     assert [row["participants"]["accepted"] for row in rows] == [3] * 6
     taken = [r for row in rows for r in row["receipts"]]
@@ -324,10 +325,10 @@ async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
     settings = ("federated.mode=buffered", "federated.secure_aggregation=false", "rounds=4")
     store = place.create("run", *settings)
 
-    again = await place.killed(Coordinator(store, place.link), "round", 3)
-    before = [row["model_sha256"] for row in document(again)["rounds"]]
+    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 3)
+    before = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
     await Coordinator(again, place.link).run()
-    rows = document(again)["rounds"]
+    rows = read_report(again).to_json()["rounds"]
     assert [row["model_sha256"] for row in rows[:2]] == before
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
 

@@ -11,7 +11,8 @@ from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.roster import _hours
-from isthmus_server.views.report import document
+from isthmus_server.storage.events import RoundPlanned
+from isthmus_server.views.report import read_report
 
 NAMES = [f"client-{i}" for i in range(20)]
 HOUR = 3600.0
@@ -170,7 +171,7 @@ async def test_guided_selection_is_the_same_after_a_crash(place):
     assert all(r["loss"] > 0 for row in whole["rounds"] for r in row["receipts"])
 
     store = place.create("killed", *settings)
-    again = await place.killed(Coordinator(store, place.link), "round", 3)
+    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 3)
     await Coordinator(again, place.link).run()
-    assert took_part(document(again)) == took_part(whole)
+    assert took_part(read_report(again).to_json()) == took_part(whole)
     assert len({tuple(cohort) for cohort in took_part(whole)}) > 1

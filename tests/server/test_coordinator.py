@@ -15,8 +15,15 @@ from isthmus_server.model import mmap_buffer
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.rounds import trainer
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.views.progress import Progress
-from isthmus_server.views.report import document, show
+from isthmus_server.storage.events import (
+    EventStream,
+    ParticipantDeclined,
+    RoundCommitted,
+    RoundPlanned,
+    WaitingForParticipants,
+)
+from isthmus_server.views.progress import ProgressView
+from isthmus_server.views.report import Report, read_report, show
 
 
 async def test_a_federated_run_from_start_to_end(place, tmp_path):
@@ -40,11 +47,11 @@ async def test_a_federated_run_from_start_to_end(place, tmp_path):
     losses = [row["metrics"]["loss"] for row in report["rounds"]]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
-    assert report["final"] == final
-    assert final["metrics"] == report["rounds"][-1]["metrics"]
+    assert report["final"] == final.to_json()
+    assert final.metrics == report["rounds"][-1]["metrics"]
     written = (tmp_path / "run" / "model.safetensors").read_bytes()
-    assert final["model_sha256"] == hashlib.sha256(written).hexdigest()
-    assert final["model_sha256"] == report["rounds"][-1]["model_sha256"]
+    assert final.model_sha256 == hashlib.sha256(written).hexdigest()
+    assert final.model_sha256 == report["rounds"][-1]["model_sha256"]
 
 
 async def test_the_report_has_the_keys_programs_rely_on(place):
@@ -77,7 +84,7 @@ async def test_the_report_has_the_keys_programs_rely_on(place):
 async def test_the_same_seed_and_participants_give_the_same_bytes(place):
     await place.listen()
     shas = [
-        (await place.run(name, "rounds=2", f"seed={seed}"))[1]["model_sha256"]
+        (await place.run(name, "rounds=2", f"seed={seed}"))[1].model_sha256
         for name, seed in (("one", 1), ("again", 1), ("other", 2))
     ]
     assert shas[0] == shas[1]
@@ -85,7 +92,8 @@ async def test_the_same_seed_and_participants_give_the_same_bytes(place):
 
 
 @pytest.mark.parametrize(
-    ("kind", "round_"), [("round", 1), ("committed", 1), ("round", 2), ("committed", 3)]
+    ("kind", "round_"),
+    [(RoundPlanned, 1), (RoundCommitted, 1), (RoundPlanned, 2), (RoundCommitted, 3)],
 )
 async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, round_):
     await place.listen()
@@ -98,10 +106,10 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, roun
     store = place.create("killed", *momentum)
     again = await place.killed(Coordinator(store, place.link), kind, round_)
     assert again.status()[0] == "running"
-    assert again.run_state().round == round_ - (kind == "round")
+    assert again.run_state().round == round_ - (kind is RoundPlanned)
     resumed = await Coordinator(again, place.link).run()
-    assert resumed["model_sha256"] == final["model_sha256"]
-    rows = document(again)["rounds"]
+    assert resumed.model_sha256 == final.model_sha256
+    rows = read_report(again).to_json()["rounds"]
     assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
 
 
@@ -113,7 +121,7 @@ async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(plac
     again = place.reopen(store)
     place.link.peers.clear()
     assert await Coordinator(again, place.link).run() == final
-    assert document(again)["status"] == "finished"
+    assert read_report(again).to_json()["status"] == "finished"
 
 
 async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, monkeypatch):
@@ -129,7 +137,7 @@ async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, mo
         GlobalModel, "rest", lambda model, scratch: (rest(model, scratch), rested.append(1))
     )
     report, same = await place.run("large")
-    assert same["model_sha256"] == final["model_sha256"]
+    assert same.model_sha256 == final.model_sha256
     assert [row["attempt"] for row in report["rounds"]] == [1, 2, 1]
     assert len(rested) == 4
 
@@ -138,8 +146,10 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
     await place.listen()
     place.faults["b"][2, 1] = "no power"
     output = io.StringIO()
-    with Progress(Console(file=output, width=200)) as progress:
-        report, final = await place.run("run", watch=progress)
+    events = EventStream()
+    with ProgressView(Console(file=output, width=200)) as view:
+        events.subscribe(view)
+        report, final = await place.run("run", events=events)
     assert report["status"] == "finished"
     (failed,) = report["failed_attempts"]
     assert (failed["round"], failed["attempt"]) == (2, 1)
@@ -151,9 +161,9 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
 
     said = output.getvalue()
     assert "round 2, try 1 failed" in said
-    assert f"sha256  {final['model_sha256']}" in said
+    assert f"sha256  {final.model_sha256}" in said
     output = io.StringIO()
-    show(report, Console(file=output, width=200))
+    show(Report.from_json(report), Console(file=output, width=200))
     page = output.getvalue()
     assert "2 try 2" in page
     assert "round 2: b rejected: no power" in page
@@ -161,7 +171,7 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
 
     place.faults["b"].clear()
     _, undisturbed = await place.run("undisturbed")
-    assert undisturbed["model_sha256"] == final["model_sha256"]
+    assert undisturbed.model_sha256 == final.model_sha256
 
 
 async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
@@ -173,15 +183,15 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
     sentence = str(caught.value)
     assert sentence.startswith("round 1 failed 2 times; the last time because: ")
     assert "c: no power" in sentence
-    report = document(store)
+    report = read_report(store).to_json()
     assert (report["status"], report["reason"], report["final"]) == ("failed", sentence, None)
     assert len(report["failed_attempts"]) == 2
     assert store.run_state().spent == 6.0
 
     again = place.reopen(store)
     await Coordinator(again, place.link).run()
-    assert document(again)["status"] == "finished"
-    assert document(again)["rounds"][0]["attempt"] == 3
+    assert read_report(again).to_json()["status"] == "finished"
+    assert read_report(again).to_json()["rounds"][0]["attempt"] == 3
 
 
 async def test_a_run_directory_that_cannot_be_written_is_one_sentence(place):
@@ -189,15 +199,15 @@ async def test_a_run_directory_that_cannot_be_written_is_one_sentence(place):
     store = place.create("run")
     coordinator = Coordinator(store, place.link)
 
-    def lose(kind, data):
-        if kind == "committed":
+    def lose(event):
+        if isinstance(event, RoundCommitted):
             shutil.rmtree(store.checkpoints.directory)
 
-    coordinator.watch = lose
+    coordinator.events.subscribe(lose)
     with pytest.raises(UserError, match=r"could not be used: .*model-000002.* see to it, then"):
         await coordinator.run()
     assert store.status()[0] == "failed"
-    assert len(document(store)["rounds"]) == 1
+    assert len(read_report(store).to_json()["rounds"]) == 1
 
 
 async def test_a_budget_ends_the_run_before_it_is_overdrawn(place):
@@ -223,7 +233,7 @@ async def test_a_budget_for_nothing_still_gives_a_model(place):
     await place.listen()
     report, final = await place.run("run", "budget=0.5")
     assert report["rounds"] == []
-    assert final["metrics"].keys() == {"accuracy", "loss"}
+    assert final.metrics.keys() == {"accuracy", "loss"}
 
 
 async def test_too_few_devices_are_one_sentence(place, net, clock):
@@ -240,7 +250,7 @@ async def test_too_few_devices_are_one_sentence(place, net, clock):
         "1 edge clients are ready and a federated round needs 3 (federated.quorum); "
         "waited up to 77 s (time.join_seconds)"
     )
-    assert document(store)["status"] == "failed"
+    assert read_report(store).to_json()["status"] == "failed"
 
 
 async def test_a_device_that_declines_says_why(place):
@@ -251,8 +261,8 @@ async def test_a_device_that_declines_says_why(place):
     store = place.create("run")
     with pytest.raises(UserError, match=r"; b declined: local_data\(\) of b is empty"):
         await Coordinator(store, place.link).run()
-    (event,) = (event for event in store.events() if event["kind"] == "declined")
-    assert event["participant"] == "b"
+    (event,) = (event for event in store.events() if isinstance(event, ParticipantDeclined))
+    assert event.participant == "b"
 
 
 async def test_a_device_with_another_frozen_base_does_not_train(place):
@@ -310,7 +320,7 @@ async def test_a_policy_may_lie_beside_the_task(place, tmp_path):
 async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_ranks):
     store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=5")
     final = await coordinator.run()
-    report = document(store)
+    report = read_report(store).to_json()
     regimes = [row["regime"] for row in report["rounds"]]
     assert regimes == ["datacenter", "federated", "datacenter", "federated", "datacenter"]
     assert [row["model_sha256"] is None for row in report["rounds"]] == [True, False] * 2 + [True]
@@ -321,7 +331,7 @@ async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_rank
     assert all(one.HasField("model") for one in work)
     assert not any(one.hand_back for one in work)
     assert torch.equal(coordinator.model.vector, ranks.vector)
-    assert final["metrics"] == {"loss": 0.75, "accuracy": 0.5}
+    assert final.metrics == {"loss": 0.75, "accuracy": 0.5}
     assert report["rounds"][0]["cost"]["price"] == 0.5
     assert ranks.asked[-1].close.finished
 
@@ -332,7 +342,7 @@ async def test_datacenter_rounds_in_a_row_move_no_model(with_ranks):
     work = [request.train_steps for request in ranks.asked if request.HasField("train_steps")]
     assert [one.HasField("model") for one in work] == [True, False, False]
     assert [request.WhichOneof("work") for request in ranks.asked].count("export") == 1
-    assert len(document(store)["rounds"]) == 3
+    assert len(read_report(store).to_json()["rounds"]) == 3
 
 
 async def test_a_hybrid_round_merges_both_pseudo_gradients(with_ranks):
@@ -346,7 +356,7 @@ async def test_a_hybrid_round_merges_both_pseudo_gradients(with_ranks):
     await coordinator.run()
     # The devices made no step, and the ranks took 0.05 off.
     torch.testing.assert_close(coordinator.model.vector, before - 0.25 * 0.05)
-    (row,) = document(store)["rounds"]
+    (row,) = read_report(store).to_json()["rounds"]
     assert row["participants"]["accepted"] == 4
     assert row["cost"]["price"] == 3.5
     assert row["training"].keys() == {"federated", "datacenter"}
@@ -356,17 +366,20 @@ async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(wit
     store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=2")
     ranks.fail_exports = 1
     await coordinator.run()
-    (failed,) = document(store)["failed_attempts"]
+    (failed,) = read_report(store).to_json()["failed_attempts"]
     assert (failed["round"], failed["error"]) == (2, "dc: the disk is full")
-    assert document(store)["rounds"][1]["attempt"] == 2
+    assert read_report(store).to_json()["rounds"][1]["attempt"] == 2
 
 
 async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(with_ranks, place):
     _, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
-    again = await place.killed(coordinator, "committed", 1)
+    again = await place.killed(coordinator, RoundCommitted, 1)
     assert again.run_state().model_in_datacenter
     await Coordinator(again, place.link).run()
-    assert [row["regime"] for row in document(again)["rounds"]] == ["datacenter", "federated"]
+    assert [row["regime"] for row in read_report(again).to_json()["rounds"]] == [
+        "datacenter",
+        "federated",
+    ]
 
 
 async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks, place, net):
@@ -374,17 +387,18 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
     _, coordinator, ranks = await with_ranks(
         "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
     )
-    again = await place.killed(coordinator, "committed", 1)
+    again = await place.killed(coordinator, RoundCommitted, 1)
     place.link.cut("dc", "it is away")
-    noted = []
-    resumed = Coordinator(again, place.link, lambda *told: noted.append(told))
+    published = []
+    resumed = Coordinator(again, place.link)
+    resumed.events.subscribe(published.append)
     running = asyncio.create_task(resumed.run())
-    alone = ("waiting", {"clients": 0, "datacenters": 1})
-    await net.until(lambda: alone in noted or running.done())
+    waiting = WaitingForParticipants(clients=0, datacenters=1)
+    await net.until(lambda: waiting in published or running.done())
     await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
     final = await running
-    assert document(again)["rounds"][1]["attempt"] == 1
-    assert final["model_sha256"] == document(again)["rounds"][1]["model_sha256"]
+    assert read_report(again).to_json()["rounds"][1]["attempt"] == 1
+    assert final.model_sha256 == read_report(again).to_json()["rounds"][1].model_sha256
 
 
 async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(place, net):
@@ -412,17 +426,18 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     with pytest.raises(place.Killed):
         await coordinator.run()
     place.link.cut("d", "it is away")
-    noted = []
-    again = Coordinator(place.reopen(store), place.link, lambda *told: noted.append(told))
+    published = []
+    again = Coordinator(place.reopen(store), place.link)
+    again.events.subscribe(published.append)
     running = asyncio.create_task(again.run())
-    all_four = ("waiting", {"clients": 4, "datacenters": 0})
-    await net.until(lambda: all_four in noted or running.done())
+    waiting = WaitingForParticipants(clients=4, datacenters=0)
+    await net.until(lambda: waiting in published or running.done())
     net.call(place.device("e"), "e")  # nor is another one asked instead
     net.call(place.device("f"), "f")
     await net.until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())
     net.call(place.device("d"), "d")
     await running
-    receipts = document(again.store)["rounds"][0]["receipts"]
+    receipts = read_report(again.store).to_json()["rounds"][0]["receipts"]
     assert [receipt["participant"] for receipt in receipts] == list(names)
 
 
@@ -432,5 +447,5 @@ async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place
     with pytest.raises(UserError, match="a: no power"):
         await coordinator.run()
     assert not ranks.asked[-1].close.finished  # it can be gone on with
-    (failed,) = document(store)["failed_attempts"]
+    (failed,) = read_report(store).to_json()["failed_attempts"]
     assert {receipt["participant"] for receipt in failed["receipts"]} >= set(place.names)

@@ -11,7 +11,8 @@ from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model import merge
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.views.report import document
+from isthmus_server.storage.events import RoundCommitted, RoundPlanned
+from isthmus_server.views.report import read_report
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
@@ -66,11 +67,13 @@ async def test_a_round_can_start_from_a_model_that_was_kept(place, planned, tmp_
     store = place.create("run", *plans)
     seen = {}
 
-    def watch(kind, data):
-        if kind == "committed":
-            seen[data["round"]] = vectors(store)
+    def keep_models(event):
+        if isinstance(event, RoundCommitted):
+            seen[event.record.round] = vectors(store)
 
-    await Coordinator(store, place.link, watch).run()
+    coordinator = Coordinator(store, place.link)
+    coordinator.events.subscribe(keep_models)
+    await coordinator.run()
     assert {"model-000001.safetensors", "model-000003.safetensors"} <= seen[3].keys()
     assert "model-000001.safetensors" in seen[4]  # the commit before still names it
     assert "model-000001.safetensors" not in seen[5]
@@ -100,9 +103,9 @@ async def test_the_optimizer_is_reset_where_a_plan_says_so(place, planned):
         ("reset", [{}, {"reset_optimizer": True}]),
     ):
         _, final = await place.run(name, *planned(plans), momentum)
-        finals.append(final["model_sha256"])
+        finals.append(final.model_sha256)
     _, without = await place.run("plain", *planned([{}, {}]))
-    assert finals[0] != finals[1] == without["model_sha256"]
+    assert finals[0] != finals[1] == without.model_sha256
 
 
 async def test_the_step_is_scaled(place, planned, tmp_path):
@@ -140,10 +143,10 @@ async def test_kept_models_and_the_served_average_survive_a_crash(place, planned
     whole, final = await place.run("whole", *settings)
 
     store = place.create("killed", *settings)
-    again = await place.killed(Coordinator(store, place.link), "committed", at)
+    again = await place.killed(Coordinator(store, place.link), RoundCommitted, at)
     resumed = await Coordinator(again, place.link).run()
-    assert resumed["model_sha256"] == final["model_sha256"]
-    shas = [row["model_sha256"] for row in document(again)["rounds"]]
+    assert resumed.model_sha256 == final.model_sha256
+    shas = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
     assert shas == [row["model_sha256"] for row in whole["rounds"]]
 
 
@@ -153,9 +156,9 @@ async def test_the_served_average_is_evaluated_and_handed_out(place):
     coordinator = Coordinator(store, place.link)
     final = await coordinator.run()
     written = (store.directory / "model.safetensors").read_bytes()
-    assert final["model_sha256"] == hashlib.sha256(written).hexdigest()
-    assert final["model_sha256"] == coordinator.model.served_sha256 != coordinator.model.sha256
-    assert final["metrics"] == document(store)["rounds"][-1]["metrics"]
+    assert final.model_sha256 == hashlib.sha256(written).hexdigest()
+    assert final.model_sha256 == coordinator.model.served_sha256 != coordinator.model.sha256
+    assert final.metrics == read_report(store).to_json()["rounds"][-1]["metrics"]
     torch.testing.assert_close(LAYOUT.decode(bytearray(written)), coordinator.model.served_vector)
 
 
@@ -182,7 +185,7 @@ async def test_a_datacenter_round_hands_back_what_the_server_needs(with_ranks, p
     ]
     assert [one.hand_back for one in work] == [False, True, False, False]
     assert [one.HasField("model") for one in work] == [True, False, False, True]
-    report = document(store)
+    report = read_report(store).to_json()
     assert [row["cost"]["price"] for row in report["rounds"]] == [0.1, 0.5, 0.5, 0.5]
     assert [bool(row["norms"]) for row in report["rounds"]] == [False, True, False, False]
     # The last round went from the model of the second one: 60 steps, and 50.
@@ -200,7 +203,7 @@ async def test_with_a_served_average_the_datacenter_hands_back(with_ranks):
     assert [(one.hand_back, one.evaluate) for one in work] == [(True, False)] * 2
     assert [one.HasField("model") for one in work] == [True, False]
     torch.testing.assert_close(coordinator.model.served_vector, start - 0.075)
-    assert document(store)["rounds"][1]["metrics"].keys() == {"loss", "accuracy"}
+    assert read_report(store).to_json()["rounds"][1]["metrics"].keys() == {"loss", "accuracy"}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -221,7 +224,7 @@ async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, pl
     expected = 0.75 * fleet + 0.25 * merge.project(theirs.clone(), fleet)
     projected = start - ends["model-000002.safetensors"]
     torch.testing.assert_close(projected, expected, atol=1e-6, rtol=1e-4)
-    one, other = document(store)["rounds"]
+    one, other = read_report(store).to_json()["rounds"]
     assert one["norms"] == pytest.approx(other["norms"], rel=1e-3)
     assert one["norms"]["datacenter"] == pytest.approx(float(theirs.norm()), rel=1e-4)
     assert (one["cosine"] < 0) == bool((projected - weighted).abs().max() > 1e-5)
@@ -256,12 +259,12 @@ async def test_devices_take_the_datacenters_gradient_along(with_ranks, planned, 
     ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
     seen = {}
 
-    def watch(kind, data):
-        if kind == "committed" and data["round"] < 4:
-            path = store.directory / f"checkpoints/model-{data['round']:06}.safetensors"
-            seen[data["round"]] = LAYOUT.decode(bytearray(path.read_bytes()))
+    def keep_model(event):
+        if isinstance(event, RoundCommitted) and event.record.round < 4:
+            path = store.directory / f"checkpoints/model-{event.record.round:06}.safetensors"
+            seen[event.record.round] = LAYOUT.decode(bytearray(path.read_bytes()))
 
-    coordinator.watch = watch
+    coordinator.events.subscribe(keep_model)
     await coordinator.run()
     for round_, weight in ((2, 0.5), (3, 0.25)):
         further = seen[1] - seen[round_]
@@ -270,7 +273,7 @@ async def test_devices_take_the_datacenters_gradient_along(with_ranks, planned, 
     assert [(one.from_step, one.until_step) for one in asked] == [(0, 7), (7, 57)]
     (trained,) = [one.train_steps for one in ranks.asked if one.HasField("train_steps")]
     assert (trained.from_step, trained.HasField("model")) == (0, True)
-    rows = document(store)["rounds"]
+    rows = read_report(store).to_json()["rounds"]
     assert [row["cost"]["price"] for row in rows] == pytest.approx([3, 3.07, 3.5, 0.5])
     assert [row["participants"]["accepted"] for row in rows] == [3, 4, 4, 1]
     assert rows[1]["norms"]["datacenter"] == pytest.approx(float(0.5 * ranks.gradient.norm()))
@@ -286,9 +289,9 @@ async def test_a_run_with_transfers_goes_on_after_a_crash(with_ranks, planned, p
     final = await coordinator.run()
 
     store = place.create("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
-    again = await place.killed(Coordinator(store, place.link), "round", 2)
+    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 2)
     resumed = await Coordinator(again, place.link).run()
-    assert resumed["model_sha256"] == final["model_sha256"]
+    assert resumed.model_sha256 == final.model_sha256
     assert [one.from_step for one in gradients_of(ranks)] == [0, 50, 0, 50]
 
 
@@ -297,5 +300,5 @@ async def test_no_device_is_asked_where_there_is_no_gradient(with_ranks, planned
     ranks.gradient = torch.full((LAYOUT.size,), float("nan"))
     with pytest.raises(UserError, match="its gradient is not finite"):
         await coordinator.run()
-    (row,) = document(store)["failed_attempts"]
+    (row,) = read_report(store).to_json()["failed_attempts"]
     assert [receipt["participant"] for receipt in row["receipts"]] == ["dc"]

@@ -13,7 +13,7 @@ from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
-from isthmus_server.storage.receipts import UNREACHABLE, Receipt, count, reasons
+from isthmus_server.storage.records import UNREACHABLE, Participants, Receipt, summarize_failures
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 
@@ -185,7 +185,7 @@ async def test_one_bad_device_does_not_spoil_the_round(begin, good, update, cloc
     assert receipt.reason.isprintable()
     assert len(receipt.reason) < 1010
     assert receipt.sent == (status == "rejected")
-    assert count(result.receipts)["accepted"] == 3
+    assert Participants.of(result.receipts).accepted == 3
     for guest in guests:
         await round_.net.until(lambda guest=guest: guest.receipts == [(True, "")])
     if status == "rejected":
@@ -211,7 +211,7 @@ async def test_below_the_quorum_the_attempt_fails_with_a_receipt_for_everyone(be
         str(caught.value),
     )
     assert [receipt.participant for receipt in caught.value.receipts] == list(works)
-    assert count(caught.value.receipts)["rejected"] >= 2
+    assert Participants.of(caught.value.receipts).rejected >= 2
 
 
 @pytest.mark.parametrize("mode", ["rounds", "buffered"])
@@ -223,7 +223,7 @@ async def test_who_was_never_reached_has_not_started(begin, good, mode):
         ("a", "accepted", True),
         ("gone", "dropped", False),
     ]
-    assert count(result.receipts)["started"] == 1
+    assert Participants.of(result.receipts).started == 1
 
 
 async def test_an_attempt_ends_as_soon_as_its_quorum_cannot_be_reached(begin):
@@ -293,7 +293,7 @@ async def test_no_more_than_the_cohort_is_taken_when_all_report_at_once(begin, g
     names = [f"device-{i}" for i in range(8)]
     guests = [await round_.net.join(name, good()) for name in names]
     result = await round_.train(*names)
-    assert count(result.receipts)["accepted"] == 2
+    assert Participants.of(result.receipts).accepted == 2
     assert len(result.receipts) == 8
     for guest in guests:
         await round_.net.until(lambda guest=guest: guest.receipts or not guest.asked)
@@ -448,4 +448,4 @@ def test_who_was_only_stopped_because_of_others_is_named_last():
         Receipt(participant=name, regime="federated", status="dropped", reason=reason)
         for name, reason in {**stopped, "d": "its disk is full", "e": ""}.items()
     ]
-    assert reasons(found) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"
+    assert summarize_failures(found) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"

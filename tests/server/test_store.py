@@ -1,4 +1,3 @@
-import dataclasses
 import os
 import pickle
 import shutil
@@ -11,9 +10,16 @@ import torch
 from isthmus.errors import UserError
 from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.checkpoints import Saved
-from isthmus_server.storage.receipts import Receipt, attempt_row
+from isthmus_server.storage.events import ParticipantJoined, ParticipantLeft
+from isthmus_server.storage.records import (
+    CommittedState,
+    FailedAttempt,
+    Receipt,
+    RoundRecord,
+)
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy import Plan
+
+from .records import FINAL, failed_attempt, round_record
 
 
 @pytest.fixture
@@ -44,37 +50,31 @@ def crash():
         store.close()
 
 
-def row(round_, price=1.0, devices=0):
-    receipts = [
+def receipts_of(devices):
+    return [
         Receipt(participant=f"phone-{number}", regime="federated", status="accepted", bytes_in=9)
         for number in range(devices)
     ]
-    made = attempt_row(Plan("federated", "x"), round_, 1, receipts, 0.0, 10.0)
-    return {
-        **made,
-        "cost": {**made["cost"], "price": price, "device_bytes": 100},
-        "elapsed": 10.0 * round_,
-    }
-
-
-def failed(round_, price=1.0):
-    return {**row(round_, price), "error": "too few answered"}
 
 
 def plan(store, round_, attempt=1):
     store.plan(round_, attempt, {"regime": "federated"}, {"round": round_})
 
 
-def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, devices=0, **resume):
+def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, devices=0, **state):
     plan(store, round_, attempt)
     model = model or store.checkpoints.write_model(round_, bytes([round_]) * 8)
     optimizer = optimizer or store.checkpoints.write_tensors(round_, {"0.momentum": torch.ones(2)})
-    resume = {
-        "models": {"current": dataclasses.asdict(model)},
-        "optimizer": dataclasses.asdict(optimizer),
-        **resume,
-    }
-    store.commit(round_, attempt, {"round": row(round_, price, devices), "resume": resume})
+    record = round_record(round_, receipts_of(devices), price, attempt=attempt)
+    store.commit(record, CommittedState(models={"current": model}, optimizer=optimizer, **state))
+
+
+def attempts(store, kind):
+    """Round and attempt of all that were committed, have failed or were cut short."""
+    found = [(one.round, one.attempt) for one in store.decisions() if one.record is None]
+    if kind is None:
+        return found
+    return [(one.round, one.attempt) for one in store.attempts() if isinstance(one, kind)]
 
 
 def checkpoints(store):
@@ -110,8 +110,8 @@ def test_a_crash_before_the_run_was_made_leaves_the_directory_usable(
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     assert store.status()[0] == "running"
     assert crash(store).run_id == store.run_id
-    store.finish("finished", "done", {"x": 1})
-    assert store.status() == ("finished", "done", {"x": 1})
+    store.finish("finished", "done", FINAL)
+    assert store.status() == ("finished", "done", FINAL)
     store.close()
 
 
@@ -123,7 +123,7 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(make_job, tmp_path):
 
 def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
     store = create()
-    commit(store, 1, datacenter_step=50, policy_state={"turn": 1})
+    commit(store, 1, devices=1, datacenter_step=50, policy_state={"turn": 1})
     plan(store, 2)
     store.checkpoints.write_model(2, b"half a round")
     store.checkpoints.write_tensors(2, {"0.momentum": torch.zeros(3)})
@@ -131,10 +131,10 @@ def test_a_planned_round_that_was_not_committed_did_not_happen(create, crash):
     again = crash(store)
     at = again.run_state()
     assert (at.round, at.attempts, at.spent) == (1, 1, 1.0)
-    assert (at.device_bytes, at.elapsed) == (100, 10.0)
+    assert (at.device_bytes, at.elapsed) == (9, 4.0)
     assert (at.models["current"].file, at.datacenter_step) == ("model-000001.safetensors", 50)
     assert at.policy_state == {"turn": 1}
-    assert [found["round"] for found in again.attempts("planned")] == [2]
+    assert attempts(again, None) == [(2, 1)]
     payload = bytearray(8)
     again.checkpoints.read_model(at.models["current"], payload)
     assert payload == b"\1" * 8
@@ -149,8 +149,8 @@ def test_a_round_is_repeated_over_its_own_leftovers(create, crash):
 
     again = crash(store)
     commit(again, 2)
-    assert again.attempts("planned") == []
-    assert [found["round"] for found in again.attempts("committed")] == [1, 2]
+    assert attempts(again, None) == []
+    assert attempts(again, RoundRecord) == [(1, 1), (2, 1)]
     assert checkpoints(again) == [
         "model-000001.safetensors",
         "model-000002.safetensors",
@@ -188,7 +188,7 @@ def test_failed_attempts_count_and_cost(create, crash):
     commit(store, 1, price=4.0)
     for attempt in (1, 2):
         plan(store, 2, attempt)
-        store.fail(2, attempt, {"round": failed(2, 3.0)})
+        store.fail(failed_attempt(2, price=3.0, attempt=attempt))
     at = crash(store).run_state()
     assert (at.round, at.attempts, at.spent) == (1, 2, 10.0)
     assert [(past.round, past.price) for past in at.history] == [(1, 4.0)]
@@ -209,10 +209,10 @@ def test_what_is_held_of_a_round_does_not_grow_with_its_devices(create, crash):
 def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, crash):
     store = create()
     plan(store, 1, 1)
-    store.fail(1, 1, {"round": failed(1), "last": False})
+    store.fail(failed_attempt(1))
     assert crash(store).run_state().decided is not None
     plan(store, 1, 2)
-    store.fail(1, 2, {"round": failed(1), "last": True})
+    store.fail(failed_attempt(1, attempt=2, given_up=True))
     store.finish("failed", "round 1 failed 2 times", None)
     store.reopen()  # somebody resumes it, and it is killed before it has decided anew
     assert crash(store).run_state().decided is None
@@ -221,38 +221,33 @@ def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, c
 def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, crash):
     store = create()
     plan(store, 1, 1)
-    store.fail(1, 1, {"round": failed(1)})
+    store.fail(failed_attempt(1))
     plan(store, 1, 2)
     again = crash(store)
     assert again.run_state().attempts == 2  # devices refuse an attempt they have seen
     plan(again, 1, 3)
     commit(again, 1, attempt=3)
-    assert [found["attempt"] for found in again.attempts("failed")] == [1]
-    assert [found["attempt"] for found in again.attempts("planned")] == [2]
-    assert [found["attempt"] for found in again.attempts("committed")] == [3]
+    assert attempts(again, FailedAttempt) == [(1, 1)]
+    assert attempts(again, None) == [(1, 2)]
+    assert attempts(again, RoundRecord) == [(1, 3)]
 
 
 def test_what_was_planned_and_seen_is_read_back(create):
     store = create()
     store.plan(1, 1, {"regime": "hybrid", "reason": "why not"}, {"spent": 0.5})
-    (found,) = store.attempts("planned")
-    assert found == {
-        "round": 1,
-        "attempt": 1,
-        "plan": {"regime": "hybrid", "reason": "why not"},
-        "observation": {"spent": 0.5},
-        "outcome": None,
-    }
+    (logged,) = store.decisions()
+    assert (logged.round, logged.attempt, logged.record) == (1, 1, None)
+    assert logged.plan == {"regime": "hybrid", "reason": "why not"}
+    assert logged.observation == {"spent": 0.5}
 
 
 def test_events_are_kept_in_order(create):
     store = create()
-    store.event("joined", {"participant": "a"})
-    store.event("left", {"participant": "a", "reason": "lost"})
-    assert [(event["kind"], event["participant"]) for event in store.events()] == [
-        ("joined", "a"),
-        ("left", "a"),
-    ]
+    events = [ParticipantJoined(participant="a"), ParticipantLeft(participant="a", reason="lost")]
+    for event in events:
+        store.log_event(event)
+    assert store.events() == events
+    assert [event.at for event in store.events()] == [event.at for event in events]
 
 
 def test_a_run_that_ended_can_go_on(create, crash):
@@ -356,10 +351,10 @@ def test_a_run_that_could_not_begin_is_not_said_to_be_running(create):
     with pytest.raises(UserError), store.locked():
         raise UserError("there is no such policy")
     assert store.status() == ("failed", "there is no such policy", None)
-    store.finish("finished", "done", {"x": 1})
+    store.finish("finished", "done", FINAL)
     with pytest.raises(UserError), store.locked():
         raise UserError("the port is in use")
-    assert store.status() == ("finished", "done", {"x": 1})
+    assert store.status() == ("finished", "done", FINAL)
 
 
 def test_a_run_that_was_cut_off_and_cannot_go_on_yet_goes_on_where_it_was(create, crash):
@@ -391,7 +386,7 @@ def test_a_run_on_a_read_only_medium_is_read_as_it_lies(create, crash, monkeypat
 
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     read = crash(store)
-    assert (read.last_round(), len(list(read.rows()))) == (1, 1)
+    assert (read.last_round(), len(list(read.attempts()))) == (1, 1)
     assert {path.name for path in store.directory.iterdir()} == files
     with pytest.raises(sqlite3.OperationalError, match="readonly database"):
         commit(read, 2)

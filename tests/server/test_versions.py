@@ -23,6 +23,7 @@ from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD, OLDEST_VERSION, VE
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
@@ -132,10 +133,10 @@ async def test_a_recorded_device_takes_part_in_rounds_of_a_real_server(version, 
         # The server sends nothing that is not in the recording, but the receipt of the last reply.
         assert [message.WhichOneof("body") for message in device.pending] in ([], ["receipt"])
         device.call.cancel()
-    ended = [(state, row["round"]) for _, state, row in store.ended(0, most=9)]
+    ended = [(type(record), record.round) for _, record in store.ended_since(0, 9)]
     store.close()
     await link.stop()
-    assert ended == [("committed", 1), ("committed", 2)]
+    assert ended == [(RoundRecord, 1), (RoundRecord, 2)]
     assert final
 
 

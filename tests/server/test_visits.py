@@ -17,9 +17,12 @@ from isthmus.wire import link_pb2
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_server.rounds import coordinator as coordinator_module
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import Paused, RoundCommitted
 from isthmus_server.transport.bundle import published
 from isthmus_server.transport.inprocess import InProcessLink
-from isthmus_server.views.report import document
+from isthmus_server.views.report import read_report
+
+from .conftest import round_of
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 MODELS = ("initial", "current", "initial+current")
@@ -81,12 +84,13 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
     store = place.create("run", *asking(4), f"federated.secure_aggregation={secure}")
     first = {}
 
-    def watch(kind, data):
-        if kind == "committed" and data["round"] == 1:
+    def keep_model(event):
+        if isinstance(event, RoundCommitted) and event.record.round == 1:
             path = store.directory / "checkpoints/model-000001.safetensors"
             first["current"] = LAYOUT.decode(bytearray(path.read_bytes()))
 
-    coordinator = Coordinator(store, place.link, watch)
+    coordinator = Coordinator(store, place.link)
+    coordinator.events.subscribe(keep_model)
     await coordinator.run()
     first["initial"] = coordinator.model.initial()
     first["initial+current"] = (first["initial"] + first["current"]) / 2
@@ -97,8 +101,9 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
         data = [task.local_data(Participant(name=who, regime="federated")) for who in "abcd"]
         by_model[name] = [score(task, model, rows, 7) for rows in data]
 
-    row = document(store)["rounds"][1]
-    (found,) = row["comparisons"]
+    row = read_report(store).to_json()["rounds"][1]
+    (comparison,) = row["comparisons"]
+    found = comparison["result"]
     assert (found["devices"], tuple(found["models"])) == (4, MODELS)
     for name in MODELS:
         differences = [b - a for a, b in zip(by_model["initial"], by_model[name], strict=True)]
@@ -107,13 +112,12 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
         assert found["difference"][name] == pytest.approx(statistics.mean(differences), abs=1e-6)
         assert found["standard_error"][name] == pytest.approx(error, abs=1e-4)
     assert row["reason"] == "devices like current"
-    (visit,) = row["visits"]
-    assert [receipt["status"] for receipt in visit["receipts"]] == ["accepted"] * 4
+    assert [receipt["status"] for receipt in comparison["receipts"]] == ["accepted"] * 4
     # Four devices scored three models, which came as two vectors.
-    assert visit["price"] == found["price"] == pytest.approx(4 * 3 * 0.02)
-    assert row["cost"]["price"] == pytest.approx(3 + visit["price"])
-    assert visit["receipts"][0]["bytes_out"] == 2 * LAYOUT.nbytes
-    assert coordinator.at.spent == pytest.approx(9 + visit["price"])
+    assert comparison["price"] == found["price"] == pytest.approx(4 * 3 * 0.02)
+    assert row["cost"]["price"] == pytest.approx(3 + comparison["price"])
+    assert comparison["receipts"][0]["bytes_out"] == 2 * LAYOUT.nbytes
+    assert coordinator.at.spent == pytest.approx(9 + comparison["price"])
 
 
 async def test_a_policy_finds_its_comparison_among_the_past(place, asking):
@@ -126,35 +130,37 @@ async def test_a_policy_finds_its_comparison_among_the_past(place, asking):
     assert past[1].comparisons[0].models == MODELS
 
 
-@pytest.mark.parametrize("when", ["asked", "visited", "planned"])
+@pytest.mark.parametrize("when", ["asked", "compared", "planned"])
 async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(place, asking, when):
     await place.listen(names=tuple("abcde"))
     settings = ("federated.clients=5", *asking())
     whole, final = await place.run("whole", *settings)
     store = place.create("killed", *settings)
 
-    def kill(kind, data):
-        if (when, kind, data.get("round")) in (("visited", "visited", 2), ("planned", "round", 2)):
+    def kill(event):
+        if event.kind == when and round_of(event) == 2:
             raise place.Killed
 
-    coordinator = Coordinator(store, place.link, kill)
+    coordinator = Coordinator(store, place.link)
+    coordinator.events.subscribe(kill)
     if when == "asked":
-        written = store.visit
+        begin_comparison = store.begin_comparison
 
         def die(*values):
-            written(*values)
+            begin_comparison(*values)
             raise place.Killed
 
-        store.visit = die
+        store.begin_comparison = die
     with pytest.raises(place.Killed):
         await coordinator.run()
     again = place.reopen(store)
     resumed = Coordinator(again, place.link)
-    assert (await resumed.run())["model_sha256"] == final["model_sha256"]
-    rows, others = document(again)["rounds"], whole["rounds"]
-    assert [row["comparisons"] for row in rows] == [row["comparisons"] for row in others]
+    assert (await resumed.run()).model_sha256 == final.model_sha256
+    rows, others = read_report(again).to_json()["rounds"], whole["rounds"]
+    results = [[one["result"] for one in row["comparisons"]] for row in rows]
+    assert results == [[one["result"] for one in row["comparisons"]] for row in others]
     assert resumed.at.spent == pytest.approx(sum(row["cost"]["price"] for row in others))
-    attempts = [visit["attempt"] for visit in rows[1]["visits"]]
+    attempts = [comparison["attempt"] for comparison in rows[1]["comparisons"]]
     assert attempts == ([2] if when == "asked" else [1])
 
 
@@ -164,9 +170,9 @@ async def test_a_visit_that_fails_is_made_again_and_paid_for(place, asking, net)
     net.call(place.unable, "c")
     await net.until(lambda: "c" in place.link.peers)
     report, _ = await place.run("run", *asking())
-    one, two = report["rounds"][1]["visits"]
-    assert (one["visit"], one["attempt"], two["attempt"]) == (1, 1, 2)
-    assert one["comparison"] is None
+    one, two = report["rounds"][1]["comparisons"]
+    assert (one["number"], one["attempt"], two["attempt"]) == (1, 1, 2)
+    assert one["result"] is None
     assert "c: the battery is empty" in one["error"]
     assert [receipt["participant"] for receipt in one["receipts"]] == ["a", "b", "c"]
     assert report["rounds"][1]["cost"]["price"] == pytest.approx(3 + one["price"] + two["price"])
@@ -182,8 +188,9 @@ async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(place, asking
         "devices could not compare the models in 2 tries; the last time because: secure "
         "aggregation stopped: "
     )
-    assert [visit["over"] for visit in row["visits"]] == [False, True]
-    assert (row["comparisons"], report["status"]) == ([], "finished")
+    assert [comparison["ended"] for comparison in row["comparisons"]] == [False, True]
+    assert [comparison["result"] for comparison in row["comparisons"]] == [None, None]
+    assert report["status"] == "finished"
 
 
 async def test_virtual_devices_compare_models(place, asking, write_task):
@@ -195,7 +202,7 @@ async def test_virtual_devices_compare_models(place, asking, write_task):
     plain = "federated.secure_aggregation=false"
     report, _ = await place.run("run", *asking(4), plain)
     row = report["rounds"][1]
-    assert row["comparisons"][0]["devices"] == 4
+    assert row["comparisons"][0]["result"]["devices"] == 4
     assert row["reason"] == "devices like current"
 
 
@@ -222,17 +229,19 @@ async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw
     now = coordinator.clock.now
     coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
     waiting = asyncio.Event()
-    coordinator.watch = lambda kind, data: waiting.set() if kind == "paused" else None
+    coordinator.events.subscribe(lambda event: waiting.set() if isinstance(event, Paused) else None)
     noted = asyncio.Event()
-    lasted = store.lasted
-    store.lasted = lambda elapsed: (lasted(elapsed), waiting.is_set() and noted.set())
+    save_elapsed = store.save_elapsed
+    store.save_elapsed = lambda elapsed: (save_elapsed(elapsed), waiting.is_set() and noted.set())
     running = asyncio.create_task(coordinator.run())
     await noted.wait()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     again = place.reopen(store)
     await Coordinator(again, place.link).run()
-    (stopped,) = [event for event in document(again)["events"] if event["kind"] == "stopped"]
+    (stopped,) = [
+        event for event in read_report(again).to_json()["events"] if event["kind"] == "stopped"
+    ]
     assert (stopped["reason"], stopped["round"]) == ("it is late", 1)
     assert 100 <= stopped["observation"]["elapsed"] < 150
     assert stopped["observation"]["budget"] == 9
@@ -249,7 +258,7 @@ async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp
     def full(elapsed):
         raise sqlite3.OperationalError("database or disk is full")
 
-    store.lasted = full
+    store.save_elapsed = full
     with pytest.raises(UserError, match="could not be used: database or disk is full; see to it"):
         await Coordinator(store, place.link).run()
     assert store.status()[0] == "failed"

@@ -112,7 +112,6 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
         ],
         seconds_left=7200.0,
         bytes_left=3e6,
-        epsilon_left=1.5,
         models=("current", "served", "initial", "warm", "cold"),
     )
     asked = {"models": ["served", "cold"], "devices": 8, "reason": "a gate", "refused": None}
@@ -140,7 +139,7 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
     page = typed(tmp_path / "run", 3)
     for sentence in (
         "devices: outside of their hours for another 2 h 30 min; 25% of the time that is left",
-        "2 h of the run's time 3 MB to and from devices epsilon 1.5 of the privacy budget",
+        "2 h of the run's time 3 MB to and from devices",
         "8 devices found warm better than served by 0.0500 (+-0.0100), for 0.5",
         "served against cold on 8 devices, because a gate",
         "found cold worse than served by 0.0050 (+-0.0100), which may be chance",

@@ -1,7 +1,7 @@
-"""Starting a datacenter through a scheduler: what it is asked for, and one renderer for each.
+"""Start a datacenter through a scheduler: the request, and one renderer for each scheduler.
 
-A renderer is a pure function from `Launch` to the text that its scheduler takes. Every node runs
-an agent that dials the control store; the first node also runs the service.
+A renderer is a pure function from `Launch` to the text that the scheduler accepts. Every node runs
+an agent that connects to the control store; the first node also runs the service.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from isthmus.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to start."""
+    """The service and ranks to start."""
 
     server: str
     """host:port"""
@@ -30,11 +30,11 @@ class Launch:
     data: Path | None = None
     tasks: Path | None = None
     environment: Path | None = None
-    """File of variables for the service and the ranks; what is in it appears nowhere else."""
+    """File of environment variables for service and ranks; they are written nowhere else."""
     options: tuple[tuple[str, str], ...] = ()
-    """Of the scheduler, as it names them."""
+    """Options of the scheduler: names and values."""
     grace_seconds: float = 60.0
-    """For a running round to end after the scheduler asked for the nodes back."""
+    """For a running round to end after the scheduler has announced the end of the allocation."""
 
     def serve(self, control: str, program: tuple[str, ...] = ()) -> str:
         """The service's command line; `control` is a shell word."""
@@ -55,7 +55,7 @@ class Launch:
 
 
 def isthmus_program() -> tuple[str, ...]:
-    """This installation's command, by an absolute path: a job starts in another environment."""
+    """This installation's command, as an absolute path: a job starts in another environment."""
     return (sys.executable, "-m", "isthmus.cli")
 
 
@@ -63,7 +63,7 @@ def check_private(path: Path) -> None:
     """Refuse a file of secrets that others can read.
 
     Raises:
-        UserError: it is not there, or others may read it.
+        UserError: it does not exist, or others may read it.
     """
     try:
         mode = path.stat().st_mode
@@ -77,17 +77,21 @@ def check_private(path: Path) -> None:
 
 
 def parse_options(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """`KEY=VALUE` words of the command line.
+    """Parse the `KEY=VALUE` words of the command line.
 
     >>> parse_options(("partition=gpu", "exclusive="))
     (('partition', 'gpu'), ('exclusive', ''))
     """
-    found = []
+    options = []
     for word in words:
         key, separator, value = word.partition("=")
-        if not separator or not key or not all(each.isalnum() or each == "-" for each in key):
+        if (
+            not separator
+            or not key
+            or not all(character.isalnum() or character == "-" for character in key)
+        ):
             raise UserError(f"--option {word!r} is not of the form KEY=VALUE")
         if "\n" in value:
             raise UserError(f"--option {key} has a line break in its value")
-        found.append((key, value))
-    return tuple(found)
+        options.append((key, value))
+    return tuple(options)

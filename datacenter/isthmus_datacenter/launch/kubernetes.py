@@ -1,6 +1,6 @@
-"""A Kubernetes manifest: an indexed Job with one pod per node, and a Service that names the pods.
+"""Render a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service.
 
-Nothing beyond Kubernetes itself is needed on the cluster. The manifest is JSON, which is YAML.
+The cluster needs nothing beyond Kubernetes itself. The manifest is JSON, which is valid YAML.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from isthmus.errors import UserError
 from isthmus_datacenter.launch import Launch
 
 _PORT = 29400
-_LEAVING_SECONDS = 30
+"""Of the control store, in the pod of the service."""
+_SHUTDOWN_SECONDS = 30
+"""Beyond the grace period, for the service to close its link and the ranks to end."""
 _OPTIONS = {"image", "namespace", "claim", "secret", "gpus", "cpus", "memory"}
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")
 
-# The first pod's two processes end together: the service's end is the pod's.
+# The first pod runs the service as well as an agent, and ends with the service.
 _SCRIPT = """set -eu
 {agent} & agent=$!
 if [ "$JOB_COMPLETION_INDEX" != 0 ]; then main=$agent; else {serve} & main=$!; fi
@@ -31,20 +33,20 @@ exit "$status"
 
 
 def render(launch: Launch) -> str:
-    """The manifest.
+    """Render the manifest.
 
     Raises:
-        UserError: an option is missing or unknown, or the name cannot be a pod's.
+        UserError: an option is missing or unknown, or the name is not valid for a pod.
     """
     options = dict(launch.options)
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise UserError(
-            f"--option {unknown[0]} is not known here; known are {', '.join(sorted(_OPTIONS))}"
+            f"--option {unknown[0]} is not known; known options are {', '.join(sorted(_OPTIONS))}"
         )
-    for needed in ("image", "claim"):
-        if needed not in options:
-            raise UserError(f"kubernetes needs --option {needed}=NAME")
+    for required in ("image", "claim"):
+        if required not in options:
+            raise UserError(f"kubernetes needs --option {required}=NAME")
     if launch.environment is not None:
         raise UserError("on kubernetes, put the environment into a Secret: --option secret=NAME")
     name = f"isthmus-{launch.name}"
@@ -60,7 +62,7 @@ def render(launch: Launch) -> str:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata,
-        # The pods find each other before they are ready: being ready takes each other.
+        # Pods resolve each other before they are ready: to become ready they need each other.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -111,7 +113,7 @@ def _pod(launch: Launch, name: str, options: dict[str, str]) -> dict[str, Any]:
     return {
         "subdomain": name,
         "restartPolicy": "OnFailure",
-        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + _LEAVING_SECONDS,
+        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS,
         "containers": [container],
         "volumes": [
             {"name": "state", "persistentVolumeClaim": {"claimName": options["claim"]}},
@@ -121,13 +123,13 @@ def _pod(launch: Launch, name: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def submit(launch: Launch) -> str:
-    """Hand the manifest to the cluster that kubectl is set up for; returns what it says.
+    """Apply the manifest to kubectl's current cluster; returns kubectl's output.
 
     Raises:
-        UserError: kubectl is not here, or says no.
+        UserError: kubectl is not installed, or it failed.
     """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["kubectl", "apply", "-f", "-"],
             input=render(launch),
             capture_output=True,
@@ -136,8 +138,11 @@ def submit(launch: Launch) -> str:
         )
     except FileNotFoundError:
         raise UserError(
-            "there is no kubectl on this machine; use --dry-run and apply the manifest elsewhere"
+            "kubectl is not installed on this machine; use --dry-run and apply the manifest "
+            "on another one"
         ) from None
-    if done.returncode:
-        raise UserError(f"kubernetes did not take it: {' '.join(done.stderr.split())}")
-    return "; ".join(done.stdout.splitlines())
+    if completed.returncode:
+        raise UserError(
+            f"Kubernetes did not accept the manifest: {' '.join(completed.stderr.split())}"
+        )
+    return "; ".join(completed.stdout.splitlines())

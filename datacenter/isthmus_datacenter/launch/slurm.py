@@ -1,4 +1,4 @@
-"""A Slurm job: the service in the batch step, one agent per node in a step of its own."""
+"""Render a Slurm job: the service in the batch step, the agents in a step with one per node."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus_datacenter.launch import Launch
 
-_LEAVING_SECONDS = 30
-"""Beyond the grace, for the service to say good-bye and the ranks to end."""
+_SHUTDOWN_SECONDS = 30
+"""Beyond the grace period, for the service to close its link and the ranks to end."""
 
 
 def render(launch: Launch) -> str:
-    """The batch script.
+    """Render the batch script.
 
-    The batch shell gets the signal that announces the end of the allocation and hands it to the
-    service; a job that is requeued goes on from the state directory.
+    The batch shell receives the signal that announces the end of the allocation and forwards it to
+    the service; a requeued job resumes from the state directory.
     """
-    warning = math.ceil(launch.grace_seconds) + _LEAVING_SECONDS
+    warning = math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS
     options = {
         "job-name": f"isthmus-{launch.name}",
         "nodes": str(launch.nodes),
@@ -43,7 +43,7 @@ def render(launch: Launch) -> str:
             "set -eu",
             "umask 077",
             *environment,
-            "# One port per job, so that two on one node do not meet.",
+            "# One port per job, so that two jobs on one node do not conflict.",
             'control="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"',
             f"{srun} {launch.agent(control)} &",
             "agents=$!",
@@ -52,7 +52,7 @@ def render(launch: Launch) -> str:
             "trap 'kill -USR1 \"$service\" 2>/dev/null || true' USR1 TERM",
             "status=0",
             'wait "$service" || status=$?',
-            "# A signal ends `wait` too, and the service not yet.",
+            "# A signal also ends `wait`, but not yet the service.",
             'while kill -0 "$service" 2>/dev/null; do status=0; wait "$service" || status=$?; done',
             'kill "$agents" 2>/dev/null || true',
             'wait "$agents" || true',
@@ -63,10 +63,10 @@ def render(launch: Launch) -> str:
 
 
 def submit(launch: Launch) -> str:
-    """Hand the job to Slurm; returns its number.
+    """Submit the job to Slurm; returns its number.
 
     Raises:
-        UserError: Slurm is not here, or says no.
+        UserError: Slurm is not installed, or it refused the job.
     """
     launch.state.mkdir(parents=True, exist_ok=True)
     script = launch.state / "launch.sbatch"
@@ -76,15 +76,15 @@ def submit(launch: Launch) -> str:
 
 def _sbatch(script: Path) -> str:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
         raise UserError(
-            "there is no sbatch on this machine; run this on a login node, or use --dry-run and "
-            "submit the script there"
+            "sbatch is not installed on this machine; run this on a login node, or use --dry-run "
+            "and submit the script there"
         ) from None
-    if done.returncode:
-        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UserError(f"Slurm did not take the job {script}: {reason}")
-    return done.stdout.strip().partition(";")[0]
+    if completed.returncode:
+        reason = " ".join(completed.stderr.split()) or f"exit code {completed.returncode}"
+        raise UserError(f"Slurm did not accept the job {script}: {reason}")
+    return completed.stdout.strip().partition(";")[0]

@@ -76,7 +76,7 @@ class RequestHandler:
         layout = self._open_run(getattr(request, kind).run_id).layout
         if size != layout.nbytes:
             raise UpdateError(
-                f"a model of {size} bytes was announced where this run's takes {layout.nbytes}"
+                f"a model of {size} bytes was announced; this run's model has {layout.nbytes}"
             )
         return self._files.create_model(request.id, size)
 
@@ -99,13 +99,13 @@ class RequestHandler:
             return await self._train(request.id, request.train_steps, model, progress)
         if kind == "mean_gradient":
             if model is None:
-                raise UpdateError("a gradient was asked for without the model to take it at")
+                raise UpdateError("the gradient request has no model")
             return await self._mean_gradient(request.id, request.mean_gradient, model)
         if kind == "export":
             return await self._export(request.id, request.export)
         if kind == "close":
             return await self._close(request.close), None
-        raise UserError(f"a datacenter cannot do {kind!r}; it may be older than the server")
+        raise UserError(f"a datacenter does not support {kind!r}; it may be older than the server")
 
     async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
         if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _RESERVED_NAMES:

@@ -149,7 +149,7 @@ class DatacenterService:
                     await self._leave_requested.wait()
             if not self.leaving and await self.group.is_leave_requested():
                 self.leave(_NODE_GRACE_SECONDS)
-        log.warning("told to leave: %s", "a round is running" if self.running else "idle")
+        log.warning("leaving: %s", "a round is running" if self.running else "idle")
         deadline = time.monotonic() + self._grace_seconds
         save_at = deadline - max(self._grace_seconds / 2, _SAVING_SECONDS)
         while (self.running or self._files.has_results) and time.monotonic() < deadline:

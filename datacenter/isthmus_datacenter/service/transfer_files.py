@@ -85,13 +85,11 @@ def check_model(model: Buffer, layout: TensorLayout) -> None:
         UpdateError: with the first difference.
     """
     if len(model) != layout.nbytes:
-        raise UpdateError(
-            f"a model of {len(model)} bytes came where this run's takes {layout.nbytes}"
-        )
+        raise UpdateError(f"the model has {len(model)} bytes; this run's model has {layout.nbytes}")
     header = bytes(memoryview(model)[: len(layout.header)])
     if header != layout.header:
         difference = TensorLayout.from_header(header).explain_difference(layout)
-        raise UpdateError(f"a model of another exchange set came: {difference}")
+        raise UpdateError(f"the model has another exchange set: {difference}")
 
 
 def _map_file(path: Path, size: int) -> memoryview:

@@ -113,10 +113,10 @@ class Control:
         operator = await self._enter(context)
         try:
             asked = operator_pb2.LogsRequest.FromString(await _first(requests))
-            async for kind, row in self.runner.events(asked.id, asked.follow):
+            async for event in self.runner.events(asked.id, asked.follow):
                 self.members.registry.check(operator)
-                event = operator_pb2.Event(kind=kind, data=json.dumps(row))
-                yield event.SerializeToString()
+                data = json.dumps(event.to_json())
+                yield operator_pb2.Event(kind=event.kind, data=data).SerializeToString()
         except (IsthmusError, DecodeError, sqlite3.Error) as error:
             await _refuse(context, error)
         finally:

@@ -182,15 +182,16 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
 @_STATE
 def logs(job: str, follow: bool, state: Path) -> None:
     """Print what each round of JOB came to."""
-    from isthmus_server.views.progress import Progress
+    from isthmus_server.storage.events import JobEnded, event_from_json
+    from isthmus_server.views.progress import ProgressView
 
-    progress = Progress(Console())
-    for event in Server(state).events(pb.LogsRequest(id=job, follow=follow)):
-        data = json.loads(event.data)
-        if event.kind in ("committed", "attempt_failed"):
-            progress(event.kind, data)
+    view = ProgressView(Console())
+    for message in Server(state).events(pb.LogsRequest(id=job, follow=follow)):
+        event = event_from_json(json.loads(message.data))
+        if isinstance(event, JobEnded):
+            click.echo(f"{job} {event.state}" + (f": {event.reason}" if event.reason else ""))
         else:
-            click.echo(f"{job} {event.kind}" + (f": {data['reason']}" if data["reason"] else ""))
+            view(event)
 
 
 @click.command()

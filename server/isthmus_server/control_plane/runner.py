@@ -8,9 +8,8 @@ import errno
 import logging
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,9 +20,10 @@ from isthmus.task import check_installed
 from isthmus_server.control_plane.queue import ENDED, Entry, Queue, State
 from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import Event, EventStream, JobEnded, attempt_event
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy import load_policy
-from isthmus_server.views.progress import Progress
+from isthmus_server.views.progress import ProgressView
 
 _LOOK_SECONDS = 0.5
 """Between two looks at a run that somebody follows."""
@@ -128,8 +128,10 @@ class Runner:
         store = Store.open(directory) if begun else Store.create(directory, job, self.tasks)
         torch.set_num_threads(1)  # what the server computes is small beside the link's work
         try:
-            with store.locked(), Progress(self.console) as progress:
-                self._coordinator = Coordinator(store, self.server.link, progress)
+            with store.locked(), ProgressView(self.console) as view:
+                events = EventStream()
+                events.subscribe(view)
+                self._coordinator = Coordinator(store, self.server.link, events)
                 await self._coordinator.run()
         except asyncio.CancelledError:
             if self._cancelled:
@@ -217,7 +219,7 @@ class Runner:
 
         return await asyncio.to_thread(look)
 
-    async def events(self, id_: str, follow: bool) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+    async def events(self, id_: str, follow: bool) -> AsyncIterator[Event]:
         """What each round came to so far; with `follow`, and then to the job's end.
 
         Raises:
@@ -227,12 +229,12 @@ class Runner:
         while True:
             entry = self.queue.get(id_)
             with self._store(entry) as store:
-                while store is not None and (rows := store.ended(last, most=_ROWS)):
-                    for number, state, row in rows:
+                while store is not None and (rows := store.ended_since(last, _ROWS)):
+                    for number, record in rows:
                         last = number
-                        yield "committed" if state == "committed" else "attempt_failed", row
+                        yield attempt_event(record)
             if entry.state in ENDED:
-                yield entry.state, {"reason": entry.reason}
+                yield JobEnded(state=entry.state, reason=entry.reason)
             if entry.state in ENDED or not follow:
                 return
             await asyncio.sleep(_LOOK_SECONDS)

@@ -20,7 +20,7 @@ from isthmus_server.flower.replies import check, odd_ones
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.plaintext import ENOUGH
-from isthmus_server.storage.receipts import UNREACHABLE, Receipt, Status, reasons
+from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
 
 if TYPE_CHECKING:
     from isthmus_server.flower.strategy_adapter import StrategyRound
@@ -70,7 +70,7 @@ class FlowerAttempt:
         if len(replies) < settings.needed:
             raise AttemptFailed(
                 f"{len(replies)} of {len(receipts)} answers were accepted and the quorum is "
-                f"{settings.needed} ({reasons(receipts)})",
+                f"{settings.needed} ({summarize_failures(receipts)})",
                 receipts,
             )
         try:

@@ -59,7 +59,7 @@ async def compare_policies(
                     spent, rounds = coordinator.at.spent, coordinator.at.round
                 finally:
                     store.close()
-                found[policy].append({"rounds": rounds, "cost": spent, **final["metrics"]})
+                found[policy].append({"rounds": rounds, "cost": spent, **final.metrics})
     console.print(_table(job, found), soft_wrap=False)
     return {"budget": job.budget, "seeds": seeds, "policies": found}
 

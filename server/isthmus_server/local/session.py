@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from isthmus.job import Job
+from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import Embedded
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import EventStream, ParticipantProgress
+from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.progress import Progress
+from isthmus_server.views.progress import ProgressView
 
 Address = tuple[str, int]
 """Loopback host and port; port 0 takes a free one."""
@@ -47,8 +49,8 @@ class Session:
 
     async def run(
         self, address: Address | None, console: Console, template: ParticipantForkServer
-    ) -> Mapping[str, Any]:
-        """Train to the end, in processes forked from a template; returns the final figures.
+    ) -> FinalModel:
+        """Train to the end, in processes forked from a template; returns the final model.
 
         At an address others on this machine can take part; without one nobody else can.
 
@@ -57,9 +59,15 @@ class Session:
         """
         torch.set_num_threads(1)  # the devices and ranks beside it need the cores
         store, link = self.store, Link(self.store.job.time.lease_seconds)
-        with contextlib.closing(store), store.locked(), Progress(console) as progress:
-            link.on_progress = progress.heard
-            coordinator = Coordinator(store, link, progress)
+        events = EventStream()
+
+        def publish_progress(participant: str, progress: link_pb2.Progress) -> None:
+            events.publish(ParticipantProgress.from_message(participant, progress))
+
+        with contextlib.closing(store), store.locked(), ProgressView(console) as view:
+            events.subscribe(view)
+            link.on_progress = publish_progress
+            coordinator = Coordinator(store, link, events)
             async with participants(store.job, link, address, self.directory, template) as embedded:
                 embedded.on_gone = coordinator.roster.decline
                 return await coordinator.run()

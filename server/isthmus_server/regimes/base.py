@@ -18,7 +18,7 @@ import torch
 from isthmus.errors import RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
 from isthmus.wire import link_pb2
-from isthmus_server.storage.receipts import Receipt
+from isthmus_server.storage.records import Receipt
 
 if TYPE_CHECKING:
     from isthmus.tensors.exchange_set import TensorLayout

@@ -30,7 +30,7 @@ from isthmus_server.regimes.secure import (
     SecureAggregationAttempt,
     training_config,
 )
-from isthmus_server.storage.receipts import Receipt
+from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
 from isthmus.wire import link_pb2
-from isthmus_server.storage.receipts import Receipt, Status
+from isthmus_server.storage.records import Receipt, Status
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import reason_of
 

@@ -15,7 +15,7 @@ from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
 from isthmus_server.regimes.secure import SecureAggregationAttempt, training_config
-from isthmus_server.storage.receipts import Receipt
+from isthmus_server.storage.records import Receipt
 
 
 class FederatedRegime:

@@ -19,7 +19,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
-from isthmus_server.storage.receipts import UNREACHABLE, Receipt, reasons
+from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PlaintextAttempt:
         if self._receipts.accepted < needed:
             raise AttemptFailed(
                 f"{self._receipts.accepted} of {len(receipts)} updates were accepted and the "
-                f"quorum is {needed} ({reasons(receipts)})",
+                f"quorum is {needed} ({summarize_failures(receipts)})",
                 receipts,
             )
         try:

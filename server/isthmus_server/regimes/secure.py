@@ -35,7 +35,7 @@ from isthmus_server.model.fixed_point_sum import Spool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
-from isthmus_server.storage.receipts import UNREACHABLE, Receipt, reasons
+from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class SecureAggregationAttempt:
             total = await asyncio.to_thread(session.unmask)
             aggregate = decode(self._config, total.vector, clients=len(total.clients))
         except AggregationAborted as error:
-            causes = reasons(self._receipts.recorded)
+            causes = summarize_failures(self._receipts.recorded)
             causes = f" ({causes})" if causes else ""
             raise AttemptFailed(
                 f"secure aggregation stopped: {error}{causes}", self._all_receipts(())

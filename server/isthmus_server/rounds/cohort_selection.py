@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.roster import Roster
+from isthmus_server.storage.records import AttemptRecord, RoundRecord
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.attendance import Attendance
 from isthmus_server.strategy.device_selection import select_devices
@@ -28,24 +28,27 @@ class Cohorts:
         self.roster = roster
         self.clock = clock
         self.attendance = Attendance(job.federated)
-        self._pending: list[Mapping[str, Any]] = []
+        self._pending: list[AttemptRecord] = []
         self._again: tuple[int, Collection[str]] = 0, ()
         roster.rests = lambda name: self._rests_for(name) > 0
-        for row in store.rows():
-            self.failed(row) if "error" in row else self.committed(row)
+        for record in store.attempts():
+            if isinstance(record, RoundRecord):
+                self.committed(record)
+            else:
+                self.failed(record)
 
-    def failed(self, row: Mapping[str, Any]) -> None:
+    def failed(self, record: AttemptRecord) -> None:
         """An attempt came to nothing."""
-        self._pending.append(row)
+        self._pending.append(record)
 
-    def committed(self, row: Mapping[str, Any]) -> None:
+    def committed(self, record: RoundRecord) -> None:
         """A round is done."""
-        for attempt in (*self._pending, row):
+        for attempt in (*self._pending, record):
             self.attendance.record_attempt(
-                attempt["round"],
-                started_at=attempt["started_at"],
-                seconds=attempt["seconds"],
-                receipts=[r for r in attempt["receipts"] if r["regime"] == "federated"],
+                attempt.round,
+                started_at=attempt.started_at,
+                seconds=attempt.seconds,
+                receipts=[r for r in attempt.receipts if r.regime == "federated"],
             )
         self._pending.clear()
 

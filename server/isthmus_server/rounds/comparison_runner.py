@@ -7,9 +7,7 @@ crash cut short asks the same devices again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from isthmus.errors import RoundFailed
 from isthmus_server.regimes.base import AttemptFailed
@@ -18,7 +16,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.model_comparison import comparison, visit
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.roster import Roster
-from isthmus_server.storage.receipts import Receipt
+from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.device_selection import select_devices
@@ -45,7 +43,7 @@ class ComparisonRunner:
 
     async def visit(
         self, at: RunState, asked: Compare, bring_home: Callable[[], Awaitable[None]], *, last: bool
-    ) -> dict[str, Any]:
+    ) -> ComparisonRecord:
         """One try at a comparison.
 
         Args:
@@ -54,12 +52,11 @@ class ComparisonRunner:
             bring_home: fetches the current model from wherever it is.
             last: no further try is made if this one fails.
 
-        Returns the try's row in the log: with a `comparison`, or with the `error` why there is
-        none.
+        Returns the record of the attempt, which has a `result` or the `error`.
         """
-        number, attempt = at.visited + 1, at.visit_attempts + 1
+        number, attempt = at.comparisons_ended + 1, at.comparison_attempts + 1
         started = self.clock.now()
-        self.store.visit(number, attempt, at.round + 1, dataclasses.asdict(asked))
+        self.store.begin_comparison(number, attempt, at.round + 1, asked)
         found: Comparison | None = None
         receipts: Sequence[Receipt] = ()
         error: str | None = None
@@ -74,23 +71,23 @@ class ComparisonRunner:
         except RoundFailed as failed:
             error = str(failed)
             receipts = failed.receipts if isinstance(failed, AttemptFailed) else ()
-        row = {
-            "visit": number,
-            "attempt": attempt,
-            "round": at.round + 1,
-            "over": found is not None or last,
-            "reason": asked.reason,
-            "models": list(asked.models),
-            "comparison": None if found is None else dataclasses.asdict(found),
-            "error": error,
-            "price": self._price(asked, receipts),
-            "device_bytes": sum(r.bytes_in + r.bytes_out for r in receipts),
-            "seconds": self.clock.now() - started,
-            "receipts": [receipt.to_json() for receipt in receipts],
-            "policy_state": dict(at.policy_state if found is None else asked.state),
-        }
-        self.store.visited(number, attempt, row)
-        return row
+        record = ComparisonRecord(
+            number=number,
+            attempt=attempt,
+            round=at.round + 1,
+            ended=found is not None or last,
+            reason=asked.reason,
+            models=asked.models,
+            result=found,
+            error=error,
+            price=self._price(asked, receipts),
+            device_bytes=sum(r.bytes_in + r.bytes_out for r in receipts),
+            seconds=self.clock.now() - started,
+            receipts=receipts,
+            policy_state=dict(at.policy_state if found is None else asked.state),
+        )
+        self.store.end_comparison(record)
+        return record
 
     def _whom(self, asked: Compare, number: int) -> list[str]:
         """The same devices in every try."""

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
@@ -34,7 +34,27 @@ from isthmus_server.rounds.comparison_runner import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.rounds.trainer import Trainer, TrainingResult
-from isthmus_server.storage.receipts import Receipt, attempt_row
+from isthmus_server.storage.events import (
+    Event,
+    EventStream,
+    ModelsCompared,
+    Paused,
+    ReportedEvent,
+    RoundAttemptFailed,
+    RoundCommitted,
+    RoundPlanned,
+    RunFailed,
+    RunFinished,
+    RunStopped,
+)
+from isthmus_server.storage.records import (
+    Cost,
+    FailedAttempt,
+    FinalModel,
+    Participants,
+    Receipt,
+    RoundRecord,
+)
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.limits import enforce_limits
@@ -44,7 +64,6 @@ from isthmus_server.strategy.policy import (
     CURRENT,
     SERVED,
     Compare,
-    Comparison,
     Observation,
     Plan,
     Stop,
@@ -57,9 +76,6 @@ log = logging.getLogger(__name__)
 
 NOTED_EVERY = 30.0
 """Seconds between two times that a run's time is written down."""
-
-Watch = Callable[[str, Mapping[str, Any]], None]
-"""Told of everything that happens, as `(kind, data)`; views are built on it."""
 
 
 class Coordinator:
@@ -76,7 +92,7 @@ class Coordinator:
         self,
         store: Store,
         link: Link,
-        watch: Watch = lambda kind, data: None,
+        events: EventStream | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Load the task and the model, and stand where the run last stood.
@@ -89,7 +105,7 @@ class Coordinator:
         self.store = store
         self.job = store.job
         self.link = link
-        self.watch = watch
+        self.events = events or EventStream()
         self.clock = clock or Clock()
         self._began = self.clock.now()
         self.over = False
@@ -117,7 +133,7 @@ class Coordinator:
                 layout=layout.header,
                 frozen=fingerprint_messages(fingerprint(self.model.module)),
             ),
-            self._note,
+            self._publish,
         )
         self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
         self.datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
@@ -126,8 +142,8 @@ class Coordinator:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    async def run(self) -> Mapping[str, Any]:
-        """Train until the job's rounds or budget are used up; returns the final figures.
+    async def run(self) -> FinalModel:
+        """Train until the job's rounds or budget are used up; returns the final model.
 
         Raises:
             UserError: the run cannot go on; it is stored as failed, with the reason.
@@ -150,8 +166,11 @@ class Coordinator:
                     lasting.result()  # it failed: the disk is full, say
                 if stop is not None:
                     reason = stop.reason
-                    seen = {"round": self.at.round + 1, "observation": decision.observation}
-                    self._note("stopped", {**seen, "reason": reason})
+                    self._publish(
+                        RunStopped(
+                            round=self.at.round + 1, reason=reason, observation=decision.observation
+                        )
+                    )
                     break
             final = await self._finish(reason)
             self.over = True
@@ -159,7 +178,7 @@ class Coordinator:
             failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
             with contextlib.suppress(OSError, sqlite3.Error):  # a full disk takes no note of it
                 self.store.finish("failed", str(failure), None)
-            self._note("failed", {"reason": str(failure)})
+            self._publish(RunFailed(reason=str(failure)))
             raise failure from error
         finally:
             await self.federated.stop()
@@ -171,7 +190,7 @@ class Coordinator:
         """Write down how long the run has gone on for, so that a crash forgets no wait."""
         while True:
             await asyncio.sleep(NOTED_EVERY)
-            self.store.lasted(self.clock.now() - self._began)
+            self.store.save_elapsed(self.clock.now() - self._began)
 
     async def _round(self, decision: Decision) -> Stop | None:
         """Try a round until it is committed, or the job's attempts are used up.
@@ -213,8 +232,11 @@ class Coordinator:
                 return answer
             if not isinstance(answer, Wait):
                 return None
-            self._note("paused", {"round": self.at.round + 1, **dataclasses.asdict(answer)})
-            await self.clock.sleep(answer.seconds)
+            await self._pause(answer)
+
+    async def _pause(self, wait: Wait) -> None:
+        self._publish(Paused(round=self.at.round + 1, seconds=wait.seconds, reason=wait.reason))
+        await self.clock.sleep(wait.seconds)
 
     async def _one_attempt(
         self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
@@ -223,8 +245,15 @@ class Coordinator:
             self.job, self.at, self.roster, self.cohorts, self.federated.busy, plan, attempt
         )
         self.store.plan(round_, attempt, work.to_json(), decision.observation)
-        about = {"round": round_, "attempt": attempt, "regime": plan.regime, "reason": plan.reason}
-        self._note("round", {**about, "invited": len(work.cohort) + len(work.datacenters)})
+        self._publish(
+            RoundPlanned(
+                round=round_,
+                attempt=attempt,
+                regime=plan.regime,
+                reason=plan.reason,
+                invited=len(work.cohort) + len(work.datacenters),
+            )
+        )
         if not work.datacenter_has_model:
             await self._stand_at(plan.start)
         trained = await self.trainer.train(work)
@@ -252,9 +281,7 @@ class Coordinator:
             now=self.clock.utc(),
             elapsed=self.clock.now() - self._began,
             models=self.versions.names(self.at.models),
-            comparisons=[
-                Comparison(**one["comparison"]) for one in self.at.visits if one["comparison"]
-            ],
+            comparisons=[one.result for one in self.at.comparisons if one.result is not None],
         )
 
     async def _decide(self) -> Decision:
@@ -267,23 +294,22 @@ class Coordinator:
             self.job.strategy.policy,
             self._observe,
             self._visit,
-            self.clock,
-            self._note,
+            self._pause,
         )
 
     async def _visit(self, asked: Compare) -> None:
         """Have devices compare models; what they say stays in the log for this round."""
         for tries in itertools.count(1):
             last = tries >= self.job.attempts
-            row = await self.visitor.visit(self.at, asked, self._bring_home, last=last)
-            self.at = self.at.after_visit(row)
-            self._note("visited", row)
-            if row["error"] is None:
+            record = await self.visitor.visit(self.at, asked, self._bring_home, last=last)
+            self.at = self.at.after_comparison(record)
+            self._publish(ModelsCompared(record=record))
+            if record.error is None:
                 return
             if last:
                 raise RoundFailed(
                     f"devices could not compare the models in {tries} tries; the last time "
-                    f"because: {row['error']}"
+                    f"because: {record.error}"
                 )
 
     def _price(self, devices: int, steps: int) -> float:
@@ -338,26 +364,32 @@ class Coordinator:
         saved: dict[str, Any],
         started: float,
     ) -> None:
-        visits, now = self.at.visits, self.clock.now()
-        row = attempt_row(work.plan, work.round, work.attempt, trained.receipts, started, now)
-        devices = sum(receipt.regime == "federated" for receipt in trained.receipts)
-        # Visits belong to the round they were made for.
-        row["cost"]["price"] = self._price(devices, work.steps * len(work.datacenters)) + sum(
-            one["price"] for one in visits
+        comparisons, receipts, now = self.at.comparisons, trained.receipts, self.clock.now()
+        devices = sum(receipt.regime == "federated" for receipt in receipts)
+        price = self._price(devices, work.steps * len(work.datacenters))
+        record = RoundRecord(
+            round=work.round,
+            attempt=work.attempt,
+            regime=work.plan.regime,
+            reason=work.plan.reason,
+            started_at=started,
+            seconds=now - started,
+            elapsed=now - self._began,
+            participants=Participants.of(receipts),
+            receipts=receipts,
+            cost=Cost.of(receipts, price, comparisons),
+            metrics=dict(evaluation),
+            model_sha256=None if work.model_stays else saved["models"][SERVED].sha256,
+            comparisons=comparisons,
+            training=trained.training,
+            norms=trained.norms,
+            cosine=trained.cosine,
+            profile=trained.profile,
         )
-        row["cost"]["device_bytes"] += sum(one["device_bytes"] for one in visits)
-        row |= {
-            "visits": list(visits),
-            "comparisons": [one["comparison"] for one in visits if one["comparison"]],
-            "metrics": dict(evaluation),
-            **trained.to_json(),
-            "model_sha256": None if work.model_stays else saved["models"][SERVED].sha256,
-            "elapsed": now - self._began,
-        }
-        self.at = self.at.after_round(work, row, self.model.averaged, saved)
-        self.store.commit(work.round, work.attempt, {"round": row, "resume": self.at.to_json()})
-        self.cohorts.committed(row)
-        self._note("committed", row)
+        self.at = self.at.after_round(work, record, self.model.averaged, saved)
+        self.store.commit(record, self.at.committed())
+        self.cohorts.committed(record)
+        self._publish(RoundCommitted(record=record))
 
     def _record_failure(
         self,
@@ -370,20 +402,31 @@ class Coordinator:
         last: bool,
     ) -> None:
         now = self.clock.now()
-        row = attempt_row(plan, round_, attempt, receipts, started, now)
         # Devices that were reached have been paid for; what the ranks did is not known.
         reached = sum(r.started for r in receipts if r.regime == "federated")
-        row["cost"]["price"] = self._price(reached, 0)
-        row |= {"error": reason, "elapsed": now - self._began}
-        self.store.fail(round_, attempt, {"round": row, "last": last})
-        self.cohorts.failed(row)
-        self.at = self.at.after_failure(row)
-        self._note("attempt_failed", row)
+        record = FailedAttempt(
+            round=round_,
+            attempt=attempt,
+            regime=plan.regime,
+            reason=plan.reason,
+            started_at=started,
+            seconds=now - started,
+            elapsed=now - self._began,
+            participants=Participants.of(receipts),
+            receipts=receipts,
+            cost=Cost.of(receipts, self._price(reached, 0)),
+            error=reason,
+            given_up=last,
+        )
+        self.store.fail(record)
+        self.cohorts.failed(record)
+        self.at = self.at.after_failure(record)
+        self._publish(RoundAttemptFailed(record=record))
 
     # -- beginning and end -------------------------------------------------------------------------
 
-    async def _finish(self, reason: str) -> Mapping[str, Any]:
-        """Bring the model home, write the served one out and say how good it is."""
+    async def _finish(self, reason: str) -> FinalModel:
+        """Fetch the model, write the served one out and evaluate it."""
         try:
             await self._bring_home()
         except RoundFailed as error:
@@ -392,16 +435,14 @@ class Coordinator:
         metrics = self.at.history[-1].metrics if self.at.history else {}
         if not metrics:
             metrics = await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
-        final = {
-            "metrics": metrics,
-            "model_sha256": self.model.served_sha256,
-            "model_path": str(path),
-        }
+        final = FinalModel(
+            metrics=metrics, model_sha256=self.model.served_sha256, model_path=str(path)
+        )
         self.store.finish("finished", reason, final)
-        self._note("finished", {"reason": reason, "spent": self.at.spent, **final})
+        self._publish(RunFinished(reason=reason, spent=self.at.spent, final=final))
         return final
 
-    def _note(self, kind: str, data: Mapping[str, Any]) -> None:
-        if kind in ("joined", "ready", "left", "declined", "stopped"):
-            self.store.event(kind, data)
-        self.watch(kind, data)
+    def _publish(self, event: Event) -> None:
+        if isinstance(event, ReportedEvent):
+            self.store.log_event(event)
+        self.events.publish(event)

@@ -23,7 +23,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.storage.checkpoints import Saved
-from isthmus_server.storage.receipts import Receipt, Status
+from isthmus_server.storage.records import Receipt, Status
 from isthmus_server.strategy.policy import Compare, Comparison
 from isthmus_server.transport.bundle import published
 from isthmus_server.transport.sanitize import reason_of

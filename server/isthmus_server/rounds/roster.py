@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 from isthmus.errors import IsthmusError, JobError, ParticipantLost, UserError
 from isthmus.job import Job, RegimeName
@@ -16,6 +15,14 @@ from isthmus.job.section import Hours
 from isthmus.task import packages
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
+from isthmus_server.storage.events import (
+    Event,
+    ParticipantDeclined,
+    ParticipantJoined,
+    ParticipantLeft,
+    ParticipantReady,
+    WaitingForParticipants,
+)
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer
 from isthmus_server.transport.sanitize import reason_of
@@ -54,16 +61,16 @@ class Roster:
         link: Link,
         job: Job,
         run: link_pb2.OpenRun,
-        note: Callable[[str, Mapping[str, Any]], None],
+        publish: Callable[[Event], None],
     ) -> None:
-        """`note(kind, data)` is told of everyone who joins, leaves or declines.
+        """`publish` receives an event for everyone who joins, leaves or declines.
 
         The package that the task was installed from goes to the devices that want it.
         """
         self.link = link
         self.job = job
         self.run = run
-        self.note = note
+        self.publish = publish
         self.clients: dict[str, Ready] = {}
         self.datacenters: dict[str, Ready] = {}
         self.declined: dict[str, tuple[link_pb2.Role, str]] = {}
@@ -109,7 +116,7 @@ class Roster:
         """Somebody who was expected will not come."""
         if name not in self.clients and name not in self.datacenters:
             self.declined[name] = (role, reason)
-            self.note("declined", {"participant": name, "reason": reason})
+            self.publish(ParticipantDeclined(participant=name, reason=reason))
             self._changed.set()
 
     def able(self) -> list[str]:
@@ -204,7 +211,7 @@ class Roster:
     async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> bool:
         if done():
             return True
-        self.note("waiting", {"clients": clients, "datacenters": datacenters})
+        self.publish(WaitingForParticipants(clients=clients, datacenters=datacenters))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.job.time.join_seconds):
                 while not done():
@@ -219,7 +226,7 @@ class Roster:
 
     def _joined(self, peer: Peer) -> None:
         self.declined.pop(peer.name, None)
-        self.note("joined", {"participant": peer.name})
+        self.publish(ParticipantJoined(participant=peer.name))
         task = asyncio.create_task(self._open(peer))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -227,7 +234,7 @@ class Roster:
     def _left(self, peer: Peer, reason: str) -> None:
         ready = self.clients.pop(peer.name, None) or self.datacenters.pop(peer.name, None)
         if ready is not None:
-            self.note("left", {"participant": peer.name, "reason": reason})
+            self.publish(ParticipantLeft(participant=peer.name, reason=reason))
             self._changed.set()
 
     async def _open(self, peer: Peer) -> None:
@@ -250,7 +257,7 @@ class Roster:
         ready = Ready(peer.name, peer.instance, reply.opened.examples, hours)
         group = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
         group[peer.name] = ready
-        self.note("ready", {"participant": peer.name, "examples": ready.examples})
+        self.publish(ParticipantReady(participant=peer.name, examples=ready.examples))
         self._changed.set()
 
     async def _close(self, name: str, finished: bool) -> None:

@@ -30,7 +30,7 @@ from isthmus_server.regimes.base import (
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
-from isthmus_server.storage.receipts import Receipt
+from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.bundle import published
@@ -77,17 +77,6 @@ class TrainingResult:
     def profile(self) -> dict[str, dict[str, float]]:
         """Rates and memory of each datacenter, by its name."""
         return {result.receipts[0].participant: dict(result.profile) for result in self.datacenters}
-
-    def to_json(self) -> dict[str, Any]:
-        """Fields of the round's record about its training."""
-        figures: dict[str, Any] = {
-            "training": self.training,
-            "norms": self.norms,
-            "cosine": self.cosine,
-        }
-        if self.datacenters:
-            figures["profile"] = self.profile
-        return figures
 
 
 class Trainer:

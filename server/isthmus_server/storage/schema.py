@@ -14,18 +14,18 @@ CREATE TABLE IF NOT EXISTS run (
 );
 CREATE TABLE IF NOT EXISTS attempts (
     round INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
-    planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL, outcome TEXT,
-    PRIMARY KEY (round, attempt)
+    planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL,
+    record TEXT, run_state TEXT, PRIMARY KEY (round, attempt)
 );
-CREATE TABLE IF NOT EXISTS visit_attempts (
-    number INTEGER NOT NULL, attempt INTEGER NOT NULL, round INTEGER NOT NULL, asked TEXT NOT NULL,
-    outcome TEXT, PRIMARY KEY (number, attempt)
+CREATE TABLE IF NOT EXISTS comparison_attempts (
+    number INTEGER NOT NULL, attempt INTEGER NOT NULL, round INTEGER NOT NULL,
+    request TEXT NOT NULL, record TEXT, PRIMARY KEY (number, attempt)
 );
-CREATE TABLE IF NOT EXISTS lasted (
+CREATE TABLE IF NOT EXISTS running_time (
     one INTEGER PRIMARY KEY CHECK (one = 1), elapsed REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS events (
-    at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
+    event TEXT NOT NULL
 );
 """
 

@@ -16,6 +16,7 @@ belongs to it in one transaction. Files that a commit names are complete on disk
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sqlite3
@@ -28,10 +29,20 @@ from typing import Any
 from isthmus.errors import UserError
 from isthmus.job import Job, read_job
 from isthmus.system.file_lock import file_lock
-from isthmus_server.storage.checkpoints import Checkpoints, Saved, replacing
+from isthmus_server.storage.checkpoints import Checkpoints, replacing
+from isthmus_server.storage.events import LoggedEvent, ReportedEvent, logged_event_from_json
+from isthmus_server.storage.records import (
+    CommittedState,
+    ComparisonRecord,
+    EndedAttempt,
+    FailedAttempt,
+    FinalModel,
+    LoggedAttempt,
+    RoundRecord,
+)
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import open_log
-from isthmus_server.strategy.observation import past_round
+from isthmus_server.strategy.policy import Compare
 
 KEPT_CHECKPOINTS = 2
 """Committed models kept on disk besides the final one."""
@@ -146,189 +157,186 @@ class Store:
     # -- the round log -----------------------------------------------------------------------------
 
     def plan(
-        self, round_: int, attempt: int, plan: Mapping[str, Any], seen: Mapping[str, Any]
+        self, round_: int, attempt: int, plan: Mapping[str, Any], observation: Mapping[str, Any]
     ) -> None:
-        """Write down what is about to be tried, before it is."""
+        """Store an attempt before it begins."""
         self._db.execute(
-            "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, ?, ?, NULL)",
-            (round_, attempt, time.time(), json.dumps(plan), json.dumps(seen)),
+            "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, ?, ?, NULL, NULL)",
+            (round_, attempt, time.time(), json.dumps(plan), json.dumps(observation)),
         )
 
-    def fail(self, round_: int, attempt: int, outcome: Mapping[str, Any]) -> None:
-        """An attempt ended without a result; `outcome["last"]`: its plan is not tried again."""
+    def fail(self, record: FailedAttempt) -> None:
+        """Store that a planned attempt has failed."""
         self._db.execute(
-            "UPDATE attempts SET state='failed', outcome=? WHERE round=? AND attempt=?",
-            (json.dumps(outcome), round_, attempt),
+            "UPDATE attempts SET state='failed', record=? WHERE round=? AND attempt=?",
+            (json.dumps(record.to_json()), record.round, record.attempt),
         )
 
-    def commit(self, round_: int, attempt: int, outcome: Mapping[str, Any]) -> None:
-        """Make a round visible, with everything in `outcome`; then drop checkpoints of old."""
+    def commit(self, record: RoundRecord, state: CommittedState) -> None:
+        """Make a planned round visible with the state after it; then drop old checkpoints."""
         self._db.execute(
-            "UPDATE attempts SET state='committed', outcome=? WHERE round=? AND attempt=?",
-            (json.dumps(outcome), round_, attempt),
+            "UPDATE attempts SET state='committed', record=?, run_state=? "
+            "WHERE round=? AND attempt=?",
+            (
+                json.dumps(record.to_json()),
+                json.dumps(state.to_json()),
+                record.round,
+                record.attempt,
+            ),
         )
         self._drop_old_checkpoints()
 
-    def visit(self, number: int, attempt: int, round_: int, asked: Mapping[str, Any]) -> None:
-        """Write down that devices are about to be asked to compare models for a round."""
+    def begin_comparison(self, number: int, attempt: int, round_: int, request: Compare) -> None:
+        """Store a comparison attempt before devices are asked."""
         self._db.execute(
-            "INSERT INTO visit_attempts VALUES (?, ?, ?, ?, NULL)",
-            (number, attempt, round_, json.dumps(asked)),
+            "INSERT INTO comparison_attempts VALUES (?, ?, ?, ?, NULL)",
+            (number, attempt, round_, json.dumps(dataclasses.asdict(request))),
         )
 
-    def visited(self, number: int, attempt: int, outcome: Mapping[str, Any]) -> None:
-        """A try at a visit has ended, with a result or without."""
+    def end_comparison(self, record: ComparisonRecord) -> None:
+        """Store the outcome of a comparison attempt."""
         self._db.execute(
-            "UPDATE visit_attempts SET outcome=? WHERE number=? AND attempt=?",
-            (json.dumps(outcome), number, attempt),
+            "UPDATE comparison_attempts SET record=? WHERE number=? AND attempt=?",
+            (json.dumps(record.to_json()), record.number, record.attempt),
         )
 
-    def lasted(self, elapsed: float) -> None:
-        """The run has gone on for so many seconds."""
-        self._db.execute("INSERT OR REPLACE INTO lasted VALUES (1, ?)", (elapsed,))
+    def save_elapsed(self, seconds: float) -> None:
+        """Store how long the run has lasted."""
+        self._db.execute("INSERT OR REPLACE INTO running_time VALUES (1, ?)", (seconds,))
 
-    def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Note something that happened, for the report and for views."""
-        self._db.execute(
-            "INSERT INTO events VALUES (?, ?, ?)", (time.time(), kind, json.dumps(data))
-        )
+    def log_event(self, event: ReportedEvent) -> None:
+        """Store an event for the report."""
+        self._db.execute("INSERT INTO events VALUES (?)", (json.dumps(event.to_json()),))
 
-    def finish(self, status: str, reason: str, final: Mapping[str, Any] | None) -> None:
-        """The run ended: `finished` or `failed`, and why."""
+    def finish(self, status: str, reason: str, final: FinalModel | None) -> None:
+        """Store that the run has ended: `finished`, `failed` or `cancelled`, and why."""
         self._db.execute(
             "UPDATE run SET status=?, reason=?, final=?",
-            (status, reason, None if final is None else json.dumps(final)),
+            (status, reason, None if final is None else json.dumps(final.to_json())),
         )
 
     def reopen(self) -> None:
-        """The run goes on after it had stopped."""
+        """Store that the run continues after it had ended."""
         self._db.execute("UPDATE run SET status='running', reason=''")
 
     # -- reading back ------------------------------------------------------------------------------
 
-    def status(self) -> tuple[str, str, Mapping[str, Any] | None]:
-        """Status, reason and final figures of the run."""
+    def status(self) -> tuple[str, str, FinalModel | None]:
+        """Status and reason of the run, and its final model if it finished."""
         status, reason, final = self._db.execute("SELECT status, reason, final FROM run").fetchone()
-        return status, reason, json.loads(final) if final else None
+        return status, reason, FinalModel.from_json(json.loads(final)) if final else None
 
-    def attempts(self, state: str) -> list[dict[str, Any]]:
-        """All attempts in a state, oldest first: round, attempt, plan, observation, outcome."""
+    def decisions(self) -> Iterator[LoggedAttempt]:
+        """All attempts at rounds with what they were decided on, in order of round and attempt."""
         rows = self._db.execute(
-            "SELECT round, attempt, plan, observation, outcome FROM attempts WHERE state=? "
-            "ORDER BY round, attempt",
-            (state,),
-        )
-        return [
-            {
-                "round": round_,
-                "attempt": attempt,
-                "plan": json.loads(plan),
-                "observation": json.loads(seen),
-                "outcome": json.loads(outcome) if outcome else None,
-            }
-            for round_, attempt, plan, seen, outcome in rows
-        ]
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """What each attempt that ended came to, in order, one at a time; failed ones say `error`.
-
-        The receipts of a long run are more than memory should hold.
-        """
-        rows = self._db.execute(
-            "SELECT outcome FROM attempts WHERE state IN ('committed', 'failed') "
+            "SELECT round, attempt, state, plan, observation, record FROM attempts "
             "ORDER BY round, attempt"
         )
-        for (outcome,) in rows:
-            yield json.loads(outcome)["round"]
+        for round_, attempt, state, plan, observation, record in rows:
+            yield LoggedAttempt(
+                round=round_,
+                attempt=attempt,
+                plan=json.loads(plan),
+                observation=json.loads(observation),
+                record=_record(state, record) if record else None,
+            )
 
-    def ended(self, after: int, most: int) -> list[tuple[int, str, dict[str, Any]]]:
-        """Attempts that ended since, the first so many: a growing number, the state, its row."""
+    def attempts(self) -> Iterator[EndedAttempt]:
+        """All ended attempts, in order of round and attempt, one at a time.
+
+        The receipts of a long run do not fit into memory.
+        """
         rows = self._db.execute(
-            "SELECT rowid, state, outcome FROM attempts WHERE rowid>? AND outcome NOT NULL "
-            "ORDER BY rowid LIMIT ?",
-            (after, most),
+            "SELECT state, record FROM attempts WHERE record NOT NULL ORDER BY round, attempt"
         )
-        return [(number, state, json.loads(outcome)["round"]) for number, state, outcome in rows]
+        for state, record in rows:
+            yield _record(state, record)
+
+    def ended_since(self, number: int, limit: int) -> list[tuple[int, EndedAttempt]]:
+        """The first attempts of those that ended after row `number`, with growing row numbers."""
+        rows = self._db.execute(
+            "SELECT rowid, state, record FROM attempts WHERE rowid>? AND record NOT NULL "
+            "ORDER BY rowid LIMIT ?",
+            (number, limit),
+        )
+        return [(rowid, _record(state, record)) for rowid, state, record in rows]
 
     def last_round(self) -> int:
         """The last committed round; 0 if none."""
         query = "SELECT COALESCE(MAX(round), 0) FROM attempts WHERE state='committed'"
         return int(self._db.execute(query).fetchone()[0])
 
-    def events(self) -> list[dict[str, Any]]:
-        """Everything noted by `event`, oldest first."""
-        rows = self._db.execute("SELECT at, kind, data FROM events ORDER BY rowid")
-        return [{"at": at, "kind": kind, **json.loads(data)} for at, kind, data in rows]
+    def events(self) -> list[LoggedEvent]:
+        """All logged events, oldest first."""
+        rows = self._db.execute("SELECT event FROM events ORDER BY rowid")
+        return [logged_event_from_json(json.loads(text)) for (text,) in rows]
 
     def run_state(self) -> RunState:
-        """Where the run stands."""
+        """The state that the run continues from."""
         newest = self._db.execute(
-            "SELECT round, outcome FROM attempts WHERE state='committed' ORDER BY round DESC"
+            "SELECT round, run_state FROM attempts WHERE state='committed' ORDER BY round DESC"
         ).fetchone()
-        number, last = (newest[0], json.loads(newest[1])["resume"]) if newest else (0, {})
-        tried = self._db.execute(
-            "SELECT attempt, plan, observation, outcome FROM attempts WHERE round=? "
+        round_, committed = 0, CommittedState()
+        if newest:
+            round_, committed = newest[0], CommittedState.from_json(json.loads(newest[1]))
+        last_attempt = self._db.execute(
+            "SELECT attempt, plan, observation, state, record FROM attempts WHERE round=? "
             "ORDER BY attempt DESC",
-            (number + 1,),
+            (round_ + 1,),
         ).fetchone()
-        given_up = (
-            tried is not None and tried[3] is not None and json.loads(tried[3]).get("last", False)
-        )
-        cut_short = tried is not None and not given_up and self.status()[0] == "running"
-        history, paid, moved, elapsed = [], 0.0, 0, self._lasted()
-        for row in self.rows():
-            paid += row["cost"]["price"]
-            moved += row["cost"]["device_bytes"]
-            elapsed = max(elapsed, row["elapsed"])
-            if "error" not in row:
-                history.append(past_round(row))
-        visits, visited = [], 0
-        for visit in self._visits():
-            visited += visit["over"]
-            if visit["round"] == number + 1:
-                visits.append(visit)
-        optimizer = last.get("optimizer")
+        history, paid, moved, elapsed = [], 0.0, 0, self._saved_elapsed()
+        for record in self.attempts():
+            paid += record.cost.price
+            moved += record.cost.device_bytes
+            elapsed = max(elapsed, record.elapsed)
+            if isinstance(record, RoundRecord):
+                history.append(record.as_past_round())
+        comparisons, comparisons_ended = [], 0
+        for comparison in self._comparisons():
+            comparisons_ended += comparison.ended
+            if comparison.round == round_ + 1:
+                comparisons.append(comparison)
+        if comparisons:
+            state = comparisons[-1].policy_state
+            committed = dataclasses.replace(committed, policy_state=state)
         return RunState(
-            round=number,
-            attempts=tried[0] if tried else 0,
-            models={name: Saved(**saved) for name, saved in last.get("models", {}).items()},
-            averaged=last.get("averaged", 0),
-            optimizer=None if optimizer is None else Saved(**optimizer),
-            optimizer_numbers=last.get("optimizer_numbers", {}),
-            datacenter_step=last.get("datacenter_step", 0),
-            gradient_step=last.get("gradient_step", 0),
-            holder=last.get("holder"),
-            model_in_datacenter=last.get("model_in_datacenter", False),
-            policy_state=(visits[-1] if visits else last).get("policy_state", {}),
+            **vars(committed),
+            round=round_,
+            attempts=last_attempt[0] if last_attempt else 0,
             history=history,
             paid=paid,
             moved=moved,
             elapsed=elapsed,
-            decided={
-                "plan": json.loads(tried[1]),
-                "observation": json.loads(tried[2]),
-            }
-            if cut_short
-            else None,
-            visits=visits,
-            visited=visited,
-            visit_attempts=self._db.execute(
-                "SELECT COALESCE(MAX(attempt), 0) FROM visit_attempts WHERE number=?",
-                (visited + 1,),
+            decided=self._cut_short(*last_attempt[1:]) if last_attempt else None,
+            comparisons=comparisons,
+            comparisons_ended=comparisons_ended,
+            comparison_attempts=self._db.execute(
+                "SELECT COALESCE(MAX(attempt), 0) FROM comparison_attempts WHERE number=?",
+                (comparisons_ended + 1,),
             ).fetchone()[0],
         )
 
-    def _visits(self) -> Iterator[dict[str, Any]]:
-        """What each try at a visit came to, oldest first."""
-        rows = self._db.execute(
-            "SELECT outcome FROM visit_attempts WHERE outcome NOT NULL ORDER BY number, attempt"
-        )
-        for (outcome,) in rows:
-            yield json.loads(outcome)
+    def _cut_short(
+        self, plan: str, observation: str, state: str, record: str | None
+    ) -> dict[str, Any] | None:
+        """The decision on the next round, if its attempts were cut short and not given up."""
+        failed = _record(state, record) if record else None
+        given_up = isinstance(failed, FailedAttempt) and failed.given_up
+        if given_up or self.status()[0] != "running":
+            return None
+        return {"plan": json.loads(plan), "observation": json.loads(observation)}
 
-    def _lasted(self) -> float:
-        found = self._db.execute("SELECT elapsed FROM lasted").fetchone()
-        return found[0] if found else 0.0
+    def _comparisons(self) -> Iterator[ComparisonRecord]:
+        """All ended comparison attempts, oldest first."""
+        rows = self._db.execute(
+            "SELECT record FROM comparison_attempts WHERE record NOT NULL ORDER BY number, attempt"
+        )
+        for (record,) in rows:
+            yield ComparisonRecord.from_json(json.loads(record))
+
+    def _saved_elapsed(self) -> float:
+        row = self._db.execute("SELECT elapsed FROM running_time").fetchone()
+        return row[0] if row else 0.0
 
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
         """Write the final model beside the log."""
@@ -347,15 +355,19 @@ class Store:
     def _drop_old_checkpoints(self) -> None:
         """Keep what the newest commits name; a file no commit names is of an attempt that ended."""
         newest = self._db.execute(
-            "SELECT outcome FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT ?",
+            "SELECT run_state FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT ?",
             (KEPT_CHECKPOINTS,),
         )
         kept: set[str] = set()
-        for (outcome,) in newest:
-            resume = json.loads(outcome)["resume"]
-            saved = [*resume["models"].values(), resume["optimizer"]]
-            kept |= {one["file"] for one in saved if one is not None}
+        for (text,) in newest:
+            state = CommittedState.from_json(json.loads(text))
+            kept |= {saved.file for saved in (*state.models.values(), state.optimizer) if saved}
         self.checkpoints.keep_only(kept)
+
+
+def _record(state: str, text: str) -> EndedAttempt:
+    kind = RoundRecord if state == "committed" else FailedAttempt
+    return kind.from_json(json.loads(text))
 
 
 def _alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:

@@ -1,10 +1,11 @@
 """Participation history of each device, and when a device may be invited again.
 
 >>> from isthmus.job.federated import FederatedSection, Participation
+>>> from isthmus_server.storage.records import Receipt
 >>> once_in_two_hours = FederatedSection(participation=Participation(rounds=1, hours=2))
 >>> attendance = Attendance(once_in_two_hours)
->>> attendance.record_attempt(1, started_at=0.0, seconds=9.0, receipts=[{"participant": "a",
-...     "started": True, "status": "accepted", "seconds": 3.0, "examples": 20, "loss": 1.5}])
+>>> receipt = Receipt(participant="a", regime="federated", status="accepted", seconds=3.0)
+>>> attendance.record_attempt(1, started_at=0.0, seconds=9.0, receipts=[receipt])
 >>> attendance.seconds_until_eligible("a", now=3600.0)
 3600.0
 >>> attendance.seconds_until_eligible("b", now=3600.0)
@@ -16,13 +17,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING
 
 from isthmus.job.federated import FederatedSection
 from isthmus.job.section import Hours
 from isthmus_server.strategy.windows import WEEK, forecast_hours
+
+if TYPE_CHECKING:
+    from isthmus_server.storage.records import Receipt
 
 
 @dataclasses.dataclass
@@ -58,7 +62,7 @@ class Attendance:
         *,
         started_at: float,
         seconds: float,
-        receipts: Iterable[Mapping[str, Any]],
+        receipts: Iterable[Receipt],
     ) -> None:
         """Record an attempt at a round.
 
@@ -69,20 +73,20 @@ class Attendance:
             receipts: the receipts of its devices.
         """
         for receipt in receipts:
-            if not receipt["started"]:
+            if not receipt.started:
                 continue
-            name, cap = receipt["participant"], self.settings.participation
+            name, cap = receipt.participant, self.settings.participation
             if name not in self.records:
                 self.records[name] = Record(deque(maxlen=1 if cap is None else cap.rounds))
             record = self.records[name]
             if not record.invited or record.invited[-1][0] != round_:
                 record.invited.append((round_, started_at))
-            if receipt["status"] != "accepted":
+            if receipt.status != "accepted":
                 record.seconds = max(record.seconds, seconds)
                 continue
-            record.seconds = receipt["seconds"]
-            record.examples = receipt["examples"]
-            loss = receipt.get("loss")
+            record.seconds = receipt.seconds
+            record.examples = receipt.examples
+            loss = receipt.loss
             record.loss = loss if loss is not None and math.isfinite(loss) else None
 
     def seconds_until_eligible(

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from isthmus.errors import JobError, RoundFailed
-from isthmus_server.rounds.clock import Clock
 from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
 from isthmus_server.strategy.policy import (
@@ -58,7 +57,8 @@ policy's state."""
 CompareModels = Callable[[Compare], Awaitable[None]]
 """Has devices score models. The next observation has the result and `Compare.state`. Raises
 `RoundFailed` if too few devices answer."""
-Note = Callable[[str, Mapping[str, Any]], None]
+Pause = Callable[[Wait], Awaitable[None]]
+"""Publishes that the run waits, and waits."""
 
 
 async def decide(
@@ -66,8 +66,7 @@ async def decide(
     name: str,
     observe: Observe,
     compare_models: CompareModels,
-    clock: Clock,
-    note: Note,
+    pause: Pause,
 ) -> Decision:
     """Decide the next round.
 
@@ -76,8 +75,7 @@ async def decide(
         name: the policy's name in the job, for error messages.
         observe: see `Observe`.
         compare_models: see `CompareModels`.
-        clock: measures and makes waits.
-        note: receives an event for each wait.
+        pause: see `Pause`.
 
     Raises:
         JobError: the policy raised, or gave an invalid answer.
@@ -110,8 +108,7 @@ async def decide(
         elif isinstance(answer, Wait):
             wait = {"seconds": answer.seconds, "reason": answer.reason}
             waits.append({**wait, "by_limit": not isinstance(proposed, Wait)})
-            note("paused", {"round": observation.round, **wait})
-            await clock.sleep(answer.seconds)
+            await pause(answer)
             refused.clear()
         else:
             logged = {

@@ -1,4 +1,4 @@
-"""Enforce the job's limits on every policy answer: budget, time, bytes, privacy, windows, quorum.
+"""Enforce the job's limits on every policy answer: budget, time, bytes, windows, quorum.
 
 `enforce_limits` checks an answer before it takes effect. An answer within the limits is returned
 unchanged. Otherwise the smallest correction is applied: a round waits until a window opens, a
@@ -102,8 +102,6 @@ def _exceeded_limit(plan: Plan, observation: Observation) -> str:
         )
     if plan.regime == "datacenter":
         return ""
-    if observation.epsilon_left is not None and observation.epsilon_left <= 0:
-        return f"the privacy budget is spent, and a {plan.regime} round would ask devices"
     transferred = observation.invited(plan.cohort) * observation.client_bytes
     if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (
@@ -125,8 +123,6 @@ def _refusal_of_comparison(compare: Compare, observation: Observation) -> str:
         return f"{devices} devices are to be asked and {observation.clients_ready} are ready"
     if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
         return f"asking {devices} devices costs {price:g} and {observation.budget_left:g} is left"
-    if observation.epsilon_left is not None and observation.epsilon_left <= 0:
-        return "the privacy budget is spent, and devices cannot be asked"
     if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (
             f"asking {devices} devices moves {transferred / 1e6:.3g} MB and "

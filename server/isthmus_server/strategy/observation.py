@@ -105,31 +105,6 @@ def restored(logged: Mapping[str, Any]) -> Observation:
     return Observation(**values)
 
 
-def past_round(row: Mapping[str, Any]) -> PastRound:
-    """Read a committed round from its row in the log."""
-    cost = row["cost"]
-    devices = [receipt for receipt in row["receipts"] if receipt["regime"] == "federated"]
-    return PastRound(
-        round=row["round"],
-        regime=row["regime"],
-        metrics=dict(row["metrics"]),
-        seconds=row["seconds"],
-        price=cost["price"],
-        accepted=row["participants"]["accepted"],
-        bytes_up=cost["bytes_up"],
-        bytes_down=cost["bytes_down"],
-        bytes_each=max((r["bytes_in"] + r["bytes_out"] for r in devices), default=0),
-        device_seconds=cost["device_seconds"],
-        datacenter_seconds=cost["datacenter_seconds"],
-        datacenter_steps=sum(r["steps"] for r in row["receipts"] if r["regime"] == "datacenter"),
-        training={name: dict(figures) for name, figures in row.get("training", {}).items()},
-        norms=dict(row.get("norms", {})),
-        cosine=row.get("cosine"),
-        comparisons=[Comparison(**comparison) for comparison in row.get("comparisons", ())],
-        elapsed=row.get("elapsed", 0.0),
-    )
-
-
 class _CopiedHistory(Sequence[PastRound]):
     """A history that copies a round on first access, because runs have thousands of them."""
 

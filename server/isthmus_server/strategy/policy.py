@@ -177,8 +177,6 @@ class Observation:
     """Seconds until the job's limit on the run's duration; None without one."""
     bytes_left: float | None = None
     """Rest of the job's limit on bytes to and from devices; None without one."""
-    epsilon_left: float | None = None
-    """Rest of the privacy budget; None without one."""
     forecast: Mapping[Side, Forecast] = dataclasses.field(default_factory=dict)
     """Availability of each side by the job's windows, whether it is connected or not."""
     models: Sequence[str] = (CURRENT,)

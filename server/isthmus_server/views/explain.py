@@ -16,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.errors import UserError
+from isthmus_server.storage.events import RunStopped
+from isthmus_server.storage.records import LoggedAttempt
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.observation import restored
 from isthmus_server.strategy.policy import CURRENT, Comparison, Forecast, Kind, Observation, Side
-from isthmus_server.views.report import figures
+from isthmus_server.views.report import format_metrics
 
 RECENT = 5
 """Committed rounds before a decision that are shown with it."""
@@ -58,23 +60,20 @@ def explanation(store: Store, round_: int | None = None) -> dict[str, Any]:
 
 def _decisions(store: Store) -> Iterator[dict[str, Any]]:
     """All of them, oldest first; a round that was tried several times was decided on once."""
-    tries: dict[int, list[dict[str, Any]]] = {}
-    for row in sorted(
-        (row for state in ("committed", "failed", "planned") for row in store.attempts(state)),
-        key=lambda row: (row["round"], row["attempt"]),
-    ):
-        tries.setdefault(row["round"], []).append(row)
+    tries: dict[int, list[LoggedAttempt]] = {}
+    for row in store.decisions():
+        tries.setdefault(row.round, []).append(row)
     committed: list[dict[str, Any]] = []
     for round_, rows in tries.items():
-        outcomes = [row["outcome"]["round"] for row in rows if row["outcome"]]
-        decision = _decision(round_, rows[0]["observation"], committed)
-        yield {**decision, "plan": rows[-1]["plan"], "attempts": outcomes}
+        outcomes = [row.record.to_json() for row in rows if row.record is not None]
+        decision = _decision(round_, rows[0].observation, committed)
+        yield {**decision, "plan": rows[-1].plan, "attempts": outcomes}
         committed += [outcome for outcome in outcomes if "error" not in outcome]
-    stops = [event for event in store.events() if event["kind"] == "stopped"]
+    stops = [event for event in store.events() if isinstance(event, RunStopped)]
     if stops:
         last = stops[-1]
-        decision = _decision(last["round"], last["observation"], committed)
-        yield {**decision, "plan": None, "stop": last["reason"], "attempts": []}
+        decision = _decision(last.round, last.observation, committed)
+        yield {**decision, "plan": None, "stop": last.reason, "attempts": []}
 
 
 def _decision(
@@ -201,7 +200,7 @@ def _past(decision: Mapping[str, Any]) -> list[str]:
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(decision["regimes"].items()))
     lines = [f"rounds: {counts}"]
     for row in recent:
-        measured = figures(row["metrics"]) if row["metrics"] else "not evaluated"
+        measured = format_metrics(row["metrics"]) if row["metrics"] else "not evaluated"
         angle = "" if row["cosine"] is None else f", cosine of both sides {row['cosine']:.2f}"
         lines.append(f"round {row['round']}, {row['regime']}: held-out {measured}{angle}")
     return lines
@@ -226,8 +225,6 @@ def _left(seen: Observation) -> list[str]:
         lines.append(f"{_duration(seen.seconds_left)} of the run's time")
     if seen.bytes_left is not None:
         lines.append(f"{max(seen.bytes_left, 0) / 1e6:.3g} MB to and from devices")
-    if seen.epsilon_left is not None:
-        lines.append(f"epsilon {seen.epsilon_left:.3g} of the privacy budget")
     lines.append(f"{_count(seen.rounds - seen.round + 1, 'round')} with this one")
     return lines
 
@@ -303,7 +300,8 @@ def _outcome(decision: Mapping[str, Any]) -> list[str]:
         took_part = f"{people['accepted']} of {people['invited']} took part"
         lines.append(", ".join([took_part, *out, took, f"{_moved(cost)} to and from devices"]))
         if row["metrics"]:
-            lines.append(f"held-out {figures(row['metrics'])}{_change(before, row['metrics'])}")
+            change = _change(before, row["metrics"])
+            lines.append(f"held-out {format_metrics(row['metrics'])}{change}")
     return lines
 
 

@@ -1,11 +1,9 @@
-"""What a person sees while a run goes on: rounds as they are committed, and the one under way."""
+"""The terminal's view of a run: lines for what has ended, and a live status for what goes on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,9 +12,23 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.wire import link_pb2
+from isthmus_server.storage.events import (
+    Event,
+    ModelsCompared,
+    ParticipantDeclined,
+    ParticipantLeft,
+    ParticipantProgress,
+    ParticipantReady,
+    Paused,
+    RoundAttemptFailed,
+    RoundCommitted,
+    RoundPlanned,
+    RunFinished,
+    WaitingForParticipants,
+)
+from isthmus_server.storage.records import ComparisonRecord, RoundRecord
 from isthmus_server.transport.sanitize import in_a_line
-from isthmus_server.views.report import figures
+from isthmus_server.views.report import format_metrics
 
 _LINE_SECONDS = 10.0
 """Between two lines about the work of one participant, where there is no terminal."""
@@ -24,10 +36,11 @@ _LINE_SECONDS = 10.0
 _STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
 
 
-class Progress:
-    """Call it with events; it keeps the screen. Without a terminal it prints lines.
+class ProgressView:
+    """Shows the events of a run; subscribe it to the run's `EventStream`.
 
-    Use as a context manager around the run.
+    On a terminal a live status shows the round under way; elsewhere lines are printed. Use it as a
+    context manager around the run.
     """
 
     def __init__(self, console: Console) -> None:
@@ -37,10 +50,11 @@ class Progress:
         self._spinner = Spinner("dots")
         self._since = time.monotonic()
         self._working: dict[str, str] = {}
-        """What datacenters said last about the work under way, by name."""
+        """The last progress line of each datacenter at work, by name."""
         self._printed: dict[str, float] = {}
+        """When a progress line was last printed, by name."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressView:
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
@@ -55,97 +69,101 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def __call__(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Take one event of the coordinator."""
-        show = getattr(self, f"_on_{kind}", None)
-        if show is not None:
-            show(data)
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case ParticipantProgress():
+                self._show_progress(event)
+            case WaitingForParticipants():
+                self._set_status(
+                    f"waiting for {event.clients} edge clients and "
+                    f"{event.datacenters} datacenter(s)"
+                )
+            case ParticipantReady():
+                self._set_status(
+                    f"{event.participant} is ready with {event.examples} examples of its own"
+                )
+            case ParticipantDeclined():
+                self._print(
+                    f"[red]{escape(event.participant)} declined:[/red] {escape(event.reason)}"
+                )
+            case ParticipantLeft():
+                self._print(
+                    f"[yellow]{escape(event.participant)} left:[/yellow] {escape(event.reason)}"
+                )
+            case Paused():
+                self._print(
+                    f"           [dim]round {event.round} waits {event.seconds:.0f} s: "
+                    f"{escape(event.reason)}[/dim]"
+                )
+            case RoundPlanned():
+                attempt = f", try {event.attempt}" if event.attempt > 1 else ""
+                self._set_status(
+                    f"round {event.round}{attempt}: {event.regime} with {event.invited} "
+                    f"participant(s), because {event.reason}"
+                )
+            case ModelsCompared():
+                self._show_comparison(event.record)
+            case RoundCommitted():
+                self._show_round(event.record)
+            case RoundAttemptFailed():
+                attempt = f"round {event.record.round}, try {event.record.attempt}"
+                self._print(f"[red]{attempt} failed:[/red] {escape(event.record.error)}")
+            case RunFinished():
+                self._print(
+                    f"[bold]done[/bold] ({escape(event.reason)}): "
+                    f"{escape(format_metrics(event.final.metrics))}, "
+                    f"cost {event.spent:g}\nmodel   {escape(event.final.model_path)}\n"
+                    f"sha256  {event.final.model_sha256}"
+                )
 
-    def heard(self, name: str, progress: link_pb2.Progress) -> None:
-        """Take what a participant says while it works; of devices there may be many: not shown."""
-        if progress.note:
-            self._say(f"[dim]{escape(name)}: {escape(in_a_line(progress.note))}[/dim]")
-        if not progress.total_steps:
+    def _show_round(self, record: RoundRecord) -> None:
+        participants, regime = record.participants, record.regime
+        metrics = escape(format_metrics(record.metrics))
+        self._print(
+            f"round {record.round:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
+            f"{participants.accepted}/{participants.invited}  "
+            f"{metrics:<32} cost {record.cost.price:<6g} "
+            f"{record.seconds:6.2f} s  [dim]{escape(record.reason)}[/dim]"
+        )
+        for receipt in record.receipts:
+            if receipt.reason:
+                outcome = f"{escape(receipt.participant)} {receipt.status}"
+                self._print(f"           [yellow]{outcome}:[/yellow] {escape(receipt.reason)}")
+
+    def _show_comparison(self, record: ComparisonRecord) -> None:
+        result = record.result
+        if result is None:
+            line = f"[red]try {record.attempt} failed:[/red] {escape(record.error or '')}"
+        else:
+            scores = (f"{escape(name)} {result.score[name]:.4f}" for name in result.models)
+            line = f"{result.devices} devices scored {', '.join(scores)} (0 is best)"
+        self._print(f"           comparison for round {record.round}: {line}")
+
+    def _show_progress(self, event: ParticipantProgress) -> None:
+        """Show how far a datacenter is; of devices there may be many, and they are not shown."""
+        name = event.participant
+        if event.note:
+            self._print(f"[dim]{escape(name)}: {escape(in_a_line(event.note))}[/dim]")
+        if not event.total_steps:
             return
         line = (
-            f"{name}: step {progress.steps} of {progress.total_steps}, loss {progress.loss:.4g}, "
-            f"{progress.examples_per_second:,.0f} examples/s"
+            f"{name}: step {event.steps} of {event.total_steps}, loss {event.loss:.4g}, "
+            f"{event.examples_per_second:,.0f} examples/s"
         )
-        if progress.units_per_second > 1.5 * progress.examples_per_second:
-            line += f" ({progress.units_per_second:,.0f} scored units/s)"
+        if event.units_per_second > 1.5 * event.examples_per_second:
+            line += f" ({event.units_per_second:,.0f} scored units/s)"
         self._working[name] = line
         self._draw()
         now = time.monotonic()
         if self._live is None and now - self._printed.get(name, self._since) >= _LINE_SECONDS:
             self._printed[name] = now
-            self._say(f"           [dim]{escape(line)}[/dim]")
+            self._print(f"           [dim]{escape(line)}[/dim]")
 
-    def _on_waiting(self, data: Mapping[str, Any]) -> None:
-        self._now(
-            f"waiting for {data['clients']} edge clients and {data['datacenters']} datacenter(s)"
-        )
-
-    def _on_ready(self, data: Mapping[str, Any]) -> None:
-        self._now(f"{data['participant']} is ready with {data['examples']} examples of its own")
-
-    def _on_declined(self, data: Mapping[str, Any]) -> None:
-        self._say(f"[red]{escape(data['participant'])} declined:[/red] {escape(data['reason'])}")
-
-    def _on_left(self, data: Mapping[str, Any]) -> None:
-        self._say(f"[yellow]{escape(data['participant'])} left:[/yellow] {escape(data['reason'])}")
-
-    def _on_paused(self, data: Mapping[str, Any]) -> None:
-        self._say(
-            f"           [dim]round {data['round']} waits {data['seconds']:.0f} s: "
-            f"{escape(data['reason'])}[/dim]"
-        )
-
-    def _on_round(self, data: Mapping[str, Any]) -> None:
-        again = f", try {data['attempt']}" if data["attempt"] > 1 else ""
-        self._now(
-            f"round {data['round']}{again}: {data['regime']} with {data['invited']} "
-            f"participant(s), because {data['reason']}"
-        )
-
-    def _on_committed(self, data: Mapping[str, Any]) -> None:
-        people, regime = data["participants"], data["regime"]
-        metrics = escape(figures(dict(data["metrics"])))
-        self._say(
-            f"round {data['round']:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
-            f"{people['accepted']}/{people['invited']}  "
-            f"{metrics:<32} cost {data['cost']['price']:<6g} "
-            f"{data['seconds']:6.2f} s  [dim]{escape(data['reason'])}[/dim]"
-        )
-        for receipt in data["receipts"]:
-            if receipt["reason"]:
-                who = f"{escape(receipt['participant'])} {receipt['status']}"
-                self._say(f"           [yellow]{who}:[/yellow] {escape(receipt['reason'])}")
-
-    def _on_visited(self, data: Mapping[str, Any]) -> None:
-        found = data["comparison"]
-        if found is None:
-            said = f"[red]try {data['attempt']} failed:[/red] {escape(data['error'])}"
-        else:
-            scores = (f"{escape(name)} {found['score'][name]:.4f}" for name in found["models"])
-            said = f"{found['devices']} devices scored {', '.join(scores)} (0 is best)"
-        self._say(f"           comparison for round {data['round']}: {said}")
-
-    def _on_attempt_failed(self, data: Mapping[str, Any]) -> None:
-        which = f"round {data['round']}, try {data['attempt']}"
-        self._say(f"[red]{which} failed:[/red] {escape(data['error'])}")
-
-    def _on_finished(self, data: Mapping[str, Any]) -> None:
-        self._say(
-            f"[bold]done[/bold] ({escape(data['reason'])}): "
-            f"{escape(figures(dict(data['metrics'])))}, "
-            f"cost {data['spent']:g}\nmodel   {escape(data['model_path'])}\n"
-            f"sha256  {data['model_sha256']}"
-        )
-
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
-    def _now(self, text: str) -> None:
+    def _set_status(self, text: str) -> None:
         self._status = text
         self._working.clear()
         self._draw()

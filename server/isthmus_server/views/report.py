@@ -1,83 +1,133 @@
-"""What a run came to: one document for programs, one page for people."""
+"""The report of a run: one document for programs, one page for people."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
+from isthmus_server.storage.records import (
+    EndedAttempt,
+    FailedAttempt,
+    FinalModel,
+    Record,
+    RoundRecord,
+    adapter,
+)
 from isthmus_server.storage.store import Store
 
 
-def document(store: Store) -> dict[str, Any]:
-    """The report of a run; programs may rely on its keys."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report(Record):
+    """A whole run. Programs may rely on the keys of its JSON document."""
+
+    run_id: str
+    job: Mapping[str, Any]
+    """The validated job."""
+    status: str
+    """`running`, `finished`, `failed` or `cancelled`."""
+    reason: str
+    """Why the run has ended; empty while it runs."""
+    rounds: Sequence[RoundRecord]
+    """Committed rounds, in order."""
+    failed_attempts: Sequence[FailedAttempt]
+    events: Sequence[LoggedEvent]
+    """Participants that joined, got ready, declined or left, and the early end of the run."""
+    final: FinalModel | None
+    """None unless the run has finished."""
+
+
+def read_report(store: Store) -> Report:
+    """Read the report of a run from its log."""
     status, reason, final = store.status()
-    return {
-        "run_id": store.run_id,
-        "job": store.job.model_dump(mode="json"),
-        "status": status,
-        "reason": reason,
-        "rounds": [row["outcome"]["round"] for row in store.attempts("committed")],
-        "failed_attempts": [row["outcome"]["round"] for row in store.attempts("failed")],
-        "events": store.events(),
-        "final": final,
-    }
+    attempts = list(store.attempts())
+    return Report(
+        run_id=store.run_id,
+        job=store.job.model_dump(mode="json"),
+        status=status,
+        reason=reason,
+        rounds=[record for record in attempts if isinstance(record, RoundRecord)],
+        failed_attempts=[record for record in attempts if isinstance(record, FailedAttempt)],
+        events=store.events(),
+        final=final,
+    )
 
 
-def page(report: dict[str, Any]) -> RenderableType:
-    """The same, to be read."""
-    table = Table(title=f"{report['run_id']}: {report['status']}", title_justify="left")
-    for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
-        table.add_column(column, overflow="fold")
-    for row in sorted(
-        report["rounds"] + report["failed_attempts"], key=lambda r: (r["round"], r["attempt"])
-    ):
-        people = row["participants"]
-        table.add_row(
-            str(row["round"]) + (f" try {row['attempt']}" if row["attempt"] > 1 else ""),
-            row["regime"],
-            Text(row.get("error") or row["reason"], style="red" if "error" in row else ""),
-            f"{people['accepted']} of {people['invited']}",
-            Text(figures(row["metrics"])),
-            f"{row['cost']['price']:g}",
-            f"{row['seconds']:.2f}",
-        )
-    parts: list[RenderableType] = [table]
-    incidents = [
-        f"round {row['round']}: {receipt['participant']} {receipt['status']}: {receipt['reason']}"
-        for row in report["rounds"] + report["failed_attempts"]
-        for receipt in row["receipts"]
-        if receipt["reason"]
-    ]
-    incidents += [
-        f"{event['participant']} {event['kind']}: {event['reason']}"
-        for event in report["events"]
-        if event["kind"] in ("left", "declined")
-    ]
+def report_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of the document."""
+    schema = adapter(Report).json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the page."""
+    console.print(page(report), soft_wrap=False)
+
+
+def page(report: Report) -> RenderableType:
+    """A table of all attempts, then incidents, the end and the final model."""
+    attempts: list[EndedAttempt] = sorted(
+        [*report.rounds, *report.failed_attempts], key=lambda one: (one.round, one.attempt)
+    )
+    parts: list[RenderableType] = [_table(report, attempts)]
+    incidents = _incidents(report, attempts)
     if incidents:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
-    if report["reason"]:
-        parts.append(Text(f"it ended because: {report['reason']}"))
-    if report["final"]:
-        total = sum(row["cost"]["price"] for row in report["rounds"] + report["failed_attempts"])
+    if report.reason:
+        parts.append(Text(f"it ended because: {report.reason}"))
+    if report.final is not None:
+        total = sum(record.cost.price for record in attempts)
         parts.append(
             Text(
-                f"final model: {figures(report['final']['metrics'])}, cost {total:g}\n"
-                f"  {report['final']['model_path']}\n  sha256 {report['final']['model_sha256']}"
+                f"final model: {format_metrics(report.final.metrics)}, cost {total:g}\n"
+                f"  {report.final.model_path}\n  sha256 {report.final.model_sha256}"
             )
         )
     return Group(*parts)
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the page."""
-    console.print(page(report), soft_wrap=False)
+def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
+    table = Table(title=f"{report.run_id}: {report.status}", title_justify="left")
+    for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
+        table.add_column(column, overflow="fold")
+    for record in attempts:
+        failed = isinstance(record, FailedAttempt)
+        reason = record.error if isinstance(record, FailedAttempt) else record.reason
+        table.add_row(
+            str(record.round) + (f" try {record.attempt}" if record.attempt > 1 else ""),
+            record.regime,
+            Text(reason, style="red" if failed else ""),
+            f"{record.participants.accepted} of {record.participants.invited}",
+            Text(format_metrics(record.metrics)),
+            f"{record.cost.price:g}",
+            f"{record.seconds:.2f}",
+        )
+    return table
 
 
-def figures(metrics: dict[str, float]) -> str:
-    """Metrics on one line; shares as percentages read better than as fractions."""
+def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
+    """Receipts with a reason, and participants that declined or left; a line each."""
+    lines = [
+        f"round {record.round}: {receipt.participant} {receipt.status}: {receipt.reason}"
+        for record in attempts
+        for receipt in record.receipts
+        if receipt.reason
+    ]
+    lines += [
+        f"{event.participant} {event.kind}: {event.reason}"
+        for event in report.events
+        if isinstance(event, ParticipantDeclined | ParticipantLeft)
+    ]
+    return lines
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Metrics on one line, accuracy as a percentage."""
     return " ".join(
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"
         for name, value in sorted(metrics.items())

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from click.testing import CliRunner
 from tests.conftest import TABLE
+from tests.server.records import failed_attempt
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
@@ -19,6 +20,7 @@ from isthmus_clients.device.agent import Agent
 from isthmus_server.control_plane import control, runner
 from isthmus_server.control_plane.operator_commands import Server, jobs
 from isthmus_server.rounds.roster import Roster
+from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
 from isthmus_server.storage.store import Store
 
 
@@ -67,9 +69,9 @@ async def place(fleet, make_job):
         return {job.id: job.state for job in reply.jobs}
 
     async def ended(id_):
-        async for kind, _ in fleet.runner.events(id_, follow=True):
-            last = kind
-        return last
+        async for event in fleet.runner.events(id_, follow=True):
+            last = event
+        return last.state
 
     fleet.devices, fleet.ask, fleet.submit = devices, ask, submit
     fleet.states, fleet.ended = states, ended
@@ -81,21 +83,23 @@ async def test_the_log_of_a_long_run_is_read_a_few_rounds_at_a_time(place, make_
     entry = place.runner.queue.submit(make_job(), "me", "long")
     place.runner.queue.mark(entry, "finished")
     read = []
-    at_once = Store.ended
+    at_once = Store.ended_since
 
-    def ended(store, after, most):
-        read.append(at_once(store, after, most))
+    def ended_since(store, number, limit):
+        read.append(at_once(store, number, limit))
         return read[-1]
 
-    monkeypatch.setattr(Store, "ended", ended)
+    monkeypatch.setattr(Store, "ended_since", ended_since)
     with contextlib.closing(
         Store.create(place.state / "runs" / entry.id, entry.job, place.state)
     ) as store:
         for round_ in range(1, 151):
             store.plan(round_, 1, {}, {})
-            store.fail(round_, 1, {"round": {"round": round_}})
-    told = [(kind, row.get("round")) async for kind, row in place.runner.events(entry.id, False)]
-    assert told == [*(("attempt_failed", round_) for round_ in range(1, 151)), ("finished", None)]
+            store.fail(failed_attempt(round_))
+    *failed, last = [event async for event in place.runner.events(entry.id, False)]
+    assert [event.record.round for event in failed] == list(range(1, 151))
+    assert {type(event) for event in failed} == {RoundAttemptFailed}
+    assert last == JobEnded(state="finished", reason="")
     assert max(map(len, read)) < 50
 
 
@@ -113,8 +117,8 @@ async def test_jobs_run_in_the_order_in_which_they_were_submitted(place):
         return list(Server(place.me.directory).events(pb.LogsRequest(id=first, follow=True)))
 
     events = await asyncio.to_thread(read)
-    assert [event.kind for event in events] == ["committed", "committed", "finished"]
-    accepted = json.loads(events[0].data)["participants"]["accepted"]
+    assert [event.kind for event in events] == ["committed", "committed", "ended"]
+    accepted = json.loads(events[0].data)["record"]["participants"]["accepted"]
     assert accepted == 3
 
 
@@ -153,11 +157,11 @@ async def test_a_run_goes_on_when_the_disk_has_room_again(place, monkeypatch, fu
         full.sqlite_errorcode = sqlite3.SQLITE_FULL
     tried, commit = [], Store.commit
 
-    def commit_if_there_is_room(store, round_, attempt, outcome):
-        tried.append(round_)
+    def commit_if_there_is_room(store, record, state):
+        tried.append(record.round)
         if tried.count(2) in (1, 2):
             raise full
-        commit(store, round_, attempt, outcome)
+        commit(store, record, state)
 
     monkeypatch.setattr(Store, "commit", commit_if_there_is_room)
     monkeypatch.setattr(runner, "_FULL_SECONDS", 0.01)

@@ -10,7 +10,8 @@ from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.flower.client_app import FlowerRun
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.views.report import document
+from isthmus_server.storage.events import RoundCommitted
+from isthmus_server.views.report import read_report
 
 TORCH_APP = """
 import sys
@@ -66,7 +67,7 @@ async def test_an_app_trains_the_tasks_model_under_a_strategy(place, tmp_path):
     report, final = await place.run("run", *JOB, adam, "rounds=5")
     losses = [row["metrics"]["loss"] for row in report["rounds"]]
     assert losses == sorted(losses, reverse=True)
-    assert final["metrics"]["accuracy"] > 0.5
+    assert final.metrics["accuracy"] > 0.5
     (row, *_) = report["rounds"]
     assert row["training"]["federated"].keys() == {"loss"}
     assert row["participants"]["accepted"] == 3
@@ -85,7 +86,7 @@ async def test_a_strategy_that_matches_arrays_by_place_finds_them(place, tmp_pat
         'options={noise_multiplier=0.01, clipping_norm=5.0}, inner={name="FedAvg"}}'
     )
     _, final = await place.run("run", *JOB, private, "federated.flower.config={lr=0.4}")
-    assert final["metrics"]["accuracy"] > 0.5
+    assert final.metrics["accuracy"] > 0.5
 
 
 async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path):
@@ -95,9 +96,9 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
     whole, _ = await place.run("whole", *JOB, adam)
     store = place.create("killed", *JOB, adam)
 
-    again = await place.killed(Coordinator(store, place.link), "committed", 2)
+    again = await place.killed(Coordinator(store, place.link), RoundCommitted, 2)
     await Coordinator(again, place.link).run()
-    assert document(again)["final"]["model_sha256"] == whole["final"]["model_sha256"]
+    assert read_report(again).to_json()["final"]["model_sha256"] == whole["final"]["model_sha256"]
 
 
 @pytest.mark.parametrize(

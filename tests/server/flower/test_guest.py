@@ -17,7 +17,8 @@ from isthmus_server.flower.state import State, check
 from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, UpdateCollector
 from isthmus_server.model.fixed_point_sum import Spool
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.views.report import document
+from isthmus_server.storage.events import RoundCommitted
+from isthmus_server.views.report import read_report
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
 COHORT = dict.fromkeys("abcdefg", 10)
@@ -338,12 +339,12 @@ async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(p
     whole, _ = await place.run("whole", *plain)
     store = place.create("killed", *plain)
 
-    again = await place.killed(Coordinator(store, place.link), "committed", 2)
+    again = await place.killed(Coordinator(store, place.link), RoundCommitted, 2)
     coordinator = Coordinator(again, place.link)
     moments = coordinator.federated.extension.state.tensors
     assert moments.keys() == {f"{kind}/{name}" for kind in ("m_t", "v_t") for name in PARTS}
     await coordinator.run()
-    resumed = document(again)
+    resumed = read_report(again).to_json()
     assert [row["model_sha256"] for row in resumed["rounds"]] == [
         row["model_sha256"] for row in whole["rounds"]
     ]
@@ -373,7 +374,7 @@ async def test_a_strategy_that_makes_nothing_ends_the_run_with_its_reason(place)
     )
     with pytest.raises(UserError, match=r"round 1 failed 1 times; .* Bulyan failed on 3 updates"):
         await Coordinator(store, place.link).run()
-    (failed,) = document(store)["failed_attempts"]
+    (failed,) = read_report(store).to_json()["failed_attempts"]
     assert [receipt["status"] for receipt in failed["receipts"]] == ["accepted"] * 3
 
 

@@ -117,7 +117,7 @@ async def main(folder):
     device = uplink.Uplink(f"127.0.0.1:{port}", "phone", link_pb2.CLIENT, agent, **options)
     connection = asyncio.create_task(device.run())
     store = Store.create(folder / "run", parse_job(JOB), folder)
-    await Coordinator(store, link, lambda kind, data: None).run()
+    await Coordinator(store, link).run()
     store.close()
     connection.cancel()
     await asyncio.gather(connection, return_exceptions=True)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from isthmus.job.federated import DeviceHours, FederatedSection, Participation
 from isthmus.job.section import Hours
+from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.attendance import Attendance
 
 HOUR = 3600.0
@@ -14,14 +15,9 @@ MONDAY = 4 * 24 * HOUR
 
 
 def receipt(name, status="accepted"):
-    return {
-        "participant": name,
-        "status": status,
-        "started": True,
-        "seconds": 1.0,
-        "examples": 10,
-        "loss": 1.0,
-    }
+    return Receipt(
+        participant=name, regime="federated", status=status, seconds=1.0, examples=10, loss=1.0
+    )
 
 
 @given(st.integers(1, 4), st.floats(0.5, 48), st.integers(0, 50), st.randoms())

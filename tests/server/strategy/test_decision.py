@@ -8,34 +8,37 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server.records import comparison_record, round_record
 from tests.server.strategy.observations import comparison_of, observe, simulate
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus.job import StrategySection, parse_job
-from isthmus_server.rounds.clock import Clock
-from isthmus_server.storage.receipts import Receipt, attempt_row
+from isthmus_server.storage.records import (
+    Receipt,
+)
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
 from isthmus_server.strategy.decision import MAX_COMPARISONS, Decision, decide
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe as observe_run
-from isthmus_server.strategy.observation import past_round
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Forecast
 
 JUST_SO = ("current", "served")
 
 
-class VirtualClock(Clock):
-    def __init__(self, now=0.0):
-        self.time = now
+class VirtualClock:
+    """Time that goes by when the decision pauses."""
+
+    def __init__(self):
+        self.time = 0.0
+        self.waits = []
 
     def now(self):
         return self.time
 
-    utc = now
-
-    async def sleep(self, seconds):
-        self.time += seconds
+    async def pause(self, wait):
+        self.waits.append(wait)
+        self.time += wait.seconds
 
 
 class Scripted:
@@ -50,7 +53,7 @@ def ask():
     """Decide a round; `look(comparisons, clock)` sees, `visit(models)` gives differences."""
 
     async def ask(answer, look=lambda made, clock: observe(comparisons=made), visit=None):
-        clock, made, notes = VirtualClock(), [], []
+        clock, made = VirtualClock(), []
 
         async def go(compare):
             found = visit(compare.models)
@@ -63,24 +66,20 @@ def ask():
             "mine",
             lambda: look(tuple(made), clock),
             go,
-            clock,
-            lambda kind, data: notes.append((kind, data)),
+            clock.pause,
         )
-        return decision, clock, notes
+        return decision, clock
 
     return ask
 
 
 async def test_a_plan_within_the_limits_is_the_decision(ask):
-    decision, _, notes = await ask(lambda seen: Plan("federated", "because", {"turn": 1}))
+    decision, clock = await ask(lambda seen: Plan("federated", "because", {"turn": 1}))
     assert decision.answer == Plan("federated", "because", {"turn": 1})
     assert decision.observation["clients_ready"] == 8
     assert decision.observation["history"] is None
-    assert (decision.observation["asked"], decision.observation["adjustments"], notes) == (
-        [],
-        [],
-        [],
-    )
+    logged = decision.observation
+    assert (logged["asked"], logged["adjustments"], clock.waits) == ([], [], [])
 
 
 async def test_a_comparison_comes_back_in_the_same_round(ask):
@@ -89,7 +88,7 @@ async def test_a_comparison_comes_back_in_the_same_round(ask):
             return Compare(JUST_SO, 4, "to know")
         return Plan("federated", f"served is {seen.comparisons[0].difference['served']:+}")
 
-    decision, _, _ = await ask(answer, visit=lambda models: [-0.25])
+    decision, _ = await ask(answer, visit=lambda models: [-0.25])
     assert decision.answer.reason == "served is -0.25"
     assert decision.observation["asked"] == [
         {"models": JUST_SO, "devices": 4, "reason": "to know", "state": {}, "refused": None}
@@ -101,16 +100,16 @@ async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
         return Stop(seen.refused[0]) if seen.refused else Compare(JUST_SO, devices, "to know")
 
     devices = 9
-    decision, _, _ = await ask(answer)
+    decision, _ = await ask(answer)
     assert decision.answer == Stop("9 devices are to be asked and 8 are ready")
     devices = 4
-    decision, _, _ = await ask(answer, visit=lambda models: "1 of 4 answered")
+    decision, _ = await ask(answer, visit=lambda models: "1 of 4 answered")
     assert decision.answer == Stop("1 of 4 answered")
     assert decision.observation["asked"][0]["refused"] == "1 of 4 answered"
 
 
 async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
-    decision, _, _ = await ask(
+    decision, _ = await ask(
         lambda seen: Compare(JUST_SO, 4, "to know"),
         lambda made, clock: observe(comparisons=made, seconds_left=0.0),
     )
@@ -139,13 +138,13 @@ async def test_a_round_waits_for_its_window(ask):
             forecast={"federated": Forecast(ready=not away, changes_in=600 - clock.now() % 600)}
         )
 
-    decision, clock, notes = await ask(lambda seen: Plan("federated", "because"), look)
+    decision, clock = await ask(lambda seen: Plan("federated", "because"), look)
     assert decision.answer.regime == "federated"
     assert clock.now() == 600
     reason = "the federated side is outside of its window"
     waited = {"seconds": 600.0, "reason": reason, "by_limit": True}
     assert decision.observation["waited"] == [waited]
-    assert notes == [("paused", {"round": 1, "seconds": 600.0, "reason": reason})]
+    assert clock.waits == [Wait(600.0, reason)]
 
 
 async def test_after_a_wait_a_policy_may_ask_again(ask):
@@ -155,19 +154,19 @@ async def test_after_a_wait_a_policy_may_ask_again(ask):
         return Wait(60, "they are busy") if seen.refused else Compare(JUST_SO, 4, "to know")
 
     busy = ["1 of 4 answered"]
-    decision, clock, _ = await ask(answer, visit=lambda models: busy.pop() if busy else [0.0])
+    decision, clock = await ask(answer, visit=lambda models: busy.pop() if busy else [0.0])
     assert (decision.answer, clock.now()) == (Stop("enough"), 60)
 
 
 async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
-    decision, _, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
+    decision, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
     assert decision.answer.cohort == 3
     assert decision.observation["adjustments"] == ["a cohort of 1 became 3, which is the quorum"]
 
 
 async def test_a_decision_reads_back_from_the_log(ask):
     plan = Plan("hybrid", "x", {"a": 1}, merge="transfer", keep={"w": "current"}, step_scale=0.5)
-    decision, _, _ = await ask(lambda seen: plan)
+    decision, _ = await ask(lambda seen: plan)
     row = json.loads(json.dumps({**dataclasses.asdict(plan), "invited": ["a", "b"]}))
     seen = json.loads(json.dumps(decision.observation))
     again = Decision.from_log(row, seen)
@@ -192,15 +191,20 @@ closes = "06:00"
 """)
 
 
-def row(round_, regime="federated", metrics=(("loss", 1.0),), **more):
+def record(round_, regime="federated", metrics=(("loss", 1.0),), **more):
     receipts = [
         Receipt(
             participant=name, regime="federated", status="accepted", bytes_in=400, bytes_out=300
         )
         for name in ("a", "b")
     ]
-    made = attempt_row(Plan(regime, "x"), round_, 1, receipts, 10.0, 14.0)
-    return {**made, "metrics": dict(metrics), "training": {}, **more}
+    changes = {"started_at": 10.0, "elapsed": 14.0, "metrics": dict(metrics), **more}
+    return round_record(round_, receipts, 0.0, regime=regime, **changes)
+
+
+def compared_once():
+    """The record of one comparison that was made."""
+    return comparison_record(JUST_SO, comparison_of(JUST_SO, [0.1]))
 
 
 GIVEN = {
@@ -216,13 +220,13 @@ GIVEN = {
 
 
 def see(outcomes, **changes):
-    return observe_run(JOB, [past_round(one) for one in outcomes], **{**GIVEN, **changes})
+    return observe_run(JOB, [one.as_past_round() for one in outcomes], **{**GIVEN, **changes})
 
 
 def test_an_observation_says_what_is_left_and_what_things_cost():
-    seen = see([row(1)])
+    seen = see([record(1)])
     assert (seen.round, seen.rounds, seen.budget_left) == (2, 9, 96.0)
-    assert (seen.seconds_left, seen.bytes_left, seen.epsilon_left) == (80_000.0, 998_600, None)
+    assert (seen.seconds_left, seen.bytes_left) == (80_000.0, 998_600)
     assert (seen.cohort, seen.quorum, seen.price("federated")) == (8, 6, 8.0)
     assert (seen.price("datacenter"), seen.price("hybrid", steps=100)) == (0.5, 9.0)
     assert seen.client_bytes == 700
@@ -248,26 +252,32 @@ def only_plain(value):
 
 
 def test_an_observation_leads_nowhere_else():
-    comparisons = [dataclasses.asdict(comparison_of(JUST_SO, [0.1]))]
-    seen = see([row(1), row(2, comparisons=comparisons, norms={"federated": 1.0}, cosine=0.5)])
+    more = {"comparisons": [compared_once()], "norms": {"federated": 1.0}, "cosine": 0.5}
+    seen = see([record(1), record(2, **more)])
     assert only_plain(seen)
     assert seen.history[1].comparisons[0] == comparison_of(JUST_SO, [0.1])
     assert (seen.history[1].norms, seen.history[1].cosine) == ({"federated": 1.0}, 0.5)
 
 
 def test_the_figures_of_one_device_are_not_in_it():
-    outcomes = [row(1), row(2)]
-    other = copy.deepcopy(outcomes)
-    for past in other:
-        for receipt in past["receipts"]:
-            receipt |= {"participant": "somebody", "examples": 99, "seconds": 7.0, "reason": "?"}
-        past |= {"model_sha256": "0" * 64, "profile": {"tokens": 1.0}, "reason": "another"}
-    assert see(other) == see(outcomes)
+    outcomes = [record(1), record(2)]
+    changes = {"participant": "somebody", "examples": 99, "seconds": 7.0, "reason": "?"}
+    others = [
+        dataclasses.replace(
+            one,
+            receipts=[dataclasses.replace(receipt, **changes) for receipt in one.receipts],
+            model_sha256="0" * 64,
+            profile={"ranks": {"tokens": 1.0}},
+            reason="another",
+        )
+        for one in outcomes
+    ]
+    assert see(others) == see(outcomes)
 
 
 def test_a_policy_that_changes_what_it_was_given_changes_nothing():
-    comparisons = [dataclasses.asdict(comparison_of(JUST_SO, [0.1]))]
-    history, state = [past_round(row(1, comparisons=comparisons))], {"turn": 1}
+    committed = record(1, comparisons=[compared_once()])
+    history, state = [committed.as_past_round()], {"turn": 1}
     before = copy.deepcopy(history)
     seen = observe_run(JOB, history, **{**GIVEN, "state": state})
     seen.history[0].metrics["loss"] = 0.0
@@ -296,7 +306,7 @@ class Watched(list):
 
 
 def test_an_observation_costs_no_more_in_a_long_run():
-    history = Watched([past_round(row(1))] * 5000)
+    history = Watched([record(1).as_past_round()] * 5000)
     seen = observe_run(JOB, history, **GIVEN)
     assert seen.round == len(seen.history) + 1 == 5001
     assert seen.history[-1] is seen.history[4999]  # a copy, and one of it

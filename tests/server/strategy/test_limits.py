@@ -65,7 +65,6 @@ def observations(draw):
         elapsed=draw(st.floats(0, 1e6)),
         seconds_left=draw(st.none() | st.floats(-10, 1e6)),
         bytes_left=draw(st.none() | st.floats(-1e9, 1e11)),
-        epsilon_left=draw(st.none() | st.floats(-1, 8)),
         forecast={"federated": draw(forecasts), "datacenter": draw(forecasts)},
         models=(*MODELS, "day", "warm"),
         comparisons=tuple(draw(st.lists(comparison, max_size=2))),
@@ -107,7 +106,6 @@ def assert_within_limits(answer, observation):
     edge = isinstance(answer, Compare) or answer.regime != "datacenter"
     if edge:
         assert observation.forecast["federated"].ready
-        assert observation.epsilon_left is None or observation.epsilon_left > 0
     if isinstance(answer, Compare):
         assert answer.devices <= observation.clients_ready
         assert answer.devices * len(answer.models) * observation.comparison_price <= left
@@ -208,11 +206,6 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
             Stop("the run has gone on for 60 s, its limit"),
         ),
         (
-            Plan("hybrid", "x"),
-            {"epsilon_left": 0.0},
-            Stop("the privacy budget is spent, and a hybrid round would ask devices"),
-        ),
-        (
             Plan("federated", "x"),
             {"bytes_left": 3e6, "client_bytes": 1e6},
             Stop(
@@ -233,7 +226,7 @@ NIGHT = Forecast(ready=False, changes_in=600.0, share=0.5)
                 "the run ends in 500 s"
             ),
         ),
-        (Plan("datacenter", "x"), {"epsilon_left": 0.0}, Plan("datacenter", "x")),
+        (Plan("datacenter", "x"), {"bytes_left": 0.0}, Plan("datacenter", "x")),
         (Plan("federated", "x", cohort=2), {"quorum": 6}, Plan("federated", "x", cohort=6)),
         (Plan("federated", "x", cohort=50), {"quorum": 6}, Plan("federated", "x", cohort=50)),
         (

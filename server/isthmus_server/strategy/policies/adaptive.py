@@ -22,7 +22,6 @@ open::
                           what others taught, they apply the datacenter's gradient; in the second
                           case with half steps
     edge, devices closed  the round waits for their window
-    privacy spent         datacenter rounds only
 
 Greedy gain per cost is not a criterion (docs/strategy.md says why). Phases only move forward, so
 the policy cannot oscillate.
@@ -78,9 +77,6 @@ class Adaptive:
         state = AdaptiveState.from_json(observation.state)
         if self.edge_share == 0:
             reason = "none of the target lives on the devices"
-            return Plan("datacenter", reason, state.to_json())
-        if observation.epsilon_left is not None and observation.epsilon_left <= 0:
-            reason = "the privacy budget is spent, which ends edge work"
             return Plan("datacenter", reason, state.to_json())
         if state.phase == "start":
             return self._start(observation, state)

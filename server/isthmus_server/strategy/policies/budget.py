@@ -19,7 +19,7 @@ class BudgetSettings(Section):
     then: RegimeName = "datacenter"
     """The regime from then on."""
     reserve: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Part of each limit (budget, device_bytes, privacy) that is kept for the second regime."""
+    """Part of each limit (budget, device_bytes) that is kept for the second regime."""
 
 
 class Budget:
@@ -34,7 +34,6 @@ class Budget:
         left = {
             "the budget": observation.budget_left,
             "the bytes of devices": observation.bytes_left,
-            "the privacy budget": observation.epsilon_left,
         }
         limits = {name: value for name, value in left.items() if value is not None}
         initial = {**limits, **observation.state.get("initial", {})}

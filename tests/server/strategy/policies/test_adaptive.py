@@ -370,12 +370,6 @@ def test_a_federated_round_is_planned_while_the_window_is_closed():
     assert policy.plan(observe(2, state=begun, forecast=dark)).regime == "federated"  # when it may
 
 
-def test_edge_work_ends_with_the_privacy_budget():
-    plans = adapt(rounds=6, changes=lambda round_: {"epsilon_left": 3.0 - round_})
-    assert initials(plans) == "ffdddd"
-    assert "privacy budget is spent" in plans[2].reason
-
-
 def test_every_reason_contains_a_number():
     runs = [
         adapt(judge=lambda models: [-0.1] * (len(models) - 1), rounds=60),

@@ -44,7 +44,7 @@ def test_budget_leaves_a_reserve():
     # A round of 8 devices costs 8, so 40, 32, 24 and then 16 are left.
     assert initials(plans) == "fffddd"
     assert plans[3].reason == "16 of 40 is left of the budget, and 50% is kept back"
-    nearly = simulate(strategy_of("budget"), 3, lambda round_: {"epsilon_left": 4.0 - 2 * round_})
+    nearly = simulate(strategy_of("budget"), 3, lambda round_: {"bytes_left": 4.0 - 2 * round_})
     assert initials(nearly) == "fdd"
 
 

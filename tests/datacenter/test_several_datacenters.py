@@ -1,10 +1,10 @@
-"""Several datacenters train one model as DiLoCo's workers do (Douillard et al. 2023)."""
+"""Several datacenters train one model with DiLoCo (Douillard et al. 2023)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +12,39 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.job import Job, RegimeName
+from isthmus.job import Job
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model, losses
 from isthmus_datacenter.service.service import DatacenterService
 from isthmus_datacenter.training.data import ExampleOrder
+from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.report import document
+from isthmus_server.views.report import read_report
 
 STEPS = 4
-HERE = {1: ["alone"], 2: ["alone", "late"], 3: ["alone", "late"]}
-"""Who is there in each round."""
+DATACENTERS = {1: ["first"], 2: ["first", "late"], 3: ["first", "late"]}
+"""The datacenters that take part in each round."""
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 @pytest.fixture
-def job(setup: Any) -> Job:
+def job(make_setup: Any) -> Job:
     settings = {"own_data": True, "options": {"lr": 0.02}}
-    job: Job = setup("Table", settings, ranks=0, steps=STEPS, optimizer_on_load="keep").job
+    job: Job = make_setup("Table", settings, ranks=0, steps=STEPS, optimizer_on_load="keep").job
     strategy = job.strategy.model_copy(
         update={
             "policy": "datacenter",
             "server_optimizer": job.strategy.server_optimizer.model_copy(update={"options": OUTER}),
         }
     )
-    return job.model_copy(update={"rounds": len(HERE), "strategy": strategy})
+    time = job.time.model_copy(update={"join_seconds": 120.0})
+    return job.model_copy(update={"rounds": len(DATACENTERS), "strategy": strategy, "time": time})
 
 
-class _Worker:
-    """One datacenter by hand: its optimizer goes on from round to round."""
+class ReferenceWorker:
+    """One datacenter in plain PyTorch; it keeps its optimizer from round to round."""
 
     def __init__(self, job: Job, task: Any, name: str) -> None:
         participant = Participant(name=name, regime="datacenter")
@@ -69,14 +71,14 @@ class _Worker:
         return [(before - after).detach() for before, after in pairs]
 
 
-def _by_hand(made: Any, job: Job) -> nn.Module:
-    model = build_model(made.task, job.seed)
+def reference_model(setup: Any, job: Job) -> nn.Module:
+    model = build_model(setup.task, job.seed)
     outer = torch.optim.SGD(model.parameters(), **OUTER)  # type: ignore[arg-type]
-    workers: dict[str, _Worker] = {}
-    for round_, names in HERE.items():
+    workers: dict[str, ReferenceWorker] = {}
+    for round_, names in DATACENTERS.items():
         parts = []
         for name in names:
-            worker = workers.setdefault(name, _Worker(job, made.task, name))
+            worker = workers.setdefault(name, ReferenceWorker(job, setup.task, name))
             parts.append(worker.train(model, (round_ - 1) * STEPS))
         if len(parts) == 1:  # a round of one datacenter is plain training
             model.load_state_dict(workers[names[0]].model.state_dict())
@@ -88,7 +90,7 @@ def _by_hand(made: Any, job: Job) -> nn.Module:
 
 
 @contextlib.asynccontextmanager
-async def _serving(name: str, state: Path, port: int) -> AsyncIterator[None]:
+async def serving(name: str, state: Path, port: int) -> AsyncIterator[None]:
     service = DatacenterService(name, 1, state)
     task = asyncio.create_task(service.serve(f"127.0.0.1:{port}"))
     try:
@@ -98,42 +100,52 @@ async def _serving(name: str, state: Path, port: int) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+class ArrivalClock(Clock):
+    """A clock that waits for participants before every round: the coordinator sleeps there."""
+
+    def __init__(self, wait_for_arrivals: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._wait_for_arrivals = wait_for_arrivals
+
+    async def sleep(self, seconds: float) -> None:
+        await self._wait_for_arrivals()
+        await super().sleep(seconds)
+
+
+@pytest.mark.timeout(240)  # only a very busy machine needs it
 async def test_two_datacenters_and_one_that_joins_late(
-    job: Job, setup: Any, tmp_path: Path
+    job: Job, make_setup: Any, tmp_path: Path
 ) -> None:
-    made = setup("Table", job.task.settings)
+    setup = make_setup("Table", job.task.settings)
     store = Store.create(tmp_path / "run", job, Path(__file__).parent)
     link = Link(job.time.lease_seconds)
     port = await link.start()
     async with contextlib.AsyncExitStack() as services:
-        coordinator = Coordinator(store, link)
-        roster, required = coordinator.roster, coordinator.roster.require
 
-        async def everyone(regime: RegimeName) -> None:
-            """A round begins when those of `HERE` are ready."""
-            names = HERE[coordinator.at.round + 1]
+        async def wait_for_datacenters() -> None:
+            names = DATACENTERS[store.run_state().round + 1]
             if names[-1] not in link.peers:
-                await services.enter_async_context(_serving(names[-1], tmp_path / names[-1], port))
-            async with asyncio.timeout(120.0):
-                while sorted(roster.datacenters) != names:
-                    roster._changed.clear()
-                    await roster._changed.wait()
-            await required(regime)
+                await services.enter_async_context(serving(names[-1], tmp_path / names[-1], port))
+            assert await coordinator.roster.wait_for(datacenters=names)
 
-        roster.require = everyone  # type: ignore[method-assign]
+        coordinator = Coordinator(store, link, clock=ArrivalClock(wait_for_datacenters))
         try:
             await coordinator.run()
         finally:
-            store_document = document(store)
+            store_document = read_report(store).to_json()
             await link.stop()
             store.close()
-    expected = made.layout.gather(_by_hand(made, job))
+    expected = setup.layout.gather(reference_model(setup, job))
     assert (coordinator.model.vector - expected).abs().max() < 1e-6
-    told = [
+    receipts = [
         [(receipt["participant"], receipt["reason"]) for receipt in row["receipts"]]
         for row in store_document["rounds"]
     ]
-    new = (
+    note = (
         "the optimizer kept at step 4 is a new one: this datacenter did not train the steps before"
     )
-    assert told == [[("alone", "")], [("alone", ""), ("late", new)], [("alone", ""), ("late", "")]]
+    assert receipts == [
+        [("first", "")],
+        [("first", ""), ("late", note)],
+        [("first", ""), ("late", "")],
+    ]

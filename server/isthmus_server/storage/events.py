@@ -1,0 +1,295 @@
+"""Events of a run, and the stream that views, exporters and tests subscribe to."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator
+
+from isthmus.job import RegimeName
+from isthmus.wire import link_pb2
+from isthmus_server.storage.records import (
+    ComparisonRecord,
+    EndedAttempt,
+    FailedAttempt,
+    FinalModel,
+    Record,
+    RoundRecord,
+    adapter,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """Something that happened in a run."""
+
+    kind: str
+    at: float = dataclasses.field(default_factory=time.time, compare=False)
+    """Seconds since 1970-01-01 UTC, by the machine's clock."""
+
+
+class ReportedEvent(Event):
+    """An event that the run's log keeps, and that the report lists."""
+
+
+# -- participants ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WaitingForParticipants(Event):
+    """The run waits until enough participants are ready."""
+
+    kind: Literal["waiting"] = "waiting"
+    clients: int
+    """Edge clients that are needed."""
+    datacenters: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantJoined(ReportedEvent):
+    """A participant connected; the run is being opened on it."""
+
+    kind: Literal["joined"] = "joined"
+    participant: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantReady(ReportedEvent):
+    """A participant opened the run and can be invited."""
+
+    kind: Literal["ready"] = "ready"
+    participant: str
+    examples: int
+    """Size of its own training data."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantDeclined(ReportedEvent):
+    """A participant cannot take part in the run."""
+
+    kind: Literal["declined"] = "declined"
+    participant: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantLeft(ReportedEvent):
+    """A participant that was ready disconnected, or its lease ended."""
+
+    kind: Literal["left"] = "left"
+    participant: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantProgress(Event):
+    """A participant reported how far its work is."""
+
+    kind: Literal["progress"] = "progress"
+    participant: str
+    note: str = ""
+    """A sentence to show once."""
+    steps: int = 0
+    """Optimizer steps made so far."""
+    total_steps: int = 0
+    """0: the participant reports no progress by steps."""
+    loss: float = 0.0
+    examples_per_second: float = 0.0
+    units_per_second: float = 0.0
+    """Scored units, as the tokens of an example."""
+
+    @classmethod
+    def from_message(cls, participant: str, message: link_pb2.Progress) -> ParticipantProgress:
+        """What a participant reported over the link."""
+        return cls(
+            participant=participant,
+            note=message.note,
+            steps=message.steps,
+            total_steps=message.total_steps,
+            loss=message.loss,
+            examples_per_second=message.examples_per_second,
+            units_per_second=message.units_per_second,
+        )
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paused(Event):
+    """The run waits before a round, as the policy or a limit of the job wants."""
+
+    kind: Literal["paused"] = "paused"
+    round: int
+    seconds: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelsCompared(Event):
+    """An attempt at a model comparison ended, with a result or without."""
+
+    kind: Literal["compared"] = "compared"
+    record: ComparisonRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPlanned(Event):
+    """An attempt at a round begins."""
+
+    kind: Literal["planned"] = "planned"
+    round: int
+    attempt: int
+    regime: RegimeName
+    reason: str
+    invited: int
+    """Participants of both regimes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundCommitted(Event):
+    """A round is committed."""
+
+    kind: Literal["committed"] = "committed"
+    record: RoundRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundAttemptFailed(Event):
+    """An attempt at a round failed."""
+
+    kind: Literal["attempt_failed"] = "attempt_failed"
+    record: FailedAttempt
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunStopped(ReportedEvent):
+    """The policy or a limit of the job ends the run before all rounds are done."""
+
+    kind: Literal["stopped"] = "stopped"
+    round: int
+    """The round that is not trained."""
+    reason: str
+    observation: Mapping[str, Any]
+    """What the decision was made on, as the log has it for a round."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """The final model is written."""
+
+    kind: Literal["finished"] = "finished"
+    reason: str
+    spent: float
+    """Price of the whole run."""
+    final: FinalModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    """The run cannot go on."""
+
+    kind: Literal["failed"] = "failed"
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobEnded(Event):
+    """A job that a server had queued has ended."""
+
+    kind: Literal["ended"] = "ended"
+    state: str
+    """`finished`, `failed` or `cancelled`."""
+    reason: str
+    """Empty for a job that finished."""
+
+
+LoggedEvent = Annotated[
+    ParticipantJoined | ParticipantReady | ParticipantDeclined | ParticipantLeft | RunStopped,
+    Discriminator("kind"),
+]
+"""Every `ReportedEvent`."""
+
+AnyEvent = Annotated[
+    LoggedEvent
+    | WaitingForParticipants
+    | ParticipantProgress
+    | Paused
+    | ModelsCompared
+    | RoundPlanned
+    | RoundCommitted
+    | RoundAttemptFailed
+    | RunFinished
+    | RunFailed
+    | JobEnded,
+    Discriminator("kind"),
+]
+
+
+def logged_event_from_json(data: Mapping[str, Any]) -> LoggedEvent:
+    """Read a logged event.
+
+    Raises:
+        pydantic.ValidationError: the kind is unknown, or another key is wrong.
+    """
+    event: LoggedEvent = adapter(LoggedEvent).validate_python(data)
+    return event
+
+
+def event_from_json(data: Mapping[str, Any]) -> Event:
+    """Read what the `to_json` of an event gave.
+
+    Raises:
+        pydantic.ValidationError: the kind is unknown, or another key is wrong.
+    """
+    event: Event = adapter(AnyEvent).validate_python(data)
+    return event
+
+
+def attempt_event(record: EndedAttempt) -> RoundCommitted | RoundAttemptFailed:
+    """The event that was published when an attempt ended."""
+    if isinstance(record, RoundRecord):
+        return RoundCommitted(record=record)
+    return RoundAttemptFailed(record=record)
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventStream:
+    """Passes the events of a run to its subscribers, in order of subscription.
+
+    A subscriber that raises is dropped with a warning: no view can end a run.
+    """
+
+    def __init__(self) -> None:
+        self._subscribers: list[Subscriber] = []
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every event from now on; returns a function that ends that."""
+        self._subscribers.append(subscriber)
+
+        def unsubscribe() -> None:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+        return unsubscribe
+
+    def publish(self, event: Event) -> None:
+        """Pass an event to every subscriber."""
+        for subscriber in tuple(self._subscribers):
+            try:
+                subscriber(event)
+            except Exception:
+                log.warning("%r is unsubscribed: it failed on %r", subscriber, event, exc_info=True)
+                if subscriber in self._subscribers:
+                    self._subscribers.remove(subscriber)

@@ -1,0 +1,317 @@
+"""Typed records of a run: receipts, attempts, committed rounds, comparisons and the final model.
+
+Records are frozen dataclasses. `to_json` gives the document that the round log stores and that
+``isthmus report --json`` prints; `from_json` validates such a document and reads it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import TypeAdapter
+
+from isthmus_server.storage.checkpoints import Saved
+from isthmus_server.strategy.policy import Comparison, Kind, PastRound
+
+Status = Literal["accepted", "rejected", "dropped"]
+
+UNREACHABLE = "the quorum could not be reached any more"
+"""Reason in the receipts of participants that were stopped because too many others had failed."""
+
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
+def adapter(type_: Any) -> TypeAdapter[Any]:
+    """The converter between a type and JSON data, made once; it also knows the JSON schema."""
+    if type_ not in _ADAPTERS:
+        _ADAPTERS[type_] = TypeAdapter(type_)
+    return _ADAPTERS[type_]
+
+
+class Record:
+    """Base of the frozen dataclasses that are stored and printed as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data with one key per field."""
+        data: dict[str, Any] = adapter(type(self)).dump_python(self, mode="json")
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_json` gave.
+
+        Raises:
+            pydantic.ValidationError: a key is missing or its value has another type.
+        """
+        record: Self = adapter(cls).validate_python(data)
+        return record
+
+
+# -- participants ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Receipt(Record):
+    """The outcome of one participant in one attempt at a round."""
+
+    participant: str
+    regime: Literal["datacenter", "federated"]
+    status: Status
+    """`accepted`: its result is part of the model. `rejected`: it sent a result that was not used.
+    `dropped`: it sent no result, or not in time."""
+    reason: str = ""
+    """Why it was rejected or dropped; empty for an accepted participant without incident."""
+    started: bool = True
+    """It was reachable and had received its model in time; otherwise it is not paid for."""
+    sent: bool = False
+    """It sent a result."""
+    examples: int = 0
+    """Weight of its update in the mean."""
+    steps: int = 0
+    """Optimizer steps it made."""
+    seconds: float = 0.0
+    """Its own wall time for the work."""
+    loss: float | None = None
+    """Its mean training loss, where its update is plain; selection by utility uses it."""
+    staleness: int = 0
+    """Rounds between its invitation and this one, with federated.mode = "buffered"."""
+    bytes_in: int = 0
+    """Bytes of blobs received from it."""
+    bytes_out: int = 0
+    """Bytes of blobs sent to it."""
+
+
+def summarize_failures(receipts: Iterable[Receipt]) -> str:
+    """The reasons of up to three participants; those stopped because of others come last."""
+    failed = [receipt for receipt in receipts if receipt.reason]
+    stopped = {f"{one.participant}: {one.reason}": one.reason == UNREACHABLE for one in failed}
+    return "; ".join(sorted(stopped, key=lambda line: (stopped[line], line))[:3])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Participants(Record):
+    """How many participants got how far in an attempt."""
+
+    invited: int
+    started: int
+    sent: int
+    accepted: int
+    rejected: int
+    dropped: int
+
+    @classmethod
+    def of(cls, receipts: Sequence[Receipt]) -> Participants:
+        """Count receipts, one per invited participant."""
+
+        def having(status: Status) -> int:
+            return sum(receipt.status == status for receipt in receipts)
+
+        return cls(
+            invited=len(receipts),
+            started=sum(receipt.started for receipt in receipts),
+            sent=sum(receipt.sent for receipt in receipts),
+            accepted=having("accepted"),
+            rejected=having("rejected"),
+            dropped=having("dropped"),
+        )
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparisonRecord(Record):
+    """One attempt at a model comparison on devices."""
+
+    number: int
+    """Of the comparison in the run, from 1; all attempts at it have the same."""
+    attempt: int
+    round: int
+    """The round it was made for."""
+    ended: bool
+    """No further attempt is made: it has a result, or was given up."""
+    reason: str
+    """The policy's, for asking."""
+    models: tuple[str, ...]
+    """Names of the compared models."""
+    result: Comparison | None
+    """None if the attempt failed."""
+    error: str | None
+    """Why it failed; None if it did not."""
+    price: float
+    device_bytes: int
+    """Bytes to and from devices."""
+    seconds: float
+    receipts: Sequence[Receipt]
+    policy_state: Mapping[str, Any]
+    """The policy's state after the attempt."""
+
+
+# -- attempts at rounds ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost(Record):
+    """What an attempt cost, with the comparisons made for it."""
+
+    price: float
+    """In the job's unit of price."""
+    bytes_up: int
+    """Bytes of blobs received from participants in the attempt itself."""
+    bytes_down: int
+    """Bytes of blobs sent to them."""
+    device_bytes: int
+    """Bytes to and from devices, comparisons included."""
+    device_seconds: float
+    datacenter_seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        receipts: Sequence[Receipt],
+        price: float,
+        comparisons: Sequence[ComparisonRecord] = (),
+    ) -> Cost:
+        """Add up receipts and comparisons; `price` is that of the attempt without comparisons."""
+        devices = [receipt for receipt in receipts if receipt.regime == "federated"]
+        ranks = [receipt for receipt in receipts if receipt.regime == "datacenter"]
+        moved = sum(receipt.bytes_in + receipt.bytes_out for receipt in devices)
+        return cls(
+            price=price + sum(comparison.price for comparison in comparisons),
+            bytes_up=sum(receipt.bytes_in for receipt in receipts),
+            bytes_down=sum(receipt.bytes_out for receipt in receipts),
+            device_bytes=moved + sum(comparison.device_bytes for comparison in comparisons),
+            device_seconds=sum(receipt.seconds for receipt in devices),
+            datacenter_seconds=sum(receipt.seconds for receipt in ranks),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttemptRecord(Record):
+    """One ended attempt at a round: what committed rounds and failed attempts have in common."""
+
+    round: int
+    attempt: int
+    """From 1; attempts that a crash cut short are numbered too."""
+    regime: Kind
+    reason: str
+    """Why the policy chose the regime."""
+    started_at: float
+    """Seconds since 1970-01-01 UTC."""
+    seconds: float
+    """Wall time."""
+    elapsed: float
+    """Seconds that the run had lasted when the attempt ended, without the time it was stopped."""
+    participants: Participants
+    receipts: Sequence[Receipt]
+    cost: Cost
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Central held-out figures; empty where the round was not evaluated, or failed."""
+    epsilon: float | None = None
+    """Reserved for privacy accounting; no mechanism reports it yet."""
+    model_sha256: str | None = None
+    """In hexadecimal, of the served model; None while the model stays in the datacenter."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundRecord(AttemptRecord):
+    """A committed round."""
+
+    comparisons: Sequence[ComparisonRecord] = ()
+    """Attempts at comparisons that the policy asked for before it planned the round."""
+    training: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """Figures of the training itself, by regime."""
+    norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """2-norm of each regime's pseudo-gradient, where the server received it."""
+    cosine: float | None = None
+    """Between the two pseudo-gradients of a hybrid round."""
+    profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """Rates and memory of each datacenter's ranks, by its name."""
+
+    def as_past_round(self) -> PastRound:
+        """What policies see of it: totals and means, nothing about single participants."""
+        devices = [receipt for receipt in self.receipts if receipt.regime == "federated"]
+        ranks = [receipt for receipt in self.receipts if receipt.regime == "datacenter"]
+        return PastRound(
+            round=self.round,
+            regime=self.regime,
+            metrics=dict(self.metrics),
+            seconds=self.seconds,
+            price=self.cost.price,
+            accepted=self.participants.accepted,
+            bytes_up=self.cost.bytes_up,
+            bytes_down=self.cost.bytes_down,
+            bytes_each=max((one.bytes_in + one.bytes_out for one in devices), default=0),
+            device_seconds=self.cost.device_seconds,
+            datacenter_seconds=self.cost.datacenter_seconds,
+            datacenter_steps=sum(receipt.steps for receipt in ranks),
+            training={name: dict(figures) for name, figures in self.training.items()},
+            norms=dict(self.norms),
+            cosine=self.cosine,
+            comparisons=[one.result for one in self.comparisons if one.result is not None],
+            elapsed=self.elapsed,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailedAttempt(AttemptRecord):
+    """An attempt that ended without a model."""
+
+    error: str
+    """Why it failed."""
+    given_up: bool = False
+    """Its plan is not tried again: the job's attempts are used up."""
+
+
+EndedAttempt = RoundRecord | FailedAttempt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedAttempt:
+    """An attempt in the round log, with the decision that led to it."""
+
+    round: int
+    attempt: int
+    plan: Mapping[str, Any]
+    observation: Mapping[str, Any]
+    record: EndedAttempt | None
+    """None for an attempt that is under way or was cut short."""
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinalModel(Record):
+    """The model of a finished run."""
+
+    metrics: Mapping[str, float]
+    """Central held-out figures."""
+    model_sha256: str
+    """In hexadecimal, of the file."""
+    model_path: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommittedState(Record):
+    """Training state that is committed together with a round; the defaults are those before it."""
+
+    models: Mapping[str, Saved] = dataclasses.field(default_factory=dict)
+    """Checkpoints by name: `current`, `served` where it differs, and those that plans kept."""
+    averaged: int = 0
+    """Models in the served average."""
+    optimizer: Saved | None = None
+    """The server optimizer's tensors."""
+    optimizer_numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    datacenter_step: int = 0
+    """Optimizer steps the datacenter has made in committed rounds."""
+    gradient_step: int = 0
+    """Steps whose batches went into gradients that were transferred to devices."""
+    holder: str | None = None
+    """The datacenter that holds the committed model at `datacenter_step`, if one does."""
+    model_in_datacenter: bool = False
+    """Only the holder has the committed model: the checkpoint of `current` is older."""
+    policy_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,71 @@
+"""Agents on the nodes of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests import forked
+from tests.datacenter.conftest import wait_until
+
+from isthmus_datacenter.service import agents
+from isthmus_datacenter.service.rank_group import Nodes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_node_logs_that_it_waits_for_its_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts: list[int] = []
+
+    def refuse(host: str, port: int) -> Any:
+        attempts.append(port)
+        raise dist.DistNetworkError("connection refused")
+
+    monkeypatch.setattr(agents, "AgentForkServer", contextlib.nullcontext)
+    monkeypatch.setattr(agents.ControlStore, "connect", refuse)
+    monkeypatch.setattr(agents, "MAX_RECONNECT_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        agents.serve_node("head", 29400, lambda: len(attempts) == 9)
+    assert caplog.messages == ["no service at head:29400; this node waits for it"] * 4
+
+
+def test_two_nodes_make_one_group(
+    start_datacenter: Any, make_setup: Any, warm_datacenter: Any, tmp_path: Path
+) -> None:
+    """Two agents, one of whose ranks is killed, give the same bytes as one machine."""
+    port = free_port()
+    words = ("datacenter", "agent", "--control", f"127.0.0.1:{port}")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [forked.start(words, tmp_path, environment) for _ in range(2)]
+    try:
+        driver = start_datacenter(ranks=1, nodes=Nodes(count=2, host="127.0.0.1", port=port))
+        setup = make_setup("Table", {"dropout": 0.2}, zero_stage=3)
+        for each in (driver, warm_datacenter):
+            each.open("nodes", setup)
+        assert driver.train("nodes", 0, 4, hand_back=True) is not None
+        warm_datacenter.train("nodes", 0, 4)
+        group = driver.service.group
+        pids = driver.run(group.rank_pids())
+        os.kill(pids[1], signal.SIGKILL)
+        _, blob = driver.train("nodes", 4, 8, hand_back=True)
+        assert blob == warm_datacenter.train("nodes", 4, 8, hand_back=True)[1]
+        # A node that receives SIGTERM asks the service to leave.
+        os.kill(nodes[0][0].pid, signal.SIGTERM)
+        wait_until(lambda: driver.run(group.is_leave_requested()))
+    finally:
+        for process, _ in nodes:
+            process.kill()
+            process.join()

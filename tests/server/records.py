@@ -1,0 +1,59 @@
+"""Records of attempts, rounds and comparisons for tests; every field has a default."""
+
+from isthmus_server.storage.records import (
+    ComparisonRecord,
+    Cost,
+    FailedAttempt,
+    FinalModel,
+    Participants,
+    RoundRecord,
+)
+
+FINAL = FinalModel(metrics={"x": 1.0}, model_sha256="00", model_path="model.safetensors")
+
+
+def _attempt(round_, receipts, price, changes):
+    return {
+        "round": round_,
+        "attempt": 1,
+        "regime": "federated",
+        "reason": "x",
+        "started_at": 0.0,
+        "seconds": 4.0,
+        "elapsed": 4.0 * round_,
+        "participants": Participants.of(receipts),
+        "receipts": receipts,
+        "cost": Cost.of(receipts, price),
+        **changes,
+    }
+
+
+def round_record(round_, receipts=(), price=1.0, **changes):
+    """A committed round."""
+    return RoundRecord(**_attempt(round_, receipts, price, changes))
+
+
+def failed_attempt(round_, receipts=(), price=1.0, **changes):
+    """An attempt that failed."""
+    changes = {"error": "too few answered", **changes}
+    return FailedAttempt(**_attempt(round_, receipts, price, changes))
+
+
+def comparison_record(models, result=None, **changes):
+    """An attempt at a comparison; one without a result failed."""
+    fields = {
+        "number": 1,
+        "attempt": 1,
+        "round": 1,
+        "ended": result is not None,
+        "reason": "to know",
+        "models": models,
+        "result": result,
+        "error": None if result else "too few answered",
+        "price": result.price if result else 0.0,
+        "device_bytes": 0,
+        "seconds": 1.0,
+        "receipts": [],
+        "policy_state": {},
+    }
+    return ComparisonRecord(**{**fields, **changes})
