@@ -16,7 +16,7 @@ ERRORS = "isthmus.errors"
 """The module with the exception tree."""
 REFUSALS = "isthmus_privacy.secagg:REFUSALS"
 """Code of each refusal of secure aggregation, and the error that carries it."""
-RECEIPT = "isthmus_server.storage.receipts:Receipt"
+RECEIPT = "isthmus_server.storage.records:Receipt"
 """The dataclass of a receipt, as it is in the report."""
 
 API: dict[str, tuple[str, list[str]]] = {
