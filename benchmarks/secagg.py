@@ -59,9 +59,9 @@ from isthmus_privacy.crypto import shamir
 from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.secagg import RoundConfig, encode
-from isthmus_privacy.secagg.graph import neighbourhood
+from isthmus_privacy.secagg.graph import graph_parameters
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "privacy"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 RING_BITS = 32
 SALT = bytes(32)
@@ -157,7 +157,7 @@ def quantising(params: int, repeats: int) -> Line:
 def server_unmasking(params: int, clients: int, repeats: int) -> Line:
     """`clients` on the complete graph, a tenth of them lost before their vector."""
     lost = clients // 10
-    hood = neighbourhood(clients, corrupt_permille=100, dropout_permille=200, fewest=2)
+    graph = graph_parameters(clients, corrupt_permille=100, dropout_permille=200, clients_min=2)
     survivors, gone = range(clients - lost), range(clients - lost, clients)
     points = {i: [j + 1 for j in range(clients) if j != i] for i in range(clients)}
     total = torch.randint(-(1 << 31), 1 << 31, (params,), dtype=torch.int64).to(torch.int32)
@@ -166,11 +166,11 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Line:
     ours_keys = [OneTimeKey() for _ in range(clients)]
     dealt = [
         shamir.split(
-            seeds[i] if i in survivors else ours_keys[i].private_bytes(), points[i], hood.threshold
-        )[: hood.threshold]
+            seeds[i] if i in survivors else ours_keys[i].private_bytes(), points[i], graph.threshold
+        )[: graph.threshold]
         for i in range(clients)
     ]
-    used = [points[i][: hood.threshold] for i in range(clients)]
+    used = [points[i][: graph.threshold] for i in range(clients)]
 
     def ours() -> None:
         secrets = shamir.combine(used, dealt)
@@ -188,8 +188,8 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Line:
     # Keys and shares that cost Flower seconds to make are made once and stand for all: putting
     # together and expanding them costs the same whatever they hold.
     flower_keys = [FlowerKey() for _ in range(2)]
-    seed_shares = create_shares(seeds[0], hood.threshold, clients)[: hood.threshold]
-    key_shares = create_shares(flower_keys[0].private, hood.threshold, clients)[: hood.threshold]
+    seed_shares = create_shares(seeds[0], graph.threshold, clients)[: graph.threshold]
+    key_shares = create_shares(flower_keys[0].private, graph.threshold, clients)[: graph.threshold]
     masked = [total.numpy().astype(np.int64) % (1 << RING_BITS)]
 
     def theirs() -> None:
@@ -271,7 +271,7 @@ def main() -> None:
     lines.append(sharing(100, 67, repeats))
     speed, fraction = mask_and_add(4_000_000, 10, repeats)
 
-    import mutation
+    from tests.privacy import mutation
 
     report = mutation.check()
     found = {line.key: line.ratio for line in lines}

@@ -27,7 +27,7 @@ from isthmus_clients.device.agent import Agent
 from isthmus_server.control_plane.authority import Authority, initialise
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
-from tests.privacy.parties import Parties, enrolment, make_config
+from tests.privacy.protocol import ProtocolRound, enrolment, make_config
 from tests.server.conftest import Net, until
 from tests.server.work import answering, train
 
@@ -65,8 +65,7 @@ def decoders(folder):
     joining, authority = JoinService(members), members.certifier
     request = tls.signing_request(tls.new_key())
     certificate, _ = authority.issue(request, kind="client", name="a", identity=bytes(32))
-    parties = Parties(3).advertise().deal().mask().consent()
-    client = parties.clients["c00000"]
+    protocol = ProtocolRound(3).advertise_keys().share_keys().mask_inputs().check_consistency()
     runner = asyncio.Runner()
 
     class Call:
@@ -111,12 +110,12 @@ def decoders(folder):
     for message in (
         make_config(),
         enrolment("c00000"),
-        parties.roster,
-        parties.inboxes["c00000"],
-        parties.masked["c00000"][0],
-        parties.survivors,
-        parties.consistency_signatures,
-        client.release(parties.consistency_signatures),
+        protocol.roster,
+        protocol.inboxes["c00000"],
+        protocol.masked["c00000"][0],
+        protocol.survivors,
+        protocol.consistency_signatures,
+        protocol.reveal("c00000"),
     ):
         found[type(message).__name__] = (type(message).from_bytes, message.to_bytes())
     yield found

@@ -1,1 +1,1 @@
-"""."""
+"""Secure aggregation: cryptographic primitives and the SecAgg+ protocol."""

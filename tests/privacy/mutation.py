@@ -1,46 +1,46 @@
-"""A mutation check of the refusals: each is taken away in turn, and some attack must notice.
+"""Mutation test of the refusals: each is disabled in turn, and an attack must detect it.
 
-All refusals go through one function and each has one place, so making that function return for
-one name is the same as deleting that check. An attack notices if it then does anything but end in
-that refusal: it succeeds, or something else stops it.
+All refusals go through one function and each has one place, so letting that function return for
+one code is the same as deleting that check. An attack detects it if it then does not end in that
+refusal: it succeeds, or something else stops it.
 """
 
 import contextlib
 import dataclasses
 
-from attacks import ATTACKS
+from tests.privacy.attacks import ATTACKS
 
 from isthmus_privacy.crypto import refusal
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What came of it."""
+    """Result of the mutation test."""
 
     refusals: int
     killed: int
-    """Refusals whose removal an attack noticed."""
+    """Refusals whose removal an attack detected."""
     survivors: tuple[str, ...]
-    """Those whose removal nobody noticed."""
-    open: tuple[str, ...]
-    """Those with nothing behind them: without the check, an attack succeeds in silence."""
+    """Refusals whose removal no attack detected."""
+    sole_defences: tuple[str, ...]
+    """Refusals without which an attack succeeds silently."""
 
     def __str__(self):
         text = f"refusals: {self.refusals}\nrefusals_killed: {self.killed}"
-        text += f"\n  of them {len(self.open)} are the only thing between an attack and success"
+        text += f"\n  sole defence against an attack: {len(self.sole_defences)}"
         if self.survivors:
-            text += f"\n  removal not noticed: {', '.join(self.survivors)}"
+            text += f"\n  removal not detected: {', '.join(self.survivors)}"
         return text
 
 
 @contextlib.contextmanager
-def without(code):
-    """No refusal of that name."""
+def disabled(code):
+    """Disable the refusal of a code."""
     original = refusal.refuse
 
-    def refuse(name, reason, *, peer=None):
-        if name != code:
-            original(name, reason, peer=peer)
+    def refuse(refused_code, reason, *, peer=None):
+        if refused_code != code:
+            original(refused_code, reason, peer=peer)
 
     refusal.refuse = refuse
     try:
@@ -50,27 +50,27 @@ def without(code):
 
 
 def outcome(attack):
-    """How an attack ends: the code of a refusal, `succeeded`, or what else it ran into."""
+    """How an attack ends: the code of a refusal, `succeeded`, or the class of another error."""
     try:
         attack()
-    except Exception as error:  # noqa: BLE001  whatever stops it is what it ends in
+    except Exception as error:  # noqa: BLE001  any error is an outcome
         return getattr(error, "code", "") or type(error).__name__
     return "succeeded"
 
 
 def check():
-    """Take every refusal away in turn."""
-    survivors, unguarded = [], []
+    """Disable each refusal in turn and run its attacks."""
+    survivors, sole_defences = [], []
     for code in refusal.REFUSALS:
-        with without(code):
-            ends = {outcome(attack) for attack in ATTACKS.get(code, ())}
-        if not ends - {code}:
+        with disabled(code):
+            outcomes = {outcome(attack) for attack in ATTACKS.get(code, ())}
+        if not outcomes - {code}:
             survivors.append(code)
-        if "succeeded" in ends:
-            unguarded.append(code)
+        if "succeeded" in outcomes:
+            sole_defences.append(code)
     return Report(
         refusals=len(refusal.REFUSALS),
         killed=len(refusal.REFUSALS) - len(survivors),
         survivors=tuple(survivors),
-        open=tuple(unguarded),
+        sole_defences=tuple(sole_defences),
     )

@@ -315,7 +315,7 @@ class Agent:
         if self._guard is None:
             return ClientRequirements()
         wanted = self._guard.policy.privacy
-        return ClientRequirements(clients_min=wanted.clients_min, noise=wanted.noise)
+        return ClientRequirements(clients_min=wanted.clients_min)
 
     def _step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         attempt = self._secure

@@ -44,8 +44,6 @@ class Privacy(Section):
     """Never let an update, or scores, out that are not masked."""
     clients_min: Annotated[int, Field(ge=2)] = 3
     """Never take part in a sum that could be of fewer devices."""
-    noise: bool = False
-    """Never take part without distributed noise."""
 
 
 class Policy(Section):

@@ -135,7 +135,7 @@ class SecureParticipation:
             directory=credentials.directory,
             history=credentials.history,
             model_hash=model,
-            policy=credentials.floor,
+            requirements=credentials.floor,
         )
         self._remember = credentials.remember
         self._remember()
@@ -155,7 +155,7 @@ class SecureParticipation:
             figures={slot.name: loss for slot in self.config.slots},
             dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
         )
-        return self.session.advertise()
+        return self.session.advertise_keys()
 
     def step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         """Answer the next message.
@@ -166,12 +166,12 @@ class SecureParticipation:
         kind = work.WhichOneof("message")
         session = self.session
         if kind == "roster":
-            answer = session.deal(Roster.from_bytes(work.roster)).to_bytes()
+            answer = session.share_keys(Roster.from_bytes(work.roster)).to_bytes()
             return link_pb2.SecureStepped(message=answer), None
         if kind == "inbox":
             if self._encoded is None:
                 raise UpdateError("there is no update to mask")
-            masked, payload = session.mask(Inbox.from_bytes(work.inbox), self._encoded)
+            masked, payload = session.mask_input(Inbox.from_bytes(work.inbox), self._encoded)
             self._encoded = None
             stepped = link_pb2.SecureStepped(message=masked.to_bytes(), masked=describe(payload))
             return stepped, payload
@@ -179,7 +179,7 @@ class SecureParticipation:
             answer = session.sign_survivors(Survivors.from_bytes(work.survivors)).to_bytes()
             return link_pb2.SecureStepped(message=answer), None
         if kind == "consistency_signatures":
-            answer = session.release(
+            answer = session.reveal_unmasking_shares(
                 ConsistencySignatures.from_bytes(work.consistency_signatures)
             ).to_bytes()
             self._remember()

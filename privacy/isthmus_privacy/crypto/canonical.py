@@ -1,9 +1,9 @@
-"""Bytes with exactly one reading: what is signed, hashed and sent.
+"""Canonical encoding of everything that is signed, hashed or sent.
 
-Every field has its length in front, or a fixed one; numbers are little-endian; a set of clients
-is a bitmap. Two different values never have the same bytes, and no value has two encodings, so a
-signature over bytes is a signature over what they mean. Reading is strict and bounded: nothing is
-allocated on a peer's word.
+Every field is length-prefixed or of fixed length; numbers are little-endian; a set of clients is a
+bitmap. Encoding is injective and no value has two encodings, so a signature over the bytes is a
+signature over the value. Decoding is strict and bounded: no allocation depends on an unchecked
+length from a peer.
 
 >>> @dataclasses.dataclass(frozen=True)
 ... class Greeting(Message):
@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from isthmus_privacy.crypto import refusal
 
-DOMAIN = "isthmus/secagg/1/"
-"""In front of the tag of every message, hash, signature and key derivation."""
+DOMAIN = "isthmus/secagg/2/"
+"""Prefix of the tag of every message, hash, signature and key derivation."""
 
 MAX_CLIENTS = 1 << 16
-"""No set of clients, and no list with one item per client, is longer."""
+"""Maximum length of a set of clients, and of a list with one item per client."""
 
 T = TypeVar("T")
 _U32 = struct.Struct("<I")
@@ -38,7 +38,7 @@ _F64 = struct.Struct("<d")
 
 
 def tagged(tag: str, *fields: bytes) -> bytes:
-    """`DOMAIN + tag` and the fields, each with its length in front."""
+    """`DOMAIN + tag` and the fields, each prefixed with its length."""
     parts = [(DOMAIN + tag).encode(), *fields]
     return b"".join(_U32.pack(len(part)) + part for part in parts)
 
@@ -49,39 +49,40 @@ def tagged_hash(tag: str, *fields: bytes) -> bytes:
 
 
 class Reader:
-    """A position in received bytes."""
+    """Read position in received bytes."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self.data = memoryview(data)
-        self.at = 0
+        self.position = 0
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
-        if count > len(self.data) - self.at:
+        """Read the next `count` bytes."""
+        if count > len(self.data) - self.position:
             refusal.refuse("message-truncated", f"a message ends {count} bytes too early")
-        self.at += count
-        return bytes(self.data[self.at - count : self.at])
+        self.position += count
+        return bytes(self.data[self.position - count : self.position])
 
-    def count(self, most: int) -> int:
-        """A length or number of items, of at most `most`."""
-        found: int = _U32.unpack(self.take(4))[0]
-        if found > most:
-            refusal.refuse("message-oversized", f"a field of {found} is longer than {most}")
-        return found
+    def count(self, maximum: int) -> int:
+        """Read a length or number of items of at most `maximum`."""
+        length: int = _U32.unpack(self.take(4))[0]
+        if length > maximum:
+            refusal.refuse("message-oversized", f"a field of {length} is longer than {maximum}")
+        return length
 
 
 @dataclasses.dataclass(frozen=True)
 class Field(Generic[T]):
-    """How one value is written and read."""
+    """Encoder and decoder of one field."""
 
     write: Callable[[T], bytes]
     read: Callable[[Reader], T]
 
 
-def blob(most: int) -> Field[bytes]:
-    """Up to `most` bytes."""
+def blob(max_bytes: int) -> Field[bytes]:
+    """Up to `max_bytes` bytes."""
     return Field(
-        lambda value: _U32.pack(len(value)) + value, lambda reader: reader.take(reader.count(most))
+        lambda value: _U32.pack(len(value)) + value,
+        lambda reader: reader.take(reader.count(max_bytes)),
     )
 
 
@@ -90,15 +91,15 @@ def exactly(size: int) -> Field[bytes]:
 
     def write(value: bytes) -> bytes:
         if len(value) != size:
-            raise ValueError(f"{len(value)} bytes where {size} belong")
+            raise ValueError(f"{len(value)} bytes in a field of {size}")
         return value
 
     return Field(write, lambda reader: reader.take(size))
 
 
-def text(most: int) -> Field[str]:
-    """UTF-8 of 1 to `most` bytes."""
-    inner = blob(most)
+def text(max_bytes: int) -> Field[str]:
+    """UTF-8 of 1 to `max_bytes` bytes."""
+    inner = blob(max_bytes)
 
     def read(reader: Reader) -> str:
         raw = inner.read(reader)
@@ -111,25 +112,25 @@ def text(most: int) -> Field[str]:
 
 
 NUMBER: Field[int] = Field(_U64.pack, lambda reader: int(_U64.unpack(reader.take(8))[0]))
-"""A whole number of 0 .. 2^64 - 1."""
+"""An unsigned 64-bit integer."""
 
 REAL: Field[float] = Field(_F64.pack, lambda reader: float(_F64.unpack(reader.take(8))[0]))
 """A float64."""
 
 FLAG: Field[bool] = Field(lambda value: bytes([value]), lambda reader: _flag(reader.take(1)[0]))
-"""Yes or no."""
+"""A boolean."""
 
 
-def items(inner: Field[T], most: int = MAX_CLIENTS) -> Field[tuple[T, ...]]:
-    """A list of at most `most`."""
+def items(inner: Field[T], max_items: int = MAX_CLIENTS) -> Field[tuple[T, ...]]:
+    """A list of at most `max_items`."""
     return Field(
         lambda values: _U32.pack(len(values)) + b"".join(inner.write(value) for value in values),
-        lambda reader: tuple(inner.read(reader) for _ in range(reader.count(most))),
+        lambda reader: tuple(inner.read(reader) for _ in range(reader.count(max_items))),
     )
 
 
 def row(*fields: Field[Any]) -> Field[tuple[Any, ...]]:
-    """A few fields next to each other."""
+    """A fixed sequence of fields."""
     return Field(
         lambda values: b"".join(f.write(v) for f, v in zip(fields, values, strict=True)),
         lambda reader: tuple(f.read(reader) for f in fields),
@@ -138,10 +139,10 @@ def row(*fields: Field[Any]) -> Field[tuple[Any, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Members:
-    """A set of clients, as positions in the roster."""
+    """A set of clients, by their positions in the roster."""
 
     size: int
-    """Of the whole roster."""
+    """Clients in the roster."""
     indices: frozenset[int]
 
     def __len__(self) -> int:
@@ -153,7 +154,7 @@ class Members:
     def bits(self) -> bytes:
         """The bitmap: client i is bit i mod 8 of byte i div 8."""
         if self.indices and not 0 <= min(self.indices) <= max(self.indices) < self.size:
-            raise ValueError(f"a member beyond the roster of {self.size}")
+            raise ValueError(f"a member is outside the roster of {self.size}")
         bits = bytearray(-(-self.size // 8))
         for index in self.indices:
             bits[index >> 3] |= 1 << (index & 7)
@@ -179,43 +180,43 @@ MEMBERS: Field[Members] = Field(_write_members, _read_members)
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Something that is sent: a tag and its fields in order."""
+    """A protocol message: a tag and its fields in order."""
 
     TAG: ClassVar[str]
     FIELDS: ClassVar[Mapping[str, Field[Any]]]
 
     def to_bytes(self) -> bytes:
-        """The only encoding of this message."""
+        """Encode this message; no other encoding is accepted."""
         return tagged(self.TAG) + b"".join(
             field.write(getattr(self, name)) for name, field in self.FIELDS.items()
         )
 
     @classmethod
     def read(cls, reader: Reader) -> Self:
-        """Read one from a longer stream of fields."""
+        """Decode a message nested in other fields."""
         tag = tagged(cls.TAG)
         if reader.take(len(tag)) != tag:
-            refusal.refuse("message-wrong-kind", f"this is not a {cls.TAG!r} of this protocol")
+            refusal.refuse(
+                "message-wrong-kind", f"this is not a message {cls.TAG!r} of this protocol version"
+            )
         return cls(**{name: field.read(reader) for name, field in cls.FIELDS.items()})
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Self:
-        """Read one, strictly.
+        """Decode a message strictly.
 
         Raises:
-            PeerMisbehaved: these bytes are not what `to_bytes` writes.
+            PeerMisbehaved: the bytes are not the canonical encoding of a message of this class.
         """
         reader = Reader(data)
         message = cls.read(reader)
-        if reader.at != len(reader.data):
-            refusal.refuse(
-                "message-trailing", f"{len(reader.data) - reader.at} bytes follow a {cls.TAG!r}"
-            )
+        if (trailing := len(reader.data) - reader.position) > 0:
+            refusal.refuse("message-trailing", f"{trailing} bytes follow a message {cls.TAG!r}")
         return message
 
 
 def nested(kind: type[Message]) -> Field[Any]:
-    """A message inside a message."""
+    """A message as a field of another message."""
     return Field(lambda value: value.to_bytes(), kind.read)
 
 

@@ -1,12 +1,12 @@
-"""The primitives, each used in one way only: signatures, key agreement, derivation, sealing.
+"""Signatures, key agreement, key derivation and authenticated encryption.
 
 Ed25519 (RFC 8032), X25519 (RFC 7748), HKDF-SHA256 (RFC 5869) and AES-256-GCM (SP 800-38D), all
-from `cryptography`. Every use carries a tag of its own (`canonical.tagged`), so no output made
-for one purpose means anything in another.
+from `cryptography`. Every use has its own tag (`canonical.tagged`), so that an output made for one
+purpose is never valid for another.
 
->>> one, other = OneTimeKey(), OneTimeKey()
+>>> alice, bob = OneTimeKey(), OneTimeKey()
 >>> salt = bytes(32)
->>> one.agree(other.public, salt, "pair") == other.agree(one.public, salt, "pair")
+>>> alice.agree(bob.public, salt, "pair") == bob.agree(alice.public, salt, "pair")
 True
 """
 
@@ -27,14 +27,14 @@ from isthmus_privacy.crypto.canonical import tagged
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 SEALING_BYTES = 12 + 16
-"""What sealing adds: a random nonce and the tag."""
+"""Overhead of `seal`: a random nonce and the authentication tag."""
 
 
 class SigningKey:
-    """An Ed25519 private key that signs tagged fields only."""
+    """An Ed25519 private key. It signs tagged fields only."""
 
     def __init__(self, private: bytes | None = None) -> None:
-        """`private` is the 32-byte seed; None draws a new key."""
+        """`private` is the 32-byte seed; None generates a key."""
         self._key = (
             Ed25519PrivateKey.generate()
             if private is None
@@ -43,12 +43,12 @@ class SigningKey:
         self.public: bytes = self._key.public_key().public_bytes_raw()
 
     def sign(self, tag: str, *fields: bytes) -> bytes:
-        """The 64-byte signature of `tagged(tag, *fields)`."""
+        """Sign `tagged(tag, *fields)`; the signature has 64 bytes."""
         return self._key.sign(tagged(tag, *fields))
 
 
 def verify(public: bytes, signature: bytes, tag: str, *fields: bytes) -> bool:
-    """Whether `signature` is one of `tagged(tag, *fields)` under `public`."""
+    """Check a signature of `tagged(tag, *fields)` against a public key."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, tagged(tag, *fields))
     except (InvalidSignature, ValueError):
@@ -57,10 +57,10 @@ def verify(public: bytes, signature: bytes, tag: str, *fields: bytes) -> bool:
 
 
 class OneTimeKey:
-    """An X25519 key of one client for one attempt at one round."""
+    """An X25519 key pair of one client for one attempt at one round."""
 
     def __init__(self, private: bytes | None = None) -> None:
-        """`private` is the 32-byte scalar; None draws a new one."""
+        """`private` is the 32-byte scalar; None generates one."""
         self._key = (
             X25519PrivateKey.generate()
             if private is None
@@ -69,20 +69,20 @@ class OneTimeKey:
         self.public: bytes = self._key.public_key().public_bytes_raw()
 
     def private_bytes(self) -> bytes:
-        """The scalar, to be shared among the neighbours."""
+        """The scalar, for secret sharing among the neighbours."""
         return self._key.private_bytes_raw()
 
     def agree(self, public: bytes, salt: bytes, tag: str, *fields: bytes) -> bytes:
-        """32 bytes that only the two key holders can derive, for one purpose.
+        """Derive 32 bytes for one purpose that only the two key holders can compute.
 
         Args:
-            public: the other's public key.
-            salt: the roster hash: clients shown different rosters derive different keys.
+            public: the peer's public key.
+            salt: the roster hash: clients with different rosters derive different keys.
             tag: the purpose.
-            fields: what else it is bound to.
+            fields: further context that the key is bound to.
 
         Raises:
-            PeerMisbehaved: the other's key is a point of low order (RFC 7748, section 6.1).
+            PeerMisbehaved: the peer's key is a point of low order (RFC 7748, section 6.1).
         """
         secret = bytes(KEY_BYTES)
         try:
@@ -98,13 +98,13 @@ def derive(secret: bytes, salt: bytes, tag: str, *fields: bytes) -> bytes:
 
 
 def seal(key: bytes, plaintext: bytes, bound_to: bytes) -> bytes:
-    """Encrypt and authenticate, with a random 96-bit nonce in front."""
+    """Encrypt and authenticate; the result starts with a random 96-bit nonce."""
     nonce = os.urandom(12)
     return nonce + AESGCM(key).encrypt(nonce, plaintext, bound_to)
 
 
 def unseal(key: bytes, sealed: bytes, bound_to: bytes) -> bytes | None:
-    """What was sealed, or None if key, bytes or binding are not the ones it was sealed with."""
+    """Decrypt; None if the key, the bytes or the bound context differ from those of `seal`."""
     try:
         return AESGCM(key).decrypt(sealed[:12], sealed[12:], bound_to)
     except InvalidTag:

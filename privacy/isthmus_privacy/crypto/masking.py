@@ -1,12 +1,12 @@
-"""Masks: keystream of AES-256-CTR, added to a vector in its ring, tile by tile.
+"""Add AES-256-CTR masks to a ring vector tile by tile.
 
 A mask is the AES-256-CTR keystream of a 32-byte key from counter 0 (SP 800-38A, section 6.5),
-read as little-endian words of the ring Z/2^bits. Adding wraps around, which is what makes masks
-cancel exactly. No mask is ever held whole: one tile of keystream per thread is all there is.
+read as little-endian words of the ring Z/2^bits. Addition wraps around, so masks cancel exactly.
+No mask is materialised: memory is one tile of keystream per thread.
 
-The vector is walked once per group of keys, all masks of a group on one tile before the next, so
-that the tile stays in cache. `cryptography` lets other threads run while it works, and the
-counter can start anywhere, so threads take stretches of the vector and need no lock.
+The vector is traversed once per group of keys. All masks of a group are added to one tile before
+the next, so that the tile stays in cache. `cryptography` releases the GIL and the counter can start
+anywhere, so each thread handles a contiguous range of tiles without locks.
 
 >>> vector = ring_vector(bytearray(8), 32)
 >>> add_masks(vector, plus=[bytes(32)], minus=[])
@@ -29,25 +29,25 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from isthmus.errors import UserError
 
 RING = {16: torch.int16, 32: torch.int32, 64: torch.int64}
-"""Ring bits to the dtype whose wrapping addition is the ring's; signs mean nothing here."""
+"""Ring bits to the dtype whose wrapping addition is that of the ring; signs have no meaning."""
 
 TILE = 32_704
-"""Elements in a tile: below the 32768 at which PyTorch would wake its own threads for each add, and
-a multiple of the 16-byte block in every ring. 128 KiB in the ring of 32 bits."""
+"""Elements of a tile: below 32768, from which PyTorch parallelises each addition itself, and a
+multiple of the 16-byte block in every ring. 128 KiB in the ring of 32 bits."""
 
-_GROUP = 64
-"""Keys whose ciphers are kept open at the same time."""
+_KEYS_PER_GROUP = 64
+"""Ciphers that are open at the same time."""
 
 _BLOCK_BYTES = 16
-_WORTH_A_THREAD = 1 << 20
-"""Elements below which starting threads costs more than it saves."""
+_MIN_ELEMENTS_PER_THREAD = 1 << 20
+"""Below this, starting a thread costs more than it saves."""
 
 
 def ring_vector(buffer: bytearray | memoryview, bits: int) -> torch.Tensor:
-    """The 1-D tensor over `buffer` (writable, little-endian words); they share their memory.
+    """View a writable buffer of little-endian words as a 1-D tensor that shares its memory.
 
     Raises:
-        UserError: this machine has the bytes of a word in the other order.
+        UserError: this machine is big-endian.
     """
     if sys.byteorder != "little":
         raise UserError(
@@ -66,32 +66,32 @@ def add_masks(
     *,
     threads: int | None = None,
 ) -> None:
-    """Add the masks of the keys in `plus` to the vector, and take away those of `minus`, in place.
+    """Add the masks of the keys in `plus` and subtract those of `minus`, in place.
 
     Args:
         vector: (N) a contiguous ring vector.
         plus: 32-byte keys.
         minus: 32-byte keys.
-        threads: at most so many; None for the cores there are.
+        threads: maximum number; None for the number of cores.
     """
-    signed = [(key, True) for key in plus] + [(key, False) for key in minus]
+    signed_keys = [(key, True) for key in plus] + [(key, False) for key in minus]
     tiles = -(-len(vector) // TILE)
     workers = _workers(len(vector)) if threads is None else threads
     workers = max(1, min(workers, tiles))
     bounds = [tiles * i // workers for i in range(workers + 1)]
-    stretches = list(itertools.pairwise(bounds))
+    ranges = list(itertools.pairwise(bounds))
     if workers == 1:
-        _mask_tiles(vector, signed, 0, tiles)
+        _mask_tiles(vector, signed_keys, 0, tiles)
         return
     with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(_mask_tiles, vector, signed, *ends) for ends in stretches]:
-            done.result()
+        for future in [pool.submit(_mask_tiles, vector, signed_keys, *bound) for bound in ranges]:
+            future.result()
 
 
 def add_payload(vector: torch.Tensor, payload: memoryview) -> None:
-    """Add received words to a ring vector of as many, in place.
+    """Add received words to a ring vector of the same length, in place.
 
-    Tile by tile, by way of a copy: a tensor cannot lie over received bytes, which are not writable.
+    Each tile is copied first: a tensor cannot view received bytes, which are read-only.
     """
     width = vector.element_size()
     words = bytearray(TILE * width)
@@ -104,13 +104,13 @@ def add_payload(vector: torch.Tensor, payload: memoryview) -> None:
 
 
 def cipher(key: bytes | bytearray, block: int = 0) -> CipherContext:
-    """A keystream that begins at a 16-byte block; it is read by encrypting zeros."""
+    """Open a keystream at a 16-byte block; encrypting zeros reads it."""
     counter = block.to_bytes(_BLOCK_BYTES, "big")
     return Cipher(algorithms.AES(bytes(key)), modes.CTR(counter)).encryptor()
 
 
 def _workers(elements: int) -> int:
-    return max(1, min(_cores(), elements // _WORTH_A_THREAD, 16))
+    return max(1, min(_cores(), elements // _MIN_ELEMENTS_PER_THREAD, 16))
 
 
 def _cores() -> int:
@@ -118,21 +118,24 @@ def _cores() -> int:
 
 
 def _groups(
-    signed: Sequence[tuple[bytes | bytearray, bool]],
+    signed_keys: Sequence[tuple[bytes | bytearray, bool]],
 ) -> Iterator[Sequence[tuple[bytes | bytearray, bool]]]:
-    for start in range(0, len(signed), _GROUP):
-        yield signed[start : start + _GROUP]
+    for start in range(0, len(signed_keys), _KEYS_PER_GROUP):
+        yield signed_keys[start : start + _KEYS_PER_GROUP]
 
 
 def _mask_tiles(
-    vector: torch.Tensor, signed: Sequence[tuple[bytes | bytearray, bool]], first: int, last: int
+    vector: torch.Tensor,
+    signed_keys: Sequence[tuple[bytes | bytearray, bool]],
+    first: int,
+    last: int,
 ) -> None:
-    """All masks on the tiles `first` .. `last - 1`."""
+    """Apply all masks to the tiles `first` .. `last - 1`."""
     width = vector.element_size()
     zeros = memoryview(bytes(TILE * width))
     stream = bytearray(TILE * width)
     tile = torch.frombuffer(stream, dtype=vector.dtype)
-    for group in _groups(signed):
+    for group in _groups(signed_keys):
         block = first * TILE * width // _BLOCK_BYTES
         ciphers = [(cipher(key, block), plus) for key, plus in group]
         for start in range(first * TILE, min(last * TILE, len(vector)), TILE):

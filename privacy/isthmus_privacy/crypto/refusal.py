@@ -1,8 +1,8 @@
-"""Every refusal of the protocol, by name, and the one function that makes it.
+"""All refusals of the protocol by code, and the one function that raises them.
 
-A check that is silently lost is the classic way for secure aggregation to become insecure while
-every honest round still works. So each refusal has a name, is made in exactly one place, and has
-a negative test; a mutation check takes each away in turn and expects a test to fail.
+Losing a check silently is the classic way for secure aggregation to become insecure while every
+honest round still works. So each refusal has a code, is raised in exactly one place and has a
+negative test. A mutation test disables each refusal in turn and expects a test to fail.
 
 >>> try:
 ...     refuse("roster-unsorted", "the roster is not sorted by name", peer=None)
@@ -17,138 +17,137 @@ from typing import NoReturn
 
 from isthmus.errors import AggregationAborted, IsthmusError, PeerMisbehaved, UpdateError
 
-_PEER: tuple[str, ...] = (
-    # any message
+_PEER_MISBEHAVED: tuple[str, ...] = (
+    # either side: any message
     "message-truncated",
     "message-trailing",
     "message-oversized",
     "message-not-canonical",
     "message-wrong-kind",
-    # enrolment, seen by either side
+    # either side: enrolment
     "enrolment-forged",
     "enrolment-revoked",
     "enrolment-expired",
-    # the client, of the configuration
+    # client: the configuration
     "config-malformed",
     "config-margins",
     "config-values-wrap",
     "config-slots-wrap",
-    "config-weighted-noise",
     "config-model-differs",
-    "config-below-floor",
-    "config-too-trusting",
-    "config-too-lossy",
-    "config-noise-missing",
+    "config-clients-below-floor",
+    "config-corruption-below-floor",
+    "config-dropout-above-ceiling",
     "config-replayed",
-    "participation-spent",
-    # the client, of the roster
+    "participation-limit",
+    # client: the roster
     "roster-too-small",
     "roster-too-large",
     "roster-unsorted",
     "roster-repeated-key",
     "roster-bad-signature",
-    "roster-self-changed",
+    "roster-own-entry-changed",
     "roster-no-threshold",
     "key-of-low-order",
-    # the client, of its inbox
+    # client: its inbox
     "inbox-other-roster",
     "inbox-self-missing",
-    "inbox-too-few",
-    "inbox-neighbours-gone",
+    "inbox-too-few-owners",
+    "inbox-neighbours-missing",
     "inbox-sender-repeated",
     "inbox-sender-unknown",
-    "inbox-too-many-dealers",
+    "inbox-too-many-senders",
     "inbox-share-tampered",
-    # the client, of the survivors and their consent
+    # client: the survivor set, and the signatures of a quorum on it
     "survivors-other-roster",
-    "survivors-changed-dealers",
-    "survivors-not-dealers",
+    "survivors-owners-changed",
+    "survivors-without-shares",
     "survivors-self-missing",
     "survivors-too-few",
-    "survivors-neighbours-gone",
+    "survivors-neighbours-missing",
     "survivors-differ-by-few",
-    "consents-repeated",
-    "consents-stranger",
-    "consents-forged",
-    "consents-too-few",
-    # the client, of anything at the wrong time
+    "quorum-signer-repeated",
+    "quorum-signer-not-survivor",
+    "quorum-signature-forged",
+    "quorum-too-small",
+    # client: any message at the wrong time
     "client-finished",
     "client-out-of-order",
-    # the server, of a client's messages
+    # server: a client's messages
     "server-out-of-order",
-    "advert-uninvited",
-    "advert-duplicate",
-    "advert-too-many",
-    "advert-forged",
-    "advert-repeated-key",
-    "shares-stranger",
+    "keys-uninvited",
+    "keys-duplicate",
+    "keys-too-many-clients",
+    "keys-forged",
+    "keys-repeated",
+    "shares-not-in-roster",
     "shares-duplicate",
     "shares-other-roster",
     "shares-to-self",
     "shares-wrong-degree",
     "shares-wrong-count",
     "shares-forged",
-    "masked-stranger",
+    "masked-without-shares",
     "masked-duplicate",
     "masked-other-roster",
     "masked-forged",
     "masked-wrong-partners",
     "masked-wrong-length",
     "masked-corrupt",
-    "consent-stranger",
-    "consent-duplicate",
-    "consent-forged",
-    "release-stranger",
-    "release-duplicate",
-    "release-forged",
-    "release-wrong-dealers",
+    "consistency-not-survivor",
+    "consistency-duplicate",
+    "consistency-forged",
+    "unmasking-not-survivor",
+    "unmasking-duplicate",
+    "unmasking-forged",
+    "unmasking-wrong-owners",
 )
 
-_OWN: tuple[str, ...] = (
-    # the client, of its own update, before anything is masked
+_OWN_UPDATE: tuple[str, ...] = (
+    # client: its own update, before anything is masked
     "update-wrong-length",
     "update-not-finite",
     "weight-out-of-range",
     "slot-names-differ",
     "slot-not-finite",
     "count-out-of-range",
-    "encoded-for-another-round",
+    "encoded-for-another-attempt",
 )
 
-_ABORT: tuple[str, ...] = (
-    "too-few-adverts",
-    "too-few-dealers",
-    "dealers-cut-off",
+_ABORTED: tuple[str, ...] = (
+    # server: too few clients are left, or their messages give no valid sum
+    "too-few-keys",
+    "too-few-owners",
+    "owners-below-threshold",
     "too-few-masked",
-    "survivors-cut-off",
-    "too-few-consents",
+    "survivors-below-threshold",
+    "too-few-signatures",
     "too-few-shares",
     "seed-mismatch",
     "key-mismatch",
     "sum-out-of-range",
-    "nothing-weighed",
+    "zero-total-weight",
 )
 
 REFUSALS: dict[str, type[IsthmusError]] = {
-    **dict.fromkeys(_PEER, PeerMisbehaved),
-    **dict.fromkeys(_OWN, UpdateError),
-    **dict.fromkeys(_ABORT, AggregationAborted),
+    **dict.fromkeys(_PEER_MISBEHAVED, PeerMisbehaved),
+    **dict.fromkeys(_OWN_UPDATE, UpdateError),
+    **dict.fromkeys(_ABORTED, AggregationAborted),
 }
-"""Name to error: somebody misbehaved, the client's own update does not fit, too few are left."""
+"""Code to error class: a peer misbehaved, the own update is invalid, or the attempt aborts."""
 
 
 def refuse(code: str, reason: str, *, peer: str | None = None) -> NoReturn:
-    """Raise the error of a named refusal.
+    """Raise the error of a refusal.
 
     Args:
-        code: a key of `REFUSALS`, used at one place in the whole package.
+        code: a key of `REFUSALS`; each is used in one place of the whole package.
         reason: one sentence for a person.
-        peer: the participant that misbehaved; None where it is the server, or nobody.
+        peer: the participant that misbehaved; None for the server, or if it is unknown.
 
     Raises:
-        PeerMisbehaved: the other side sent what honest software never sends.
+        PeerMisbehaved: the other side sent a message that honest software never sends.
         UpdateError: this client's own update cannot be encoded.
-        AggregationAborted: too few are left, or what they sent gives no sum.
+        AggregationAborted: too few clients are left, or their messages give no valid sum.
     """
     error = REFUSALS[code](reason)
     error.code = code

@@ -1,8 +1,8 @@
 """Shamir's secret sharing of 32-byte secrets over GF(2^31 - 1) (Shamir 1979).
 
 A secret is nine limbs of 30 bits; each limb is the constant term of its own random polynomial.
-The field is small enough that a product fits an int64, so a whole share is computed in a handful
-of tensor operations, and many secrets are put together in one batch.
+The field is small enough that a product fits an int64, so a share takes a few tensor operations
+and many secrets are reconstructed in one batch.
 
 Shape legend: D = secrets in a batch, T = threshold, H = holders, L = 9 limbs.
 
@@ -19,24 +19,24 @@ from collections.abc import Sequence
 import torch
 
 P = 2**31 - 1
-"""The field, a Mersenne prime."""
+"""Order of the field, a Mersenne prime."""
 
 LIMBS = 9
 LIMB_BITS = 30
 SECRET_BYTES = 32
 SHARE_BYTES = 4 * LIMBS
 _BATCH_ELEMENTS = 30_000
-"""Elements of the largest intermediate tensor (D x T x T): in cache, and below the 32768 at which
-PyTorch would wake its own threads for each of many tiny steps."""
+"""Elements of the largest intermediate tensor (D x T x T): it fits the cache, and is below 32768,
+from which PyTorch parallelises each of many tiny operations itself."""
 
 
 def split(secret: bytes | bytearray, points: Sequence[int], threshold: int) -> list[bytes]:
-    """One share (36 bytes) for each point; any `threshold` of them give the secret back.
+    """Compute one share (36 bytes) for each point; any `threshold` of them give the secret.
 
     Args:
         secret: 32 bytes.
-        points: distinct, 1 .. P - 1: where the polynomials are evaluated.
-        threshold: 1 .. len(points); fewer shares say nothing about the secret.
+        points: distinct evaluation points, 1 .. P - 1.
+        threshold: 1 .. len(points); fewer shares carry no information about the secret.
     """
     coefficients = torch.empty(threshold, LIMBS, dtype=torch.int64)
     coefficients[0] = _limbs(secret)
@@ -49,7 +49,7 @@ def split(secret: bytes | bytearray, points: Sequence[int], threshold: int) -> l
 def combine(
     points: Sequence[Sequence[int]], shares: Sequence[Sequence[bytes | bytearray]]
 ) -> list[bytes]:
-    """The secrets, each from the shares of its own holders, all in one batch.
+    """Reconstruct secrets in one batch, each from the shares of its own holders.
 
     Wrong shares give a wrong secret, so the caller checks each against a commitment.
 
@@ -57,7 +57,7 @@ def combine(
         points: (D, T), distinct within a row.
         shares: (D, T), 36 bytes each.
     """
-    # Neighbours of neighbours often hold shares of the same holders: weights once per set.
+    # Many secrets have the same set of holders: weights are computed once per set.
     rows = {row: i for i, row in enumerate(dict.fromkeys(tuple(row) for row in points))}
     width = max((len(row) for row in rows), default=0)
     step = max(1, _BATCH_ELEMENTS // max(1, width * width))
@@ -66,8 +66,8 @@ def combine(
     for start in range(0, len(rows), step):
         weights[start : start + step] = _lagrange_at_zero(distinct[start : start + step])
     secrets: list[bytes] = []
-    for row, held in zip(points, shares, strict=True):
-        y = torch.frombuffer(bytearray().join(held), dtype=torch.int32).view(width, LIMBS)
+    for row, row_shares in zip(points, shares, strict=True):
+        y = torch.frombuffer(bytearray().join(row_shares), dtype=torch.int32).view(width, LIMBS)
         y = (y.to(torch.int64) & 0xFFFFFFFF) % P
         limbs = _reduced(weights[rows[tuple(row)]].unsqueeze(-1) * y).sum(0) % P
         secrets.append(_secret(limbs.tolist()))
@@ -75,14 +75,14 @@ def combine(
 
 
 def _limbs(secret: bytes | bytearray) -> torch.Tensor:
-    """(L) the secret's 30-bit limbs, lowest first."""
+    """(L) 30-bit limbs of a secret, lowest first."""
     number = int.from_bytes(secret, "little")
     mask = (1 << LIMB_BITS) - 1
     return torch.tensor([number >> (LIMB_BITS * i) & mask for i in range(LIMBS)])
 
 
 def _secret(limbs: list[int]) -> bytes:
-    """The inverse of `_limbs`; limbs that no secret has give some other 32 bytes."""
+    """Inverse of `_limbs`; limbs out of range give some other 32 bytes."""
     number = sum((limb & ((1 << LIMB_BITS) - 1)) << (LIMB_BITS * i) for i, limb in enumerate(limbs))
     return (number & ((1 << 256) - 1)).to_bytes(SECRET_BYTES, "little")
 

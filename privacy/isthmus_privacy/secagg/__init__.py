@@ -1,10 +1,10 @@
-"""Secure aggregation: the server learns the sum over one agreed set of clients, and nothing else.
+"""Secure aggregation: the server learns only the sum over one agreed set of clients.
 
-SecAgg+ (Bell et al. 2020) on Bonawitz et al. 2017 with signed survivor sets. Pure state machines:
-messages in, messages out, and the masked vectors as bytes beside them. `client` and `server` hold
-the two sides, `messages` what they say, `encoding` the way between updates and the ring.
+SecAgg+ (Bell et al. 2020) on Bonawitz et al. 2017 with signed survivor sets. `client` and `server`
+are pure state machines without I/O: they exchange the messages of `messages`, and the masked
+vectors as bytes. `encoding` converts updates to ring vectors and sums back to means.
 
-A whole round of four clients, one of which is lost:
+A whole round of four clients, one of which drops out:
 
 >>> import torch
 >>> authority = Authority()
@@ -18,20 +18,21 @@ A whole round of four clients, one of which is lost:
 ...         config, identity=identity, directory=directory, history=History(),
 ...         enrolment=authority.enrol(name, identity.public, not_after=2**40),
 ...         model_hash=bytes(32))
-...     server.take_advert(clients[name].advertise())
->>> roster = server.roster()
+...     server.receive_keys(clients[name].advertise_keys())
+>>> roster = server.finish_advertise_keys()
 >>> for client in clients.values():
-...     server.take_shares(client.deal(roster))
->>> inboxes = server.inboxes()
+...     server.receive_shares(client.share_keys(roster))
+>>> inboxes = server.finish_share_keys()
 >>> for name in "abc":
 ...     update = torch.tensor([0.5, -0.25, 0.125])
-...     server.take_masked(*clients[name].mask(inboxes[name], encode(config, update, weight=10)))
->>> survivors = server.survivors()
+...     encoded = encode(config, update, weight=10)
+...     server.receive_masked_input(*clients[name].mask_input(inboxes[name], encoded))
+>>> survivors = server.finish_masked_input()
 >>> for name in "abc":
-...     server.take_consistency_signature(clients[name].consent(survivors))
->>> consents = server.consents()
+...     server.receive_consistency_signature(clients[name].sign_survivors(survivors))
+>>> quorum = server.finish_consistency_check()
 >>> for name in "abc":
-...     server.take_unmasking_shares(clients[name].release(consents))
+...     server.receive_unmasking_shares(clients[name].reveal_unmasking_shares(quorum))
 >>> total = server.unmask()
 >>> mean = decode(config, total.vector, clients=len(total.clients))
 >>> [round(x, 6) for x in mean.vector.tolist()], mean.weight, total.clients
@@ -40,7 +41,7 @@ A whole round of four clients, one of which is lost:
 
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.crypto.refusal import REFUSALS
-from isthmus_privacy.secagg.client import ClientSession, ClientStage
+from isthmus_privacy.secagg.client import ClientSession
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig, Slot
 from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
 from isthmus_privacy.secagg.history import History
@@ -53,10 +54,11 @@ from isthmus_privacy.secagg.messages import (
     MaskedInput,
     Roster,
     ShareKeys,
+    Stage,
     Survivors,
     UnmaskingShares,
 )
-from isthmus_privacy.secagg.server import RingSum, ServerSession, ServerStage
+from isthmus_privacy.secagg.server import RingSum, ServerSession
 
 __all__ = [
     "REFUSALS",
@@ -65,7 +67,6 @@ __all__ = [
     "Authority",
     "ClientRequirements",
     "ClientSession",
-    "ClientStage",
     "ConsistencySignature",
     "ConsistencySignatures",
     "Directory",
@@ -78,10 +79,10 @@ __all__ = [
     "Roster",
     "RoundConfig",
     "ServerSession",
-    "ServerStage",
     "ShareKeys",
     "SigningKey",
     "Slot",
+    "Stage",
     "Survivors",
     "UnmaskingShares",
     "decode",

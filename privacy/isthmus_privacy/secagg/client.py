@@ -1,26 +1,18 @@
-"""A client's side of one attempt: five steps, each a message in and a message out.
+"""A client's side of one attempt: five steps, each from a received message to a sent one.
 
-    session = ClientSession(config, identity=..., enrolment=..., directory=..., history=...,
-                            model_hash=...)
-    advert         = session.advertise()                 # -> server
-    shares         = session.deal(roster)                # Roster    -> ShareKeys
-    masked, vector = session.mask(inbox, encoded)        # Inbox     -> MaskedInput + payload
-    consent        = session.consent(survivors)          # Survivors -> ConsistencySignature
-    release        = session.release(consents)           # ConsistencySignatures  -> UnmaskingShares
-
-SecAgg+ (Bell et al. 2020) on Bonawitz et al. 2017, against a server that may lie:
-
-Guarantees, as long as no more than `corrupt_permille` of the clients collude with the server:
-  * the server learns the sum over one set of at least `fewest` clients, or nothing;
-  * for each other client, this one gives away a share of its self-mask seed or of its mask key,
-    never of both, and only after a quorum has signed the same set of survivors;
-  * every step is taken once. Any refusal ends the session, and its secrets are overwritten.
+session = ClientSession(config, identity=..., enrolment=..., directory=..., history=...,
+                        model_hash=...)
+keys            = session.advertise_keys()                  # -> AdvertiseKeys
+shares          = session.share_keys(roster)                # Roster -> ShareKeys
+masked, payload = session.mask_input(inbox, encoded)        # Inbox -> MaskedInput + payload
+signature       = session.sign_survivors(survivors)         # Survivors -> ConsistencySignature
+revealed        = session.reveal_unmasking_shares(quorum)   # ConsistencySignatures
+                                                            #   -> UnmaskingShares
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import itertools
 import os
@@ -47,27 +39,26 @@ from isthmus_privacy.secagg.messages import (
     MaskedInput,
     Roster,
     ShareKeys,
+    Stage,
     Survivors,
     UnmaskingShares,
 )
 
-MAX_DEALERS = 3
-"""In-neighbours above so many times k are no accident: each costs this client work."""
-
-
-class ClientStage(enum.IntEnum):
-    """What the session does next."""
-
-    ADVERTISE = 0
-    DEAL = 1
-    MASK = 2
-    CONSENT = 3
-    RELEASE = 4
-    FINISHED = 5
+MAX_SENDERS_PER_DEGREE = 3
+"""A client with more than this multiple of k in-neighbours is under attack: each costs it work."""
 
 
 class ClientSession:
-    """One client in one attempt at one round; see the module."""
+    """One client in one attempt at one round.
+
+    SecAgg+ (Bell et al. 2020) on Bonawitz et al. 2017, against a server that may lie.
+
+    Guarantees, if at most `corrupt_permille` of the clients collude with the server:
+      * the server learns the sum over one set of at least `survivors_min` clients, or nothing;
+      * for each other client, this client reveals a share of its self-mask seed or of its mask
+        key, never of both, and only after a quorum has signed the same survivor set;
+      * every step is taken at most once; a refusal ends the session and overwrites its secrets.
+    """
 
     def __init__(
         self,
@@ -78,118 +69,121 @@ class ClientSession:
         directory: Directory,
         history: History,
         model_hash: bytes,
-        policy: ClientRequirements | None = None,
+        requirements: ClientRequirements | None = None,
     ) -> None:
         """Accept a configuration.
 
         Args:
-            config: as the server sent it.
+            config: the configuration received from the server.
             identity: this client's enrolled signing key.
-            enrolment: what the authority says about it.
-            directory: what this client believes about others' enrolments.
-            history: this client's memory; it is changed.
-            model_hash: SHA-256 of the model this client has really received.
-            policy: this device's floor; None is the default one.
+            enrolment: the authority's statement on that key.
+            directory: verifies the other clients' enrolments.
+            history: this client's memory, which records the attempt.
+            model_hash: SHA-256 of the model that this client has received.
+            requirements: this device's minimum security; None for the defaults.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
         """
         config.check()
-        policy = policy or ClientRequirements()
-        policy.check(config)
+        requirements = requirements or ClientRequirements()
+        requirements.check(config)
         if model_hash != config.model_hash:
             refusal.refuse(
-                "config-model-differs", "this round is for another model than this client was sent"
+                "config-model-differs",
+                "this round is for another model than the one this client received",
             )
-        history.begin(config, policy)
+        history.begin(config, requirements)
         self.config = config
-        self.stage = ClientStage.ADVERTISE
+        self.stage = Stage.ADVERTISE_KEYS
         self._identity = identity
         self._enrolment = enrolment
         self._directory = directory
         self._history = history
-        self._sealing: OneTimeKey | None = OneTimeKey()
-        self._mask: OneTimeKey | None = OneTimeKey()
-        self._seed = bytearray(os.urandom(shamir.SECRET_BYTES))
-        self._advert: AdvertiseKeys
+        self._sealing_key: OneTimeKey | None = OneTimeKey()
+        self._mask_key: OneTimeKey | None = OneTimeKey()
+        self._self_mask_seed = bytearray(os.urandom(shamir.SECRET_BYTES))
+        self._entry: AdvertiseKeys
+        """This client's entry in the roster."""
         self._cohort: Cohort
-        self._me = -1
+        self._position = -1
         self._neighbours: frozenset[int] = frozenset()
-        self._dealers: Members
+        self._share_owners: Members
         self._survivors: Survivors
-        self._held: dict[int, bytearray] = {}
-        """Dealer to its two shares, one behind the other."""
+        self._share_pairs: dict[int, bytearray] = {}
+        """Owner to the concatenated shares of its seed and of its mask key."""
 
-    def advertise(self) -> AdvertiseKeys:
-        """Fresh keys for this attempt, signed."""
-        with self._step(ClientStage.ADVERTISE):
+    def advertise_keys(self) -> AdvertiseKeys:
+        """Sign this attempt's one-time keys."""
+        with self._step(Stage.ADVERTISE_KEYS):
             sealing, mask = self._keys()
             draft = AdvertiseKeys(
                 self._enrolment, sealing.public, mask.public, bytes(keys.SIGNATURE_BYTES)
             )
             signature = self._identity.sign(draft.TAG, *draft.signed_fields(self.config.hash))
-            self._advert = AdvertiseKeys(self._enrolment, sealing.public, mask.public, signature)
-            return self._advert
+            self._entry = dataclasses.replace(draft, signature=signature)
+            return self._entry
 
-    def deal(self, roster: Roster) -> ShareKeys:
-        """Draw neighbours and seal shares of this client's two secrets for them.
+    def share_keys(self, roster: Roster) -> ShareKeys:
+        """Draw neighbours and encrypt shares of this client's two secrets for them.
 
         Raises:
             PeerMisbehaved: the roster is refused.
         """
-        with self._step(ClientStage.DEAL):
-            cohort = check_roster(self.config, roster, self._directory, self._advert)
-            self._cohort, self._me = cohort, cohort.positions[self._advert.name]
-            others = [i for i in range(cohort.size) if i != self._me]
-            # Drawn here and only now, so that nobody could choose keys to become a neighbour.
-            drawn = secrets.SystemRandom().sample(others, cohort.neighbourhood.degree)
+        with self._step(Stage.SHARE_KEYS):
+            cohort = check_roster(self.config, roster, self._directory, self._entry)
+            self._cohort, self._position = cohort, cohort.positions[self._entry.name]
+            others = [i for i in range(cohort.size) if i != self._position]
+            # Drawn after all keys are fixed, so that no key can be chosen to become a neighbour.
+            drawn = secrets.SystemRandom().sample(others, cohort.graph.degree)
             self._neighbours = frozenset(drawn)
             message = ShareKeys(
-                self._advert.name,
+                self._entry.name,
                 cohort.hash,
                 cohort.members(self._neighbours),
-                cohort.seed_commitment(self._me, self._seed),
+                cohort.seed_commitment(self._position, self._self_mask_seed),
                 tuple(self._seal_shares(sorted(drawn))),
                 bytes(keys.SIGNATURE_BYTES),
             )
             return _signed(self._identity, message)
 
-    def mask(self, inbox: Inbox, encoded: Encoded) -> tuple[MaskedInput, bytearray]:
-        """Open the shares dealt to this client, then mask its vector in place.
+    def mask_input(self, inbox: Inbox, encoded: Encoded) -> tuple[MaskedInput, bytearray]:
+        """Decrypt the shares that this client holds, then mask its vector in place.
 
         Args:
-            inbox: what the server passed on.
-            encoded: from `encode` with this session's configuration; its buffer is masked in
-                place and returned, so no plaintext is left.
+            inbox: the encrypted shares that the server forwarded.
+            encoded: result of `encode` with this session's configuration; its buffer is masked in
+                place and returned, so no plaintext remains.
 
         Returns:
-            The message and the payload (`config.payload_bytes`) that goes with it.
+            The message and its payload of `config.payload_bytes`.
 
         Raises:
             PeerMisbehaved: the inbox is refused.
             UpdateError: `encoded` belongs to another configuration, or is masked already.
         """
-        with self._step(ClientStage.MASK):
+        with self._step(Stage.MASKED_INPUT):
             self._check_inbox(inbox)
             if encoded.config_hash != self.config.hash or encoded.masked:
                 refusal.refuse(
-                    "encoded-for-another-round", "this vector was encoded for another attempt"
+                    "encoded-for-another-attempt", "this vector was encoded for another attempt"
                 )
-            self._open_shares(inbox)
-            self._dealers = inbox.dealers
-            partners = (self._neighbours & inbox.dealers.indices) | self._held.keys()
+            self._decrypt_shares(inbox)
+            self._share_owners = inbox.share_owners
+            holders = self._neighbours & inbox.share_owners.indices
+            partners = holders | self._share_pairs.keys()
             _, mask = self._keys()
-            seeds = {v: self._cohort.pair_seed(mask, self._me, v) for v in partners}
+            seeds = {v: self._cohort.pair_seed(mask, self._position, v) for v in partners}
             add_masks(
                 encoded.vector,
-                plus=[self._seed, *(seeds[v] for v in partners if v > self._me)],
-                minus=[seeds[v] for v in partners if v < self._me],
+                plus=[self._self_mask_seed, *(seeds[v] for v in partners if v > self._position)],
+                minus=[seeds[v] for v in partners if v < self._position],
             )
             encoded.masked = True
-            # From here on these secrets are only needed by those who hold their shares.
+            # From here on these secrets are only needed through their shares.
             self._wipe_own()
             message = MaskedInput(
-                self._advert.name,
+                self._entry.name,
                 self._cohort.hash,
                 self._cohort.members(partners),
                 len(encoded.payload),
@@ -199,57 +193,59 @@ class ClientSession:
             return _signed(self._identity, message), encoded.payload
 
     def sign_survivors(self, survivors: Survivors) -> ConsistencySignature:
-        """Sign the survivor set, the only one this session ever signs.
+        """Sign the survivor set; a session signs only one.
 
         Raises:
             PeerMisbehaved: the set is refused.
         """
-        with self._step(ClientStage.CONSENT):
+        with self._step(Stage.CONSISTENCY_CHECK):
             self._check_survivors(survivors)
             self._survivors = survivors
             fields = survivors.signed_fields()
             return ConsistencySignature(
-                self._advert.name, self._identity.sign(ConsistencySignature.TAG, *fields)
+                self._entry.name, self._identity.sign(ConsistencySignature.TAG, *fields)
             )
 
-    def release(self, consistency_signatures: ConsistencySignatures) -> UnmaskingShares:
-        """Give away one share for each dealer, once a quorum has signed what this client signed.
+    def reveal_unmasking_shares(self, quorum: ConsistencySignatures) -> UnmaskingShares:
+        """Reveal one share for each owner if a quorum has signed the same survivor set.
 
         Raises:
             PeerMisbehaved: the signatures are refused.
         """
-        with self._step(ClientStage.RELEASE):
-            self._check_consents(consistency_signatures)
+        with self._step(Stage.UNMASKING):
+            self._check_quorum(quorum)
             survivors = self._survivors.survivors
             self._history.note_unmasked(self.config, self._names(survivors))
             shares = tuple(
                 (
-                    dealer,
-                    bytes(pair[:SHARE_BYTES] if dealer in survivors else pair[SHARE_BYTES:]),
+                    owner,
+                    bytes(pair[:SHARE_BYTES] if owner in survivors else pair[SHARE_BYTES:]),
                 )
-                for dealer, pair in sorted(self._held.items())
+                for owner, pair in sorted(self._share_pairs.items())
             )
-            draft = UnmaskingShares(self._advert.name, shares, bytes(keys.SIGNATURE_BYTES))
+            draft = UnmaskingShares(self._entry.name, shares, bytes(keys.SIGNATURE_BYTES))
             signature = self._identity.sign(draft.TAG, *draft.signed_fields(self._cohort.hash))
             self.close()
-            return UnmaskingShares(draft.name, shares, signature)
+            return dataclasses.replace(draft, signature=signature)
 
     def close(self) -> None:
-        """End the session and overwrite its secrets. What OpenSSL holds, it overwrites itself."""
-        self.stage = ClientStage.FINISHED
+        """End the session and overwrite its secrets; OpenSSL overwrites its own copies of keys."""
+        self.stage = Stage.FINISHED
         self._wipe_own()
-        for pair in self._held.values():
+        for pair in self._share_pairs.values():
             pair[:] = bytes(len(pair))
-        self._held.clear()
+        self._share_pairs.clear()
 
     # -- steps ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _step(self, stage: ClientStage) -> Iterator[None]:
-        """Take a step if it is this step's turn; a step that fails is the last one."""
+    def _step(self, stage: Stage) -> Iterator[None]:
+        """Run a step if it is the next one; a step that fails ends the session."""
         try:
-            if self.stage is ClientStage.FINISHED:
-                refusal.refuse("client-finished", "this session has ended and answers no more")
+            if self.stage is Stage.FINISHED:
+                refusal.refuse(
+                    "client-finished", "this session has ended and accepts no more messages"
+                )
             if self.stage is not stage:
                 refusal.refuse(
                     "client-out-of-order",
@@ -259,107 +255,110 @@ class ClientSession:
         except BaseException:
             self.close()
             raise
-        self.stage = max(self.stage, ClientStage(stage + 1))
+        self.stage = max(self.stage, Stage(stage + 1))
 
     def _keys(self) -> tuple[OneTimeKey, OneTimeKey]:
-        if self._sealing is None or self._mask is None:
+        if self._sealing_key is None or self._mask_key is None:
             raise RuntimeError("the keys of this session are wiped")
-        return self._sealing, self._mask
+        return self._sealing_key, self._mask_key
 
     def _wipe_own(self) -> None:
-        self._seed[:] = bytes(len(self._seed))
-        self._sealing = self._mask = None
+        self._self_mask_seed[:] = bytes(len(self._self_mask_seed))
+        self._sealing_key = self._mask_key = None
 
     def _seal_shares(self, holders: list[int]) -> Iterator[bytes]:
         sealing, mask = self._keys()
         points = [holder + 1 for holder in holders]
-        threshold = self._cohort.neighbourhood.threshold
-        of_seed = shamir.split(self._seed, points, threshold)
-        of_key = shamir.split(mask.private_bytes(), points, threshold)
-        for holder, one, other in zip(holders, of_seed, of_key, strict=True):
-            key = self._cohort.sealing_secret(sealing, self._me, self._me, holder)
-            yield keys.seal(key, one + other, self._cohort.sealing_context(self._me, holder))
+        threshold = self._cohort.graph.threshold
+        seed_shares = shamir.split(self._self_mask_seed, points, threshold)
+        key_shares = shamir.split(mask.private_bytes(), points, threshold)
+        for holder, seed_share, key_share in zip(holders, seed_shares, key_shares, strict=True):
+            key = self._cohort.sealing_secret(sealing, self._position, self._position, holder)
+            context = self._cohort.sealing_context(self._position, holder)
+            yield keys.seal(key, seed_share + key_share, context)
 
     # -- checks ---------------------------------------------------------------------------------
 
     def _check_inbox(self, inbox: Inbox) -> None:
-        hood, dealers = self._cohort.neighbourhood, inbox.dealers
-        if inbox.roster_hash != self._cohort.hash or dealers.size != self._cohort.size:
+        graph, owners = self._cohort.graph, inbox.share_owners
+        if inbox.roster_hash != self._cohort.hash or owners.size != self._cohort.size:
             refusal.refuse("inbox-other-roster", "this inbox belongs to another roster")
-        if self._me not in dealers:
+        if self._position not in owners:
             refusal.refuse("inbox-self-missing", "this client's own shares were left out")
-        if len(dealers) < hood.fewest:
+        if len(owners) < graph.survivors_min:
             refusal.refuse(
-                "inbox-too-few", f"{len(dealers)} clients dealt shares; {hood.fewest} are needed"
+                "inbox-too-few-owners",
+                f"{len(owners)} clients sent shares; {graph.survivors_min} are needed",
             )
-        near = len(self._neighbours & dealers.indices)
-        if near < hood.threshold:
+        remaining = len(self._neighbours & owners.indices)
+        if remaining < graph.threshold:
             refusal.refuse(
-                "inbox-neighbours-gone",
-                f"{near} neighbours are left; threshold={hood.threshold}",
+                "inbox-neighbours-missing",
+                f"{remaining} neighbours are left; threshold={graph.threshold}",
             )
         senders = [sender for sender, _ in inbox.sealed]
         if any(not a < b for a, b in itertools.pairwise(senders)):
             refusal.refuse("inbox-sender-repeated", "a sender of shares is repeated or unsorted")
-        if any(sender not in dealers or sender == self._me for sender in senders):
-            refusal.refuse("inbox-sender-unknown", "shares came from somebody who dealt none")
-        if len(senders) > MAX_DEALERS * hood.degree:
+        if any(sender not in owners or sender == self._position for sender in senders):
+            refusal.refuse("inbox-sender-unknown", "shares came from a client that sent none")
+        if len(senders) > MAX_SENDERS_PER_DEGREE * graph.degree:
             refusal.refuse(
-                "inbox-too-many-dealers",
-                f"{len(senders)} dealt to this client, where about {hood.degree} should have",
+                "inbox-too-many-senders",
+                f"{len(senders)} clients chose this one as neighbour; about {graph.degree} are "
+                "expected",
             )
 
-    def _open_shares(self, inbox: Inbox) -> None:
+    def _decrypt_shares(self, inbox: Inbox) -> None:
         sealing, _ = self._keys()
-        for dealer, sealed in inbox.sealed:
-            key = self._cohort.sealing_secret(sealing, self._me, dealer, self._me)
-            pair = keys.unseal(key, sealed, self._cohort.sealing_context(dealer, self._me))
+        for owner, sealed in inbox.sealed:
+            key = self._cohort.sealing_secret(sealing, self._position, owner, self._position)
+            pair = keys.unseal(key, sealed, self._cohort.sealing_context(owner, self._position))
             if pair is None:
                 refusal.refuse(
                     "inbox-share-tampered",
-                    f"the shares from {self._cohort.name(dealer)!r} are not what it sealed",
+                    f"the shares from {self._cohort.name(owner)!r} are not what it sealed",
                 )
-            self._held[dealer] = bytearray(pair)
+            self._share_pairs[owner] = bytearray(pair)
 
     def _check_survivors(self, message: Survivors) -> None:
-        hood, survivors = self._cohort.neighbourhood, message.survivors
+        graph, survivors = self._cohort.graph, message.survivors
         if message.roster_hash != self._cohort.hash or survivors.size != self._cohort.size:
             refusal.refuse("survivors-other-roster", "this survivor set is of another roster")
-        if message.dealers != self._dealers:
+        if message.share_owners != self._share_owners:
             refusal.refuse(
-                "survivors-changed-dealers", "the dealers are not those shown to this client before"
+                "survivors-owners-changed", "the share owners are not those of this client's inbox"
             )
-        if not survivors.indices <= self._dealers.indices:
-            refusal.refuse("survivors-not-dealers", "a survivor has dealt no shares")
-        if self._me not in survivors:
+        if not survivors.indices <= self._share_owners.indices:
+            refusal.refuse("survivors-without-shares", "a survivor has sent no shares")
+        if self._position not in survivors:
             refusal.refuse("survivors-self-missing", "this client's own vector was left out")
-        if len(survivors) < hood.fewest:
+        if len(survivors) < graph.survivors_min:
             refusal.refuse(
-                "survivors-too-few", f"{len(survivors)} survivors; {hood.fewest} are needed"
+                "survivors-too-few", f"{len(survivors)} survivors; {graph.survivors_min} are needed"
             )
-        near = len(self._neighbours & survivors.indices)
-        if near < hood.threshold:
+        remaining = len(self._neighbours & survivors.indices)
+        if remaining < graph.threshold:
             refusal.refuse(
-                "survivors-neighbours-gone",
-                f"{near} neighbours survived; threshold={hood.threshold}",
+                "survivors-neighbours-missing",
+                f"{remaining} neighbours survived; threshold={graph.threshold}",
             )
         self._history.check_survivors(self.config, self._names(survivors))
 
-    def _check_consents(self, consistency_signatures: ConsistencySignatures) -> None:
-        quorum, survivors = self._cohort.neighbourhood.quorum, self._survivors
-        signers = [signer for signer, _ in consistency_signatures.signatures]
+    def _check_quorum(self, message: ConsistencySignatures) -> None:
+        quorum, survivors = self._cohort.graph.quorum, self._survivors
+        signers = [signer for signer, _ in message.signatures]
         if any(not a < b for a, b in itertools.pairwise(signers)):
-            refusal.refuse("consents-repeated", "a signature is repeated or out of order")
+            refusal.refuse("quorum-signer-repeated", "a signature is repeated or out of order")
         if any(signer not in survivors.survivors for signer in signers):
-            refusal.refuse("consents-stranger", "somebody signed who is no survivor")
+            refusal.refuse("quorum-signer-not-survivor", "a signer is no survivor")
         if len(signers) < quorum:
-            refusal.refuse("consents-too-few", f"{len(signers)} signatures; quorum={quorum}")
+            refusal.refuse("quorum-too-small", f"{len(signers)} signatures; quorum={quorum}")
         fields = survivors.signed_fields()
-        for signer, signature in consistency_signatures.signatures:
+        for signer, signature in message.signatures:
             identity = self._cohort.identity(signer)
             if not keys.verify(identity, signature, ConsistencySignature.TAG, *fields):
                 refusal.refuse(
-                    "consents-forged",
+                    "quorum-signature-forged",
                     f"{self._cohort.name(signer)!r} did not sign the survivors this client was "
                     "shown",
                 )
@@ -368,10 +367,10 @@ class ClientSession:
         return frozenset(self._cohort.name(i) for i in members.indices)
 
 
-_M = TypeVar("_M", ShareKeys, MaskedInput)
+_Draft = TypeVar("_Draft", ShareKeys, MaskedInput)
 
 
-def _signed(identity: SigningKey, draft: _M) -> _M:
-    """The same message with this client's signature."""
+def _signed(identity: SigningKey, draft: _Draft) -> _Draft:
+    """Add this client's signature to a message."""
     signature = identity.sign(draft.TAG, *draft.signed_fields())
     return dataclasses.replace(draft, signature=signature)

@@ -1,4 +1,4 @@
-"""The roster both sides agree on, and what follows from it: positions, keys, purposes, partners."""
+"""The roster that both sides agree on, and the keys and contexts that are derived from it."""
 
 from __future__ import annotations
 
@@ -9,86 +9,93 @@ from isthmus_privacy.crypto import keys, refusal
 from isthmus_privacy.crypto.canonical import NUMBER, Members, tagged, tagged_hash
 from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.graph import Neighbourhood
+from isthmus_privacy.secagg.graph import GraphParameters
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.messages import AdvertiseKeys, Roster
 
 
 class Cohort:
-    """A frozen roster."""
+    """The clients of a fixed roster."""
 
     def __init__(self, config: RoundConfig, roster: Roster) -> None:
         self.config = config
         self.roster = roster
         self.hash = roster.hash(config.hash)
         """Salt of every key derived in this attempt."""
-        self.size = len(roster.adverts)
+        self.size = len(roster.entries)
         """n."""
 
     @functools.cached_property
-    def neighbourhood(self) -> Neighbourhood:
-        """The graph's parameters."""
-        return self.config.neighbourhood(self.size)
+    def graph(self) -> GraphParameters:
+        """Parameters of the communication graph."""
+        return self.config.graph(self.size)
 
     @functools.cached_property
     def positions(self) -> dict[str, int]:
         """Name to position."""
         return {name: i for i, name in enumerate(self.roster.names)}
 
-    def advert(self, position: int) -> AdvertiseKeys:
-        """What the client at a position advertised."""
-        return self.roster.adverts[position]
+    def entry(self, position: int) -> AdvertiseKeys:
+        """The advertised keys of the client at a position."""
+        return self.roster.entries[position]
 
     def identity(self, position: int) -> bytes:
-        """The Ed25519 key of the client at a position."""
-        return self.advert(position).enrolment.identity_key
+        """The Ed25519 public key of the client at a position."""
+        return self.entry(position).enrolment.identity_key
 
     def name(self, position: int) -> str:
         """The name of the client at a position."""
         return self.roster.names[position]
 
     def members(self, positions: frozenset[int] | set[int]) -> Members:
-        """A set of this roster's clients."""
+        """A set of clients of this roster."""
         return Members(self.size, frozenset(positions))
 
-    # -- what keys are derived for --------------------------------------------------------------
+    # -- key derivation -------------------------------------------------------------------------
 
-    def sealing_secret(self, own: OneTimeKey, mine: int, dealer: int, holder: int) -> bytes:
-        """The AES-256-GCM key for `dealer`'s shares to `holder`, of whom I am one."""
-        other = holder if mine == dealer else dealer
-        return own.agree(
-            self.advert(other).sealing_key,
+    def sealing_secret(self, own_key: OneTimeKey, own: int, owner: int, holder: int) -> bytes:
+        """Derive the AES-256-GCM key for `owner`'s shares held by `holder`.
+
+        Args:
+            own_key: the caller's one-time sealing key.
+            own: the caller's position, either `owner` or `holder`.
+            owner: position of the client whose secrets are shared.
+            holder: position of the client that holds the shares.
+        """
+        other = holder if own == owner else owner
+        return own_key.agree(
+            self.entry(other).sealing_key,
             self.hash,
             "share-key",
-            NUMBER.write(dealer),
+            NUMBER.write(owner),
             NUMBER.write(holder),
         )
 
-    def sealing_context(self, dealer: int, holder: int) -> bytes:
-        """What sealed shares are bound to, beside their key."""
-        threshold = self.neighbourhood.threshold
-        return tagged("share", self.hash, *map(NUMBER.write, (dealer, holder, threshold)))
+    def sealing_context(self, owner: int, holder: int) -> bytes:
+        """Associated data of encrypted shares."""
+        threshold = self.graph.threshold
+        return tagged("share", self.hash, *map(NUMBER.write, (owner, holder, threshold)))
 
-    def pair_seed(self, own: OneTimeKey, mine: int, other: int) -> bytes:
-        """The key of the pairwise mask between two clients; the lower position adds it."""
-        low, high = sorted((mine, other))
-        return own.agree(
-            self.advert(other).mask_key, self.hash, "pair", NUMBER.write(low), NUMBER.write(high)
+    def pair_seed(self, own_key: OneTimeKey, own: int, other: int) -> bytes:
+        """Derive the key of the mask between two clients; the lower position adds the mask."""
+        low, high = sorted((own, other))
+        return own_key.agree(
+            self.entry(other).mask_key, self.hash, "pair", NUMBER.write(low), NUMBER.write(high)
         )
 
-    def seed_commitment(self, dealer: int, seed: bytes | bytearray) -> bytes:
-        """By which the server knows that it has reconstructed the right self-mask seed."""
-        return tagged_hash("seed-commitment", self.hash, NUMBER.write(dealer), bytes(seed))
+    def seed_commitment(self, owner: int, seed: bytes | bytearray) -> bytes:
+        """Hash by which the server verifies a reconstructed self-mask seed."""
+        return tagged_hash("seed-commitment", self.hash, NUMBER.write(owner), bytes(seed))
 
 
 def check_roster(
     config: RoundConfig, roster: Roster, directory: Directory, own: AdvertiseKeys
 ) -> Cohort:
-    """A client's checks of the roster it is shown.
+    """Check the roster that a client has received.
 
     Raises:
-        PeerMisbehaved: this roster is not one that every honest client would be shown, or it is
-            not safe to deal shares in.
+        PeerMisbehaved: an honest server would not send this roster, or sharing secrets within it
+            is not safe.
     """
     names = roster.names
     if len(names) < config.clients_min:
@@ -101,41 +108,43 @@ def check_roster(
             "roster-too-large",
             f"a roster of {len(names)} is above clients_max={config.clients_max}",
         )
-    ordered = [name.encode() for name in names]
-    if any(not a < b for a, b in itertools.pairwise(ordered)):
+    encoded_names = [name.encode() for name in names]
+    if any(not a < b for a, b in itertools.pairwise(encoded_names)):
         refusal.refuse("roster-unsorted", "the roster is not sorted by name, or repeats one")
-    seen = [
+    public_keys = [
         key
-        for advert in roster.adverts
-        for key in (advert.sealing_key, advert.mask_key, advert.enrolment.identity_key)
+        for entry in roster.entries
+        for key in (entry.sealing_key, entry.mask_key, entry.enrolment.identity_key)
     ]
-    if len(set(seen)) != len(seen):
+    if len(set(public_keys)) != len(public_keys):
         refusal.refuse("roster-repeated-key", "two entries of the roster have a key in common")
-    if own not in roster.adverts:
-        refusal.refuse("roster-self-changed", f"the roster lacks the entry that {own.name!r} sent")
-    for advert in roster.adverts:
-        directory.check(advert.enrolment)
-        if not advert_is_signed(config, advert):
+    if own not in roster.entries:
+        refusal.refuse(
+            "roster-own-entry-changed", f"the roster lacks the entry that {own.name!r} sent"
+        )
+    for entry in roster.entries:
+        directory.check(entry.enrolment)
+        if not keys_are_signed(config, entry):
             refusal.refuse(
                 "roster-bad-signature",
-                f"{advert.name!r} did not sign these keys for this configuration",
+                f"{entry.name!r} did not sign these keys for this configuration",
             )
     cohort = Cohort(config, roster)
-    hood = cohort.neighbourhood
-    if hood.threshold > hood.degree:
+    graph = cohort.graph
+    if graph.threshold > graph.degree:
         refusal.refuse(
             "roster-no-threshold",
-            f"threshold={hood.threshold} is above the degree={hood.degree}: with "
-            f"corrupt_permille={config.corrupt_permille}, no graph of {hood.clients} protects",
+            f"threshold={graph.threshold} is above the degree={graph.degree}: with "
+            f"corrupt_permille={config.corrupt_permille}, no graph of {graph.clients} protects",
         )
     return cohort
 
 
-def advert_is_signed(config: RoundConfig, advert: AdvertiseKeys) -> bool:
-    """Whether the enrolled identity signed these keys for this very attempt."""
+def keys_are_signed(config: RoundConfig, message: AdvertiseKeys) -> bool:
+    """Whether the enrolled identity signed these keys for this attempt."""
     return keys.verify(
-        advert.enrolment.identity_key,
-        advert.signature,
-        advert.TAG,
-        *advert.signed_fields(config.hash),
+        message.enrolment.identity_key,
+        message.signature,
+        message.TAG,
+        *message.signed_fields(config.hash),
     )

@@ -1,4 +1,4 @@
-"""What one attempt at one round is: everything a client agrees to by signing its hash.
+"""Configuration of one attempt at one round; clients agree to it by signing its hash.
 
 >>> config = RoundConfig(
 ...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), size=1000, clients_max=20
@@ -25,20 +25,19 @@ from isthmus_privacy.crypto.canonical import (
     NUMBER,
     REAL,
     Message,
-    blob,
     exactly,
     items,
     nested,
     tagged_hash,
     text,
 )
-from isthmus_privacy.secagg.graph import COMPLETE_UP_TO, Neighbourhood, neighbourhood
+from isthmus_privacy.secagg.graph import COMPLETE_UP_TO, GraphParameters, graph_parameters
 
 MAX_LEVELS = 1 << 28
-"""Finest quantisation: well below float32's own step at the clipping bound."""
+"""Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
 
 MAX_COUNT = 1 << 53
-"""Largest weight or count: float64 still tells neighbours apart."""
+"""Largest weight or count: float64 represents all integers up to it."""
 
 MAX_SIZE = 1 << 40
 MAX_SLOTS = 256
@@ -47,22 +46,22 @@ RING_BITS = (16, 32, 64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot(Message):
-    """A figure that travels inside the masked vector, so that nobody sees one client's own."""
+    """A figure that is sent inside the masked vector, so that only its sum is revealed."""
 
     TAG = "slot"
     FIELDS = {"name": text(64), "maximum": REAL, "exact": FLAG}
 
     name: str
     maximum: float
-    """Largest absolute value; an average beyond it is clipped, a count beyond it refused."""
+    """Largest absolute value; a larger average is clipped, a larger count refused."""
     exact: bool = False
-    """A whole number of 0 .. maximum whose exact sum is wanted; else an average over the client's
-    examples, of which the average over everybody's examples is wanted."""
+    """True: an integer of 0 .. maximum, summed exactly. False: an average over the client's
+    examples, aggregated to the average over the examples of all clients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundConfig(Message):
-    """The agreement on one attempt at one round."""
+    """Parameters of one attempt at one round that all parties agree on."""
 
     TAG = "round-config"
     FIELDS = {
@@ -81,85 +80,82 @@ class RoundConfig(Message):
         "levels": NUMBER,
         "clip": REAL,
         "weight_max": NUMBER,
-        "noise": blob(4096),
     }
 
     run_id: str
     round: int
     attempt: int
-    """Grows with every new attempt of a round, also after the server was restarted."""
+    """Increases with every attempt at a round, also across restarts of the server."""
     model_hash: bytes
-    """SHA-256 of the model that everybody starts from: no client can be given its own."""
+    """SHA-256 of the model that all clients start from: none can be sent a different one."""
     size: int
-    """N: elements of the update."""
+    """N: number of elements of the update."""
     slots: tuple[Slot, ...] = ()
     clients_max: int
-    """Most clients in the roster; the bit budget is for so many."""
+    """Maximum number of clients in the roster; the bit budget is for this number."""
     clients_min: int = 3
-    """Fewest clients in a sum, whatever the margins below would allow."""
+    """Minimum number of clients in a sum, even if the margins below allow fewer."""
     corrupt_permille: int = 100
-    """gamma, in thousandths: share of the clients that may collude with the server."""
+    """gamma, in thousandths: fraction of the clients that may collude with the server."""
     dropout_permille: int = 300
-    """delta, in thousandths: share of the clients that may drop out."""
+    """delta, in thousandths: fraction of the clients that may drop out."""
     complete_up_to: int = COMPLETE_UP_TO
-    """Clients up to which everybody is everybody's neighbour."""
+    """Rosters of up to this number of clients use the complete graph."""
     bits: int = 32
-    """The ring is Z/2^bits; it is also what one element costs on the wire."""
+    """The ring is Z/2^bits; also the size of one element on the wire."""
     levels: int = 0
-    """Highest value of one client's quantised element; 0 takes the most that cannot wrap."""
+    """Highest value of a client's quantised element; 0 selects the highest that cannot wrap."""
     clip: float = 1.0
     """Elements of the update are clipped to [-clip, clip]."""
     weight_max: int = 1
-    """Largest weight (number of examples) of one client; must be 1 with noise."""
-    noise: bytes = b""
-    """What distributed noise the clients add, in the mechanism's own words; empty is none."""
+    """Largest weight (number of examples) of one client."""
 
     def __post_init__(self) -> None:
-        """Fill in `levels`."""
+        """Compute `levels` if it is 0."""
         if self.levels == 0 and self.clients_max > 0 and self.bits in RING_BITS:
             finest = min(MAX_LEVELS, ((1 << self.bits) - 1) // self.clients_max)
             object.__setattr__(self, "levels", finest)
 
     @functools.cached_property
     def hash(self) -> bytes:
-        """What clients sign."""
+        """SHA-256 of this configuration, which clients sign."""
         return tagged_hash("config-hash", self.to_bytes())
 
     @property
     def length(self) -> int:
-        """Ring elements in a masked vector: the update, weight, clipped share, and the slots."""
+        """Elements of a masked vector: the update, weight, clipped fraction, and the slots."""
         return self.size + 2 + len(self.slots)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of a masked vector."""
+        """Size of a masked vector in bytes."""
         return self.length * self.bits // 8
 
-    def neighbourhood(self, clients: int) -> Neighbourhood:
-        """The graph's parameters for a roster of `clients`."""
-        return neighbourhood(
+    def graph(self, clients: int) -> GraphParameters:
+        """Parameters of the communication graph for a roster of `clients`."""
+        return graph_parameters(
             clients,
             corrupt_permille=self.corrupt_permille,
             dropout_permille=self.dropout_permille,
-            fewest=self.clients_min,
+            clients_min=self.clients_min,
             complete_up_to=self.complete_up_to,
         )
 
     def check(self) -> None:
-        """Refuse a configuration that cannot be safe, on either side.
+        """Refuse an unsafe configuration; both the server and the clients call this.
 
         Raises:
-            PeerMisbehaved: it makes no sense, a sum could wrap, or two groups of clients could be
-                led to agree to different survivors.
+            PeerMisbehaved: a field is invalid, a sum could wrap, or two groups of clients could
+                agree to different survivor sets.
         """
-        if (wrong := self._malformed()) is not None:
-            refusal.refuse("config-malformed", f"{wrong} is not a possible configuration")
+        if (invalid := self._malformed()) is not None:
+            refusal.refuse("config-malformed", f"{invalid} is not a valid configuration")
         if 2 * self.dropout_permille >= 1000 - self.corrupt_permille:
             refusal.refuse(
                 "config-margins",
-                f"dropout_permille={self.dropout_permille} is not below half of what "
+                f"dropout_permille={self.dropout_permille} is not below half of the clients that "
                 f"corrupt_permille={self.corrupt_permille} leaves, so two survivor sets could both "
-                "find a quorum",
+                "reach a quorum",
             )
         ring = 1 << self.bits
         if self.clients_max * self.levels >= ring:
@@ -175,16 +171,11 @@ class RoundConfig(Message):
                 f"clients_max={self.clients_max} x a weight or count of {largest:.0f} does not fit "
                 f"{self.bits} bits",
             )
-        if self.noise and self.weight_max != 1:
-            refusal.refuse(
-                "config-weighted-noise",
-                f"weight_max={self.weight_max} with noise: the noise is scaled for a weight of 1",
-            )
 
     def _malformed(self) -> str | None:
-        """The first field that makes no sense, as `name=value`."""
+        """Return the first invalid field as `name=value`, or None."""
         names = [slot.name for slot in self.slots]
-        possible = {
+        valid = {
             "bits": self.bits in RING_BITS,
             "size": self.size <= MAX_SIZE,
             "clients_min": 2 <= self.clients_min <= self.clients_max,
@@ -194,15 +185,15 @@ class RoundConfig(Message):
             "clip": math.isfinite(self.clip) and self.clip > 0,
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,
             "corrupt_permille": self.corrupt_permille < 1000,
-            "slots": names == sorted(set(names)) and all(_possible(slot) for slot in self.slots),
+            "slots": names == sorted(set(names)) and all(_is_valid(slot) for slot in self.slots),
         }
-        for name, holds in possible.items():
-            if not holds:
+        for name, is_valid in valid.items():
+            if not is_valid:
                 return f"{name}={getattr(self, name)!r}"
         return None
 
 
-def _possible(slot: Slot) -> bool:
+def _is_valid(slot: Slot) -> bool:
     if not (math.isfinite(slot.maximum) and slot.maximum > 0):
         return False
     return not slot.exact or (slot.maximum.is_integer() and slot.maximum <= MAX_COUNT)
@@ -210,42 +201,38 @@ def _possible(slot: Slot) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientRequirements:
-    """What a device accepts, whatever the server proposes."""
+    """Minimum security a device requires of any configuration."""
 
     clients_min: int = 3
-    """Never take part in a sum that could be of fewer clients."""
+    """Floor for `RoundConfig.clients_min`."""
     corrupt_permille: int = 100
-    """Never rely on fewer than so many (in thousandths) colluding with the server."""
+    """Floor for `RoundConfig.corrupt_permille`: colluding clients to be protected against."""
     dropout_permille: int = 450
-    """Never accept that more than so many (in thousandths) may be missing."""
-    noise: bool = False
-    """Never take part without distributed noise."""
-    participations: int | None = None
-    """Most rounds of one run that this device takes part in; None is no limit."""
+    """Ceiling for `RoundConfig.dropout_permille`."""
+    participations_max: int | None = None
+    """Maximum number of attempts of one run that this device takes part in; None is no limit."""
 
     def check(self, config: RoundConfig) -> None:
-        """Refuse a configuration below this device's floor.
+        """Refuse a configuration that does not meet the requirements.
 
         Raises:
-            PeerMisbehaved: it is; the message says which field.
+            PeerMisbehaved: it does not; the message names the field.
         """
         if config.clients_min < self.clients_min:
             refusal.refuse(
-                "config-below-floor",
+                "config-clients-below-floor",
                 f"clients_min={config.clients_min} is below this device's own floor of "
                 f"{self.clients_min}",
             )
         if config.corrupt_permille < self.corrupt_permille:
             refusal.refuse(
-                "config-too-trusting",
+                "config-corruption-below-floor",
                 f"corrupt_permille={config.corrupt_permille} is below this device's own floor of "
                 f"{self.corrupt_permille}",
             )
         if config.dropout_permille > self.dropout_permille:
             refusal.refuse(
-                "config-too-lossy",
+                "config-dropout-above-ceiling",
                 f"dropout_permille={config.dropout_permille} is above this device's own ceiling "
                 f"of {self.dropout_permille}",
             )
-        if self.noise and not config.noise:
-            refusal.refuse("config-noise-missing", "this device takes part with noise only")

@@ -1,22 +1,22 @@
-"""Between an update and the ring: clip, weigh, round at random; and back to the weighted mean.
+"""Encode updates as ring vectors, and decode a sum to the weighted mean.
 
-An element x of a client with weight w becomes
+An element x of a client with weight w is clipped, weighted and stochastically rounded to
 
     u = floor((clip(x) * w / W + C) * s + dither),   0 <= u <= levels,   s = (levels - 1) / 2C
 
 with W the largest weight and a uniform dither from the operating system's randomness, which makes
-the rounding unbiased. `levels` is chosen so that no sum of n clients wraps, so the ring's sum is
-the integers' sum, and `sum(u) / s - mC` is the sum of x * w / W over the m survivors.
+the rounding unbiased. `levels` is chosen so that no sum of n clients wraps, so the sum in the ring
+is the sum of integers, and `sum(u) / s - mC` is the sum of x * w / W over the m survivors.
 
-Behind the N elements follow the weight (exact), the share of elements that were clipped, and the
-configured slots. So nothing about one client travels in clear, and the server learns from the sum
-when its clipping bound is too tight.
+The N elements are followed by the weight (exact), the fraction of clipped elements, and the
+configured slots. So no value of a single client is sent in clear, and the server learns from the
+sum if its clipping bound is too tight.
 
 >>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32), size=2,
 ...                      clients_max=3, weight_max=10, clip=2.0)
->>> one = encode(config, torch.tensor([1.0, -0.5]), weight=10)
->>> other = encode(config, torch.tensor([0.5, 9.0]), weight=5)
->>> mean = decode(config, one.vector + other.vector, clients=2)
+>>> first = encode(config, torch.tensor([1.0, -0.5]), weight=10)
+>>> second = encode(config, torch.tensor([0.5, 9.0]), weight=5)
+>>> mean = decode(config, first.vector + second.vector, clients=2)
 >>> [round(x, 4) for x in mean.vector.tolist()], mean.weight, round(mean.clipped, 4)
 ([0.8333, 0.3333], 15, 0.25)
 """
@@ -43,13 +43,13 @@ _DITHER_BITS = 32
 
 @dataclasses.dataclass
 class Encoded:
-    """One client's update in the ring: plaintext until it is masked in place, once."""
+    """One client's update as a ring vector: plaintext until it is masked in place."""
 
     config_hash: bytes
     payload: bytearray
-    """Little-endian words: what is sent, after masking."""
+    """Little-endian words; sent after masking."""
     vector: torch.Tensor
-    """(length) the same memory as ring elements."""
+    """(length) ring elements that share the memory of `payload`."""
     masked: bool = False
 
 
@@ -58,15 +58,15 @@ class Aggregate:
     """The weighted mean of the survivors' updates and figures."""
 
     vector: torch.Tensor
-    """(N) float32: sum of weight x update, by sum of weights."""
+    """(N) float32: sum of weight x update, divided by the sum of weights."""
     weight: int
-    """Sum of weights, exact."""
+    """Exact sum of weights."""
     clients: int
-    """In the sum."""
+    """Number of clients in the sum."""
     figures: dict[str, float]
-    """The slots: exact sums of counts, weighted means of averages."""
+    """Values of the slots: exact sums of counts, weighted means of averages."""
     clipped: float
-    """Mean over clients of the share of elements that were clipped."""
+    """Mean over clients of the fraction of clipped elements."""
 
 
 def encode(
@@ -77,18 +77,19 @@ def encode(
     figures: Mapping[str, float] = _NONE,
     dither_key: bytes | None = None,
 ) -> Encoded:
-    """Put a client's update and figures into a fresh ring vector.
+    """Encode a client's update and figures as a new ring vector.
 
     Args:
         config: the round's configuration, checked.
-        update: (N) any real floating type, on the CPU; it is not changed.
+        update: (N) any real floating type, on the CPU; not modified.
         weight: number of examples, 0 .. config.weight_max.
-        figures: a value for each slot.
-        dither_key: 32 bytes that the stochastic rounding is drawn from, where the same update is
-            to give the same vector again; None draws a key. It need not be secret.
+        figures: slot name to value, one for each slot.
+        dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors; None draws
+            a random one. It need not be secret.
 
     Raises:
-        UpdateError: a wrong length, something not finite, or a weight or figure out of range.
+        UpdateError: wrong length, an element that is not finite, or a weight or figure out of
+            range.
     """
     _check(config, update, weight, figures)
     payload = bytearray(config.payload_bytes)
@@ -96,8 +97,8 @@ def encode(
     keys = _dither_keys(dither_key)
     clipped = _quantise(config, update, weight / config.weight_max, vector[: config.size], keys)
     vector[config.size] = weight
-    share = clipped / max(1, config.size)
-    vector[config.size + 1] = math.ceil(share * config.levels)
+    clipped_fraction = clipped / max(1, config.size)
+    vector[config.size + 1] = math.ceil(clipped_fraction * config.levels)
     for i, slot in enumerate(config.slots, start=config.size + 2):
         if slot.exact:
             vector[i] = int(figures[slot.name])
@@ -114,29 +115,29 @@ def encode(
 
 
 def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggregate:
-    """The weighted mean from the ring's sum.
+    """Compute the weighted mean from the unmasked sum.
 
     Args:
         config: the round's configuration.
         total: (length) sum of the survivors' encoded vectors.
-        clients: m, how many are in it.
+        clients: m, the number of clients in the sum.
 
     Raises:
-        AggregationAborted: the sum is one that no honest clients' vectors have, or nobody's
-            update has any weight.
+        AggregationAborted: vectors of honest clients cannot have this sum, or the total weight
+            is 0.
     """
     slots = total[config.size :].to(torch.int64)
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
     weight, clipped, *rest = slots.tolist()
-    if not _possible(config, total, weight, clients):
+    if not _in_range(config, total, weight, clients):
         refusal.refuse(
             "sum-out-of-range",
-            f"the opened sum of {clients} clients is beyond what they can add up to: somebody "
-            "sent a vector that is not of the agreed form",
+            f"the unmasked sum of {clients} clients is out of range: a client sent a vector that "
+            "does not have the agreed form",
         )
     if weight == 0:
-        refusal.refuse("nothing-weighed", f"all {clients} clients report a weight of 0")
+        refusal.refuse("zero-total-weight", f"all {clients} clients report a weight of 0")
     vector = torch.empty(config.size, dtype=torch.float32)
     scale = config.weight_max / weight
     for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
@@ -152,20 +153,20 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
 def _check(
     config: RoundConfig, update: torch.Tensor, weight: int, figures: Mapping[str, float]
 ) -> None:
-    """Refuse what cannot be encoded, before anything is."""
+    """Refuse an update or figures that cannot be encoded."""
     if update.shape != (config.size,) or not update.is_floating_point():
         refusal.refuse(
             "update-wrong-length",
-            f"an update of {tuple(update.shape)} {update.dtype} came where {config.size} "
-            "floating-point elements are to be masked",
+            f"the update is {tuple(update.shape)} {update.dtype}; {config.size} floating-point "
+            "elements are expected",
         )
     for i, part in enumerate(_parts(update)):
-        # Extremes of a tile with a NaN are NaN, and this is an order faster than isfinite().
+        # The extremes of a tile with a NaN are NaN; this is ten times as fast as isfinite().
         if not all(math.isfinite(end) for end in torch.aminmax(part)):
-            where = i * TILE + int((~torch.isfinite(part)).nonzero()[0])
+            index = i * TILE + int((~torch.isfinite(part)).nonzero()[0])
             refusal.refuse(
                 "update-not-finite",
-                f"element {where} of the update is {float(update[where])}: training diverged on "
+                f"element {index} of the update is {float(update[index])}: training diverged on "
                 "this device, so it does not take part",
             )
     if isinstance(weight, bool) or not 0 <= weight <= config.weight_max or weight != int(weight):
@@ -176,7 +177,7 @@ def _check(
     if sorted(figures) != [slot.name for slot in config.slots]:
         refusal.refuse(
             "slot-names-differ",
-            f"figures {sorted(figures)} came for the slots {[s.name for s in config.slots]}",
+            f"figures {sorted(figures)} were given for the slots {[s.name for s in config.slots]}",
         )
     for slot in config.slots:
         value = figures[slot.name]
@@ -192,25 +193,25 @@ def _check(
 def _quantise(
     config: RoundConfig,
     values: torch.Tensor,
-    share: float,
+    relative_weight: float,
     out: torch.Tensor,
     keys: Iterator[bytes],
 ) -> int:
-    """Write the quantised values into `out` and say how many were clipped.
+    """Write the quantised values to `out` and return the number of clipped elements.
 
-    One tile of scratch, whatever the length.
+    Scratch memory is one tile for any length.
 
     Args:
-        config: for `clip`, `levels`.
+        config: provides `clip` and `levels`.
         values: (N) finite.
-        share: w / W.
-        out: (N) of the ring.
-        keys: one is taken for the rounding of each tile.
+        relative_weight: w / W.
+        out: (N) ring elements.
+        keys: provides one dither key for each tile.
     """
-    clip, fine = config.clip, (config.levels - 1) / (2 * config.clip)
+    clip, scale = config.clip, (config.levels - 1) / (2 * config.clip)
     scratch = torch.empty(3, min(TILE, len(values)), dtype=torch.float64)
-    # Half of the dither's range is added here: its words are read as signed.
-    scratch[2].fill_(clip * fine + 0.5)
+    # Dither words are read as signed, so half of the dither's range is added here.
+    scratch[2].fill_(clip * scale + 0.5)
     clipped = 0
     tiles = zip(_parts(values), _parts(out), _dither(len(values), keys), strict=True)
     for part, target, dither in tiles:
@@ -220,14 +221,14 @@ def _quantise(
         if low < -clip or high > clip:
             clipped += int((x.abs() > clip).sum())
             x.clamp_(-clip, clip)
-        torch.add(zero, x, alpha=share * fine, out=y)
+        torch.add(zero, x, alpha=relative_weight * scale, out=y)
         y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS)
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return clipped
 
 
 def _dither_keys(key: bytes | None) -> Iterator[bytes]:
-    """Keys without end: derived from `key` by counting, or drawn and forgotten."""
+    """Endless stream of keys: derived from `key` and a counter, or random if it is None."""
     for counter in itertools.count():
         if key is None:
             yield os.urandom(32)
@@ -236,7 +237,7 @@ def _dither_keys(key: bytes | None) -> Iterator[bytes]:
 
 
 def _dither(count: int, keys: Iterator[bytes]) -> Iterator[torch.Tensor]:
-    """Tiles of uniform signed 32-bit words, each of a key of its own."""
+    """Yield tiles of uniform signed 32-bit words, each from its own key."""
     size = 4 * min(count, TILE)
     blank, stream = memoryview(bytes(size)), bytearray(size)
     words = ring_vector(stream, 32)
@@ -247,28 +248,28 @@ def _dither(count: int, keys: Iterator[bytes]) -> Iterator[torch.Tensor]:
 
 
 def _tiles(config: RoundConfig, total: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The update's part of a sum, tile by tile, as non-negative int64 where the ring allows."""
+    """Yield the update's part of a sum in tiles of int64, non-negative for rings below 64 bits."""
     mask = (1 << config.bits) - 1 if config.bits < 64 else -1
     for part in _parts(total[: config.size]):
         yield part.to(torch.int64) & mask
 
 
 def _parts(vector: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The vector's tiles, as views."""
+    """Yield the vector's tiles as views."""
     for start in range(0, len(vector), TILE):
         yield vector[start : start + TILE]
 
 
-def _possible(config: RoundConfig, total: torch.Tensor, weight: int, clients: int) -> bool:
-    """Whether honest vectors can add up to this."""
+def _in_range(config: RoundConfig, total: torch.Tensor, weight: int, clients: int) -> bool:
+    """Whether vectors of honest clients can have this sum."""
     if not 0 <= weight <= clients * config.weight_max:
         return False
-    most = clients * config.levels
-    return all(int(t.min()) >= 0 and int(t.max()) <= most for t in _tiles(config, total))
+    maximum = clients * config.levels
+    return all(int(t.min()) >= 0 and int(t.max()) <= maximum for t in _tiles(config, total))
 
 
 def _dequantise(config: RoundConfig, values: torch.Tensor, clients: int) -> torch.Tensor:
-    """Sums of x * w / W, float64."""
+    """Convert sums of quantised values to sums of x * w / W, float64."""
     return (
         values.to(torch.float64)
         .mul_(2 * config.clip / (config.levels - 1))
@@ -277,5 +278,5 @@ def _dequantise(config: RoundConfig, values: torch.Tensor, clients: int) -> torc
 
 
 def _average(config: RoundConfig, slot: Slot, value: int, clients: int) -> float:
-    one = torch.tensor([value])
-    return float(_dequantise(dataclasses.replace(config, clip=slot.maximum), one, clients))
+    values = torch.tensor([value])
+    return float(_dequantise(dataclasses.replace(config, clip=slot.maximum), values, clients))

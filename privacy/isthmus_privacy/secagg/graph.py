@@ -1,18 +1,18 @@
-"""Who shares and masks with whom, and how many must be left: the numbers behind every refusal.
+"""Parameters of the communication graph: degree, sharing threshold, quorum and minimum survivors.
 
-Up to `complete_up_to` clients everybody is everybody's neighbour. Above that, each client draws
-its own k out-neighbours after it has seen the whole roster, so nobody can choose them for it and
-nobody needs to be trusted with a random beacon (after Bell et al. 2020, whose graph the server
-draws).
+Up to `complete_up_to` clients the graph is complete. Above that, each client draws its own k
+out-neighbours after it has received the whole roster, so that no other party can choose them and
+no trusted random beacon is needed (in Bell et al. 2020 the server draws the graph).
 
-With c the most corrupt clients among k neighbours, the threshold is `t = floor((k + c) / 2) + 1`:
-since 2t > k + c, honest neighbours cannot be split so that one half gives away a client's
-self-mask seed and the other half its mask key.
+With at most c corrupt clients among k neighbours, the threshold is `t = floor((k + c) / 2) + 1`:
+since 2t > k + c, honest neighbours cannot be split so that one half reveals a client's self-mask
+seed and the other half its mask key.
 
->>> neighbourhood(1000, corrupt_permille=100, dropout_permille=100, fewest=2)
-Neighbourhood(clients=1000, degree=96, threshold=67, corrupt=37, quorum=551, fewest=900)
->>> neighbourhood(20, corrupt_permille=100, dropout_permille=100, fewest=2)
-Neighbourhood(clients=20, degree=19, threshold=11, corrupt=2, quorum=12, fewest=18)
+>>> graph_parameters(20, corrupt_permille=100, dropout_permille=100, clients_min=2)
+GraphParameters(clients=20, degree=19, threshold=11, corrupt=2, quorum=12, survivors_min=18)
+>>> large = graph_parameters(1000, corrupt_permille=100, dropout_permille=100, clients_min=2)
+>>> large.degree, large.threshold, large.corrupt, large.quorum, large.survivors_min
+(96, 67, 37, 551, 900)
 """
 
 from __future__ import annotations
@@ -22,67 +22,67 @@ import functools
 from math import exp, lgamma, log
 
 COMPLETE_UP_TO = 128
-"""Clients up to which the complete graph costs less than it is worth to thin it."""
+"""Number of clients up to which the complete graph is cheap enough."""
 
 SECRECY = 2.0**-40
-"""Chance, over the clients' own draws, that the graph fails to protect somebody."""
+"""Bound on the probability, over the clients' draws, that the graph fails to protect a client."""
 
 ABORT = 2.0**-20
-"""Chance that random dropouts within the bound leave some neighbourhood below its threshold."""
+"""Bound on the probability that random dropouts leave a neighbourhood below its threshold."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Neighbourhood:
-    """The graph's parameters for one roster."""
+class GraphParameters:
+    """Parameters of the communication graph for one roster."""
 
     clients: int
-    """n: in the roster."""
+    """n: size of the roster."""
     degree: int
-    """k: neighbours that a client deals shares to."""
+    """k: neighbours that hold shares of a client's secrets."""
     threshold: int
-    """t: shares that give a secret back."""
+    """t: shares that reconstruct a secret."""
     corrupt: int
-    """c: most corrupt clients among k neighbours."""
+    """c: maximum number of corrupt clients among k neighbours."""
     quorum: int
     """Signatures that make a survivor set final; any two quorums share an honest signer."""
-    fewest: int
-    """m: dealers, and survivors, below which the attempt ends."""
+    survivors_min: int
+    """m: minimum number of share owners, and of survivors; with fewer the attempt aborts."""
 
     @property
     def complete(self) -> bool:
-        """Whether everybody is everybody's neighbour."""
+        """Whether all clients are neighbours of each other."""
         return self.degree == self.clients - 1
 
 
-def neighbourhood(
+def graph_parameters(
     clients: int,
     *,
     corrupt_permille: int,
     dropout_permille: int,
-    fewest: int,
+    clients_min: int,
     complete_up_to: int = COMPLETE_UP_TO,
-) -> Neighbourhood:
-    """The parameters for a roster of `clients`.
+) -> GraphParameters:
+    """Compute the parameters for a roster of `clients`.
 
     Args:
         clients: n.
-        corrupt_permille: gamma, in thousandths: most clients the server may have corrupted.
-        dropout_permille: delta, in thousandths: most clients that may drop out.
-        fewest: the configured least number of clients in a sum.
-        complete_up_to: largest n with a complete graph.
+        corrupt_permille: gamma, in thousandths: fraction of clients that may be corrupt.
+        dropout_permille: delta, in thousandths: fraction of clients that may drop out.
+        clients_min: configured minimum number of clients in a sum.
+        complete_up_to: largest n with the complete graph.
     """
     corrupt = clients * corrupt_permille // 1000
     dropped = clients * dropout_permille // 1000
     quorum = (clients + corrupt) // 2 + 1
-    least = max(fewest, quorum, clients - dropped)
+    survivors_min = max(clients_min, quorum, clients - dropped)
     if clients > complete_up_to:
         k, t, c = k_out(clients, corrupt, dropped)
     else:
         k, t, c = _complete(clients, corrupt)
     if k == clients - 1:
-        # A client holds no share of its own secrets, so t others must be left beside it.
-        least = max(least, t + 1)
-    return Neighbourhood(clients, k, t, c, quorum, least)
+        # A client holds no share of its own secrets, so t other clients must remain.
+        survivors_min = max(survivors_min, t + 1)
+    return GraphParameters(clients, k, t, c, quorum, survivors_min)
 
 
 def _complete(clients: int, corrupt: int) -> tuple[int, int, int]:
@@ -93,14 +93,15 @@ def _complete(clients: int, corrupt: int) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def k_out(clients: int, corrupt: int, dropped: int) -> tuple[int, int, int]:
-    """The least k, with its t and c, for which client-drawn neighbours are good enough.
+    """Find the smallest k, with its t and c, for which client-drawn neighbours are secure.
 
-    Three conditions, each a union bound over all clients: more than c of k neighbours are corrupt
-    (half of `SECRECY`); the honest clients that remain do not hang together (the other half);
-    fewer than t of k neighbours remain (`ABORT`). The first and the last are hypergeometric tails.
+    Three events are bounded, each by a union bound over all clients: more than c of k neighbours
+    are corrupt (half of `SECRECY`); the graph of the remaining honest clients is disconnected (the
+    other half); fewer than t of k neighbours remain (`ABORT`). The first and the last are
+    hypergeometric tails.
 
     Returns:
-        `(k, t, c)`; those of the complete graph where nothing sparser will do.
+        `(k, t, c)`; those of the complete graph if no sparser graph meets the bounds.
     """
     others = clients - 1
     for k in range(1, others):
@@ -117,8 +118,8 @@ def _log_choose(n: int, k: int) -> float:
     return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)
 
 
-def _chance(others: int, marked: int, drawn: int, hits: int) -> float:
-    """Hypergeometric: exactly `hits` of `marked` among `drawn` out of `others`."""
+def _hypergeometric(others: int, marked: int, drawn: int, hits: int) -> float:
+    """Hypergeometric probability of exactly `hits` of `marked` among `drawn` out of `others`."""
     if drawn - hits > others - marked:
         return 0.0
     return exp(
@@ -129,42 +130,43 @@ def _chance(others: int, marked: int, drawn: int, hits: int) -> float:
 
 
 def _tail(others: int, marked: int, drawn: int, hits: int) -> float:
-    """More than `hits` of `marked` among `drawn`; summed from the small end."""
+    """Probability of more than `hits` of `marked` among `drawn`; small terms are summed first."""
     return sum(
-        _chance(others, marked, drawn, i) for i in range(min(marked, drawn), max(hits, -1), -1)
+        _hypergeometric(others, marked, drawn, i)
+        for i in range(min(marked, drawn), max(hits, -1), -1)
     )
 
 
 def _quantile(others: int, marked: int, drawn: int, bound: float) -> int:
-    """The least number of hits that is exceeded with a chance of at most `bound`."""
+    """Smallest number of hits that is exceeded with a probability of at most `bound`."""
     hits = min(marked, drawn)
     tail = 0.0
     while hits > 0:
-        tail += _chance(others, marked, drawn, hits)
+        tail += _hypergeometric(others, marked, drawn, hits)
         if tail > bound:
             return hits
         hits -= 1
     return 0
 
 
-def _disconnected(clients: int, gone: int, k: int) -> float:
-    """Bound on the chance that the graph among the clients that are honest and left falls apart.
+def _disconnected(clients: int, removed: int, k: int) -> float:
+    """Bound the probability that the graph of the remaining honest clients is disconnected.
 
-    For some s of them to have no edge to the rest, each must have drawn only among themselves and
-    those gone, and nobody else may have drawn one of them. Draws with replacement bound it above.
-    Those gone are fixed here. A server that chooses them after the draws gains nothing, since
-    every client insists on t neighbours that are left, and so on company.
+    For s of them to have no edge to the rest, each must have drawn only among these s and the
+    removed (corrupt or dropped) clients, and no other may have drawn one of them. Draws with
+    replacement give an upper bound. The removed clients are fixed here; a server that chooses them
+    after the draws gains nothing, since every client requires t remaining neighbours.
     """
-    left, others, chance = clients - gone, clients - 1, 0.0
-    for s in range(1, left // 2 + 1):
-        inside = s - 1 + gone
+    remaining, others, probability = clients - removed, clients - 1, 0.0
+    for s in range(1, remaining // 2 + 1):
+        inside = s - 1 + removed
         if inside == 0:
             continue
-        chance += exp(
-            _log_choose(left, s)
+        probability += exp(
+            _log_choose(remaining, s)
             + k * s * log(inside / others)
-            + k * (left - s) * log((others - s) / others)
+            + k * (remaining - s) * log((others - s) / others)
         )
-        if chance > 1:
+        if probability > 1:
             break
-    return chance
+    return probability

@@ -1,9 +1,9 @@
-"""Who is who: the operator's authority enrols each participant's signing key.
+"""Enrolment: an authority signs each participant's identity key.
 
-Secure aggregation needs names that the aggregation server cannot invent: a server that could make
-up clients, or swap their keys, would sit between them all. So an *enrolment authority* signs
-`name -> identity key` once, when a participant joins, and everybody checks its signature. If the
-authority and the server are one party, that party is trusted not to invent clients.
+Secure aggregation needs names that the aggregation server cannot invent: a server that invents
+clients or replaces their keys could attack every pair in the middle. So an *enrolment authority*
+signs `name -> identity key` once, when a participant joins, and all parties verify the signature.
+If the authority and the server are one party, that party is trusted not to invent clients.
 
 >>> authority, key = Authority(), SigningKey()
 >>> enrolment = authority.enrol("clinic-7", key.public, not_after=2_000_000_000)
@@ -44,19 +44,19 @@ class Enrolment(Message):
     identity_key: bytes
     """Ed25519 public key."""
     not_after: int
-    """Unix seconds; a later renewal carries the same key."""
+    """Unix seconds; a renewal has the same key."""
     signature: bytes
 
     def signed_fields(self) -> tuple[bytes, ...]:
-        """What the authority signs."""
+        """Fields that the authority signs."""
         return (self.name.encode(), self.identity_key, self.not_after.to_bytes(8, "little"))
 
 
 class Authority:
-    """The enrolment authority; kept away from the aggregation server."""
+    """The enrolment authority; separate from the aggregation server."""
 
     def __init__(self, private: bytes | None = None) -> None:
-        """`private` is the 32-byte Ed25519 seed; None draws a new key."""
+        """`private` is the 32-byte Ed25519 seed; None generates a key."""
         self._key = SigningKey(private)
         self.public = self._key.public
 
@@ -68,7 +68,7 @@ class Authority:
 
 
 class Directory:
-    """What one party believes about enrolments; keep it between rounds, it remembers signatures."""
+    """Verifies enrolments; keep it between rounds, since it caches verified signatures."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Directory:
         revoked: Set[bytes] = frozenset(),
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Believe one authority.
+        """Accept enrolments of one authority.
 
         Args:
-            authority: its Ed25519 public key.
-            revoked: identity keys that are not accepted any more; may be changed at any time.
-            now: unix seconds.
+            authority: Ed25519 public key of the authority.
+            revoked: identity keys that are no longer accepted; may change at any time.
+            now: returns the time in Unix seconds.
         """
         self.authority = authority
         self.revoked = revoked
@@ -93,7 +93,7 @@ class Directory:
         """Accept an enrolment.
 
         Raises:
-            PeerMisbehaved: it is revoked, over, or not by this authority.
+            PeerMisbehaved: it is revoked, expired, or not signed by this authority.
         """
         name = enrolment.name
         if enrolment.identity_key in self.revoked:

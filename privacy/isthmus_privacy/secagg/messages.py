@@ -1,4 +1,4 @@
-"""What clients and the server say to each other in one attempt, in the order in which they say it.
+"""Messages of one attempt between the clients and the server, in protocol order.
 
 | message | from | to | bytes |
 |---|---|---|---|
@@ -6,19 +6,20 @@
 | `AdvertiseKeys` | client | server | 400 |
 | `Roster` | server | all | 400 n |
 | `ShareKeys` | client | server | 250 + 104 k |
-| `Inbox` | server | one | 90 + 108 k |
-| `MaskedInput` | client | server | 250, and the masked vector beside it: N x bits / 8 |
+| `Inbox` | server | one client | 90 + 108 k |
+| `MaskedInput` | client | server | 250, plus the masked vector of N x bits / 8 |
 | `Survivors` | server | all | 90 + n / 4 |
 | `ConsistencySignature` | client | server | 240 |
 | `ConsistencySignatures` | server | all | 50 + 72 n |
 | `UnmaskingShares` | client | server | 250 + 44 k |
 
-Positions are those in the roster. n = clients, k = neighbours, N = elements of a masked vector.
+A position is an index into the roster. n = clients, k = neighbours, N = elements of a vector.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 
 from isthmus_privacy.crypto.canonical import (
@@ -41,6 +42,18 @@ SHARE_BYTES = 36
 SEALED_BYTES = 2 * SHARE_BYTES + SEALING_BYTES
 """A share of the self-mask seed and one of the mask key, sealed for one neighbour."""
 
+
+class Stage(enum.IntEnum):
+    """Stages of one attempt; in each, every client sends the server one message."""
+
+    ADVERTISE_KEYS = 0
+    SHARE_KEYS = 1
+    MASKED_INPUT = 2
+    CONSISTENCY_CHECK = 3
+    UNMASKING = 4
+    FINISHED = 5
+
+
 _HASH = exactly(32)
 _KEY = exactly(KEY_BYTES)
 _SIGNATURE = exactly(SIGNATURE_BYTES)
@@ -48,7 +61,7 @@ _SIGNATURE = exactly(SIGNATURE_BYTES)
 
 @dataclasses.dataclass(frozen=True)
 class AdvertiseKeys(Message):
-    """A client's fresh keys, signed with its identity."""
+    """A client's one-time keys, signed with its identity."""
 
     TAG = "advertise-keys"
     FIELDS = {
@@ -60,11 +73,11 @@ class AdvertiseKeys(Message):
 
     enrolment: Enrolment
     sealing_key: bytes
-    """X25519, for the shares sent to this client."""
+    """X25519 public key that shares for this client are encrypted with."""
     mask_key: bytes
-    """X25519, for pairwise masks; its private half is what is shared among the neighbours."""
+    """X25519 public key for pairwise masks; its private key is shared among the neighbours."""
     signature: bytes
-    """Of the configuration's hash and both keys."""
+    """Signature of `signed_fields`."""
 
     @property
     def name(self) -> str:
@@ -72,12 +85,11 @@ class AdvertiseKeys(Message):
         return self.enrolment.name
 
     def signed_fields(self, config_hash: bytes) -> tuple[bytes, ...]:
-        """What the client signs."""
-        owner = self.enrolment
+        """Fields that the client signs."""
         return (
             config_hash,
-            owner.name.encode(),
-            owner.identity_key,
+            self.enrolment.name.encode(),
+            self.enrolment.identity_key,
             self.sealing_key,
             self.mask_key,
         )
@@ -85,26 +97,26 @@ class AdvertiseKeys(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Roster(Message):
-    """Everybody who takes part, whole and sorted by name."""
+    """The keys of all clients of the attempt, sorted by name."""
 
     TAG = "roster"
-    FIELDS = {"adverts": items(nested(AdvertiseKeys))}
+    FIELDS = {"entries": items(nested(AdvertiseKeys))}
 
-    adverts: tuple[AdvertiseKeys, ...]
+    entries: tuple[AdvertiseKeys, ...]
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Names by position."""
-        return tuple(advert.name for advert in self.adverts)
+        return tuple(entry.name for entry in self.entries)
 
     def hash(self, config_hash: bytes) -> bytes:
-        """Salt of every key derived in this attempt: different rosters cannot interoperate."""
+        """Salt of every derived key: clients with different rosters derive different keys."""
         return tagged_hash("roster-hash", config_hash, self.to_bytes())
 
 
 @dataclasses.dataclass(frozen=True)
 class ShareKeys(Message):
-    """A client's shares, sealed for the neighbours it drew."""
+    """Shares of a client's two secrets, encrypted for the neighbours it drew."""
 
     TAG = "share-keys"
     FIELDS = {
@@ -119,15 +131,15 @@ class ShareKeys(Message):
     name: str
     roster_hash: bytes
     neighbours: Members
-    """Out-neighbours: who gets a share."""
+    """Out-neighbours: the holders of the shares."""
     seed_commitment: bytes
-    """Hash of the self-mask seed, for the server to know a wrong reconstruction."""
+    """Hash of the self-mask seed, by which the server detects a wrong reconstruction."""
     sealed: tuple[bytes, ...]
-    """In the order of the neighbours' positions."""
+    """Encrypted share pairs, in the order of the neighbours' positions."""
     signature: bytes
 
     def signed_fields(self) -> tuple[bytes, ...]:
-        """What the client signs."""
+        """Fields that the client signs."""
         return (
             self.roster_hash,
             MEMBERS.write(self.neighbours),
@@ -138,25 +150,25 @@ class ShareKeys(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Inbox(Message):
-    """For one client: who has dealt shares, and those that were dealt to it."""
+    """For one client: who has shared its secrets, and the shares that this client holds."""
 
     TAG = "inbox"
     FIELDS = {
         "roster_hash": _HASH,
-        "dealers": MEMBERS,
+        "share_owners": MEMBERS,
         "sealed": items(row(NUMBER, exactly(SEALED_BYTES))),
     }
 
     roster_hash: bytes
-    dealers: Members
-    """U2: everybody whose shares the server has."""
+    share_owners: Members
+    """U2: all clients whose shares the server has received."""
     sealed: tuple[tuple[int, bytes], ...]
-    """Sender's position and what it sealed for this client, by position."""
+    """Owner's position and its encrypted share pair for this client, by position."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedInput(Message):
-    """What goes with a client's masked vector; the vector itself travels beside it as bytes."""
+    """Description of a client's masked vector, which is sent separately as bytes."""
 
     TAG = "masked-input"
     FIELDS = {
@@ -171,14 +183,14 @@ class MaskedInput(Message):
     name: str
     roster_hash: bytes
     partners: Members
-    """With whom pairwise masks were added."""
+    """Clients with whom pairwise masks were added."""
     length: int
-    """Bytes of the masked vector."""
+    """Length of the masked vector in bytes."""
     sha256: bytes
     signature: bytes
 
     def signed_fields(self) -> tuple[bytes, ...]:
-        """What the client signs."""
+        """Fields that the client signs."""
         return (
             self.roster_hash,
             MEMBERS.write(self.partners),
@@ -189,27 +201,27 @@ class MaskedInput(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Survivors(Message):
-    """The set whose sum is to be opened."""
+    """The clients whose vectors are in the sum that is to be unmasked."""
 
     TAG = "survivors"
-    FIELDS = {"roster_hash": _HASH, "dealers": MEMBERS, "survivors": MEMBERS}
+    FIELDS = {"roster_hash": _HASH, "share_owners": MEMBERS, "survivors": MEMBERS}
 
     roster_hash: bytes
-    dealers: Members
-    """U2, as before."""
+    share_owners: Members
+    """U2, as in `Inbox`."""
     survivors: Members
-    """U3: whose masked vectors are in the sum."""
+    """U3: the clients whose masked vectors are in the sum."""
 
     def signed_fields(self) -> tuple[bytes, ...]:
-        """What every survivor signs."""
-        return (self.roster_hash, MEMBERS.write(self.dealers), MEMBERS.write(self.survivors))
+        """Fields that every survivor signs."""
+        return (self.roster_hash, MEMBERS.write(self.share_owners), MEMBERS.write(self.survivors))
 
 
 @dataclasses.dataclass(frozen=True)
 class ConsistencySignature(Message):
-    """A client's signature of the one survivor set it has been shown."""
+    """A client's signature of the survivor set it received."""
 
-    TAG = "consent"
+    TAG = "consistency-signature"
     FIELDS = {"name": NAME, "signature": _SIGNATURE}
 
     name: str
@@ -218,20 +230,20 @@ class ConsistencySignature(Message):
 
 @dataclasses.dataclass(frozen=True)
 class ConsistencySignatures(Message):
-    """Everybody's consent, for everybody to check."""
+    """The consistency signatures of all survivors, for every survivor to verify."""
 
-    TAG = "consents"
+    TAG = "consistency-signatures"
     FIELDS = {"signatures": items(row(NUMBER, _SIGNATURE))}
 
     signatures: tuple[tuple[int, bytes], ...]
-    """Position and signature, by position."""
+    """Signer's position and signature, by position."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnmaskingShares(Message):
-    """Exactly one share for each dealer: of the seed if it survived, of the mask key if not."""
+    """One share for each owner: of its self-mask seed if it survived, else of its mask key."""
 
-    TAG = "release"
+    TAG = "unmasking-shares"
     FIELDS = {
         "name": NAME,
         "shares": items(row(NUMBER, exactly(SHARE_BYTES))),
@@ -240,9 +252,9 @@ class UnmaskingShares(Message):
 
     name: str
     shares: tuple[tuple[int, bytes], ...]
-    """Dealer's position and the share, by position."""
+    """Owner's position and the share, by position."""
     signature: bytes
 
     def signed_fields(self, roster_hash: bytes) -> tuple[bytes, ...]:
-        """What the client signs."""
-        return (roster_hash, b"".join(NUMBER.write(i) + share for i, share in self.shares))
+        """Fields that the client signs."""
+        return (roster_hash, b"".join(NUMBER.write(owner) + share for owner, share in self.shares))

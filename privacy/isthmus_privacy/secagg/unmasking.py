@@ -1,4 +1,4 @@
-"""What the server does with released shares: secrets back together, checked, made into masks."""
+"""Reconstruct secrets from unmasking shares, verify them and derive the masks to remove."""
 
 from __future__ import annotations
 
@@ -12,70 +12,71 @@ from isthmus_privacy.secagg.messages import ShareKeys
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
-    """All that the server holds when it opens a sum."""
+class UnmaskingInput:
+    """All the server's knowledge that unmasking a sum needs; positions are those of the cohort."""
 
     cohort: Cohort
-    dealt: Mapping[int, ShareKeys]
-    """Dealer to what it dealt: U2."""
+    shared: Mapping[int, ShareKeys]
+    """Share owner to its shares and commitment: U2."""
     partners: Mapping[int, Set[int]]
-    """Dealer to those it has pairwise masks with."""
+    """Share owner to the clients it has pairwise masks with."""
     survivors: Set[int]
     """U3."""
-    releases: Mapping[int, Mapping[int, bytes]]
-    """Holder to the shares it gave, by dealer."""
+    revealed: Mapping[int, Mapping[int, bytes]]
+    """Share holder to the shares it revealed, by owner."""
 
     def masks(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys of the masks to add, and of those to take away, to be left with the plain sum.
+        """Keys of the masks to add to the masked sum, and of those to subtract from it.
 
         Raises:
-            AggregationAborted: too few shares came, or a secret does not match its commitment.
+            AggregationAborted: too few shares were revealed, or a secret does not match its
+                commitment.
         """
         plus: list[bytes] = []
         minus: list[bytes] = []
-        for dealer, secret in self._secrets().items():
-            if dealer in self.survivors:
-                self._check_seed(dealer, secret)
+        for owner, secret in self._secrets().items():
+            if owner in self.survivors:
+                self._check_seed(owner, secret)
                 minus.append(secret)
                 continue
-            key = self._checked_key(dealer, secret)
-            for survivor in self.partners[dealer] & self.survivors:
-                # The lower position added this mask; what the survivor did is undone.
-                undo = minus if survivor < dealer else plus
-                undo.append(self.cohort.pair_seed(key, dealer, survivor))
+            key = self._checked_key(owner, secret)
+            for survivor in self.partners[owner] & self.survivors:
+                # The lower position added this mask; the survivor's own sign is reversed here.
+                keys = minus if survivor < owner else plus
+                keys.append(self.cohort.pair_seed(key, owner, survivor))
         return plus, minus
 
     def _secrets(self) -> dict[int, bytes]:
-        """Dealer to its seed, if it survived, or to its mask key."""
-        threshold = self.cohort.neighbourhood.threshold
+        """Share owner to its seed if it survived, else to its mask key."""
+        threshold = self.cohort.graph.threshold
         points, shares = [], []
-        for dealer in sorted(self.dealt):
-            neighbours = sorted(self.dealt[dealer].neighbours.indices)
-            holders = [holder for holder in neighbours if holder in self.releases][:threshold]
+        for owner in sorted(self.shared):
+            neighbours = sorted(self.shared[owner].neighbours.indices)
+            holders = [holder for holder in neighbours if holder in self.revealed][:threshold]
             if len(holders) < threshold:
                 refusal.refuse(
                     "too-few-shares",
-                    f"{len(holders)} shares of {self.cohort.name(dealer)!r} came; "
+                    f"{len(holders)} shares of {self.cohort.name(owner)!r} were revealed; "
                     f"threshold={threshold}",
                 )
             points.append([holder + 1 for holder in holders])
-            shares.append([self.releases[holder][dealer] for holder in holders])
-        return dict(zip(sorted(self.dealt), shamir.combine(points, shares), strict=True))
+            shares.append([self.revealed[holder][owner] for holder in holders])
+        return dict(zip(sorted(self.shared), shamir.combine(points, shares), strict=True))
 
-    def _check_seed(self, dealer: int, seed: bytes) -> None:
-        if self.cohort.seed_commitment(dealer, seed) != self.dealt[dealer].seed_commitment:
+    def _check_seed(self, owner: int, seed: bytes) -> None:
+        if self.cohort.seed_commitment(owner, seed) != self.shared[owner].seed_commitment:
             refusal.refuse(
                 "seed-mismatch",
-                f"the shares of the seed of {self.cohort.name(dealer)!r} do not fit together: it, "
-                "or a neighbour of it, has lied",
+                f"the shares of the seed of {self.cohort.name(owner)!r} do not fit together: it "
+                "or one of its neighbours sent a false share",
             )
 
-    def _checked_key(self, dealer: int, private: bytes) -> OneTimeKey:
+    def _checked_key(self, owner: int, private: bytes) -> OneTimeKey:
         key = OneTimeKey(private)
-        if key.public != self.cohort.advert(dealer).mask_key:
+        if key.public != self.cohort.entry(owner).mask_key:
             refusal.refuse(
                 "key-mismatch",
-                f"the shares of the mask key of {self.cohort.name(dealer)!r} do not fit together: "
-                "it, or a neighbour of it, has lied",
+                f"the shares of the mask key of {self.cohort.name(owner)!r} do not fit together: "
+                "it or one of its neighbours sent a false share",
             )
         return key

@@ -137,17 +137,19 @@ class SecureAggregationAttempt:
             await self._step(
                 "training", self._receipts.names, self._train, trained_by, self._config.clients_max
             )
-            roster = session.roster().to_bytes()
+            roster = session.finish_advertise_keys().to_bytes()
             await self._short_step("sharing keys", {"roster": roster}, self._take_shares)
-            inboxes = {name: inbox.to_bytes() for name, inbox in session.inboxes().items()}
+            inboxes = {
+                name: inbox.to_bytes() for name, inbox in session.finish_share_keys().items()
+            }
 
             async def upload(name: str) -> None:
                 await self._upload(name, inboxes[name])
 
             await self._step("sending", session.missing, upload, deadline)
-            survivors = session.survivors().to_bytes()
+            survivors = session.finish_masked_input().to_bytes()
             await self._short_step("signing", {"survivors": survivors}, self._take_signature)
-            signatures = session.consistency_signatures().to_bytes()
+            signatures = session.finish_consistency_check().to_bytes()
             await self._short_step(
                 "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
             )
@@ -208,10 +210,10 @@ class SecureAggregationAttempt:
                 _, pending = await asyncio.wait(
                     pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
                 )
-                if wanted is not None and self._session.heard >= wanted:
+                if wanted is not None and self._session.received >= wanted:
                     reason = _ENOUGH
                     break
-                if self._session.heard + len(pending) < self._config.clients_min:
+                if self._session.received + len(pending) < self._config.clients_min:
                     reason = UNREACHABLE
                     break
                 if left <= 0:
@@ -256,11 +258,11 @@ class SecureAggregationAttempt:
         request = self._first_request(self._config.to_bytes())
         async with call(self._context.link, name, request, "trained", self._receipts) as reply:
             check_figures(reply.trained)
-            advert = AdvertiseKeys.from_bytes(reply.trained.secure)
-            _check_sender(name, advert.name)
-            if self._session.heard >= self._config.clients_max:
+            keys = AdvertiseKeys.from_bytes(reply.trained.secure)
+            _check_sender(name, keys.name)
+            if self._session.received >= self._config.clients_max:
                 raise UpdateError(_ENOUGH)
-            self._session.take_advert(advert)
+            self._session.receive_keys(keys)
             self._receipts.remember(name, seconds=reply.trained.seconds)
 
     async def _upload(self, name: str, inbox: bytes) -> None:
@@ -279,23 +281,25 @@ class SecureAggregationAttempt:
                     await self._context.link.fetch(name, stepped.masked, spool.write)
                     async with self._adding:
                         with spool.view() as payload:
-                            adding = asyncio.to_thread(self._session.take_masked, masked, payload)
+                            adding = asyncio.to_thread(
+                                self._session.receive_masked_input, masked, payload
+                            )
                             await to_the_end(adding)
 
     def _take_shares(self, name: str, message: bytes) -> None:
         shares = ShareKeys.from_bytes(message)
         _check_sender(name, shares.name)
-        self._session.take_shares(shares)
+        self._session.receive_shares(shares)
 
     def _take_signature(self, name: str, message: bytes) -> None:
         signature = ConsistencySignature.from_bytes(message)
         _check_sender(name, signature.name)
-        self._session.take_consistency_signature(signature)
+        self._session.receive_consistency_signature(signature)
 
     def _take_unmasking_shares(self, name: str, message: bytes) -> None:
         shares = UnmaskingShares.from_bytes(message)
         _check_sender(name, shares.name)
-        self._session.take_unmasking_shares(shares)
+        self._session.receive_unmasking_shares(shares)
 
     # -- receipts ----------------------------------------------------------------------------------
 

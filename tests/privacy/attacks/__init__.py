@@ -1,25 +1,25 @@
-"""For each refusal of the protocol, an attack or a mistake that runs into it.
+"""For each refusal of the protocol, attacks or mistakes that it must stop.
 
-Every function here does what a liar would do and must end in the refusal it is registered under.
-`mutation.py` takes each refusal away and expects exactly these functions to notice.
+Every function here does what a dishonest party would do and must end in the refusal it is
+registered for. `mutation.py` disables each refusal and expects these functions to detect it.
 """
 
-from attacks import (
-    by_its_own_hand,
-    by_the_configuration,
-    by_the_roster,
-    by_the_survivors,
-    on_the_server,
-    on_the_wire,
+from tests.privacy.attacks import (
+    dishonest_clients,
+    false_rosters,
+    false_survivors,
+    forged_messages,
+    invalid_updates,
+    unsafe_configurations,
 )
-from attacks.registry import ATTACKS
+from tests.privacy.attacks.registry import ATTACKS
 
 __all__ = [
     "ATTACKS",
-    "by_its_own_hand",
-    "by_the_configuration",
-    "by_the_roster",
-    "by_the_survivors",
-    "on_the_server",
-    "on_the_wire",
+    "dishonest_clients",
+    "false_rosters",
+    "false_survivors",
+    "forged_messages",
+    "invalid_updates",
+    "unsafe_configurations",
 ]

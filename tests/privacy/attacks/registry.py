@@ -1,16 +1,16 @@
-"""Which attack must meet which refusal."""
+"""Register attacks under the refusal that must stop them."""
 
 import dataclasses
 
-from parties import Parties
+from tests.privacy.protocol import ProtocolRound
 
 ATTACKS = {}
-"""Refusal to the attacks that must meet it."""
+"""Refusal code to the attacks that it must stop."""
 
 ALICE, BOB = "c00001", "c00003"
 
 
-def meets(code):
+def expect_refusal(code):
     def register(attack):
         ATTACKS.setdefault(code, []).append(attack)
         return attack
@@ -18,9 +18,10 @@ def meets(code):
     return register
 
 
-def until(stage, **changes):
-    return Parties(6, **changes).until(stage)
+def round_until(stage, **changes):
+    """A round of six clients, run up to but not including a stage."""
+    return ProtocolRound(6, **changes).until(stage)
 
 
-def without(members, *gone):
-    return dataclasses.replace(members, indices=members.indices - set(gone))
+def without_members(members, *removed):
+    return dataclasses.replace(members, indices=members.indices - set(removed))

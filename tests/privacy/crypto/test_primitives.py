@@ -1,4 +1,4 @@
-"""The primitives against the vectors of their standards, and our own against pinned ones."""
+"""Primitives against the test vectors of their standards, derived values against pinned ones."""
 
 import hashlib
 
@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus_privacy.crypto import keys, shamir
+from isthmus_privacy.crypto import keys
 from isthmus_privacy.crypto.canonical import DOMAIN, Members, tagged
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.crypto.masking import TILE, add_masks, cipher, ring_vector
-from isthmus_privacy.secagg import graph
 
 
 def keystream(key, size):
@@ -31,9 +30,9 @@ def test_x25519_rfc7748_section_5_2():
     )
     expected = "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552"
     assert agreed.hex() == expected
-    # Ours is that, and then HKDF.
-    ours = OneTimeKey(scalar).agree(point, bytes(32), "pair", b"x")
-    assert ours == keys.derive(bytes.fromhex(expected), bytes(32), "pair", b"x")
+    # OneTimeKey applies HKDF to the agreed secret.
+    derived = OneTimeKey(scalar).agree(point, bytes(32), "pair", b"x")
+    assert derived == keys.derive(bytes.fromhex(expected), bytes(32), "pair", b"x")
 
 
 def test_x25519_rfc7748_section_6_1():
@@ -136,114 +135,8 @@ def test_sealing_binds_key_and_context():
 
 
 def test_tags_separate_every_use():
-    assert tagged("a") == (len(DOMAIN) + 1).to_bytes(4, "little") + b"isthmus/secagg/1/a"
+    assert tagged("a") == (len(DOMAIN) + 1).to_bytes(4, "little") + b"isthmus/secagg/2/a"
     assert tagged("t", b"ab", b"c") != tagged("t", b"a", b"bc")
-
-
-# (n, gamma, delta in thousandths): (k, t, c), client-drawn k-out graphs against a lying server.
-GRAPHS = {
-    (10, 50, 50): (6, 4, 0),
-    (30, 50, 50): (9, 6, 1),
-    (100, 50, 50): (16, 11, 5),
-    (300, 50, 50): (37, 26, 14),
-    (1000, 50, 50): (51, 36, 20),
-    (3000, 50, 50): (58, 41, 23),
-    (10000, 50, 50): (61, 43, 24),
-    (10, 50, 100): (9, 5, 0),
-    (30, 50, 100): (12, 7, 1),
-    (100, 50, 100): (26, 16, 5),
-    (300, 50, 100): (52, 34, 15),
-    (1000, 50, 100): (75, 50, 24),
-    (3000, 50, 100): (86, 57, 27),
-    (10000, 50, 100): (95, 63, 30),
-    (10, 100, 100): (9, 6, 1),
-    (30, 100, 100): (14, 9, 3),
-    (100, 100, 100): (31, 21, 10),
-    (300, 100, 100): (66, 46, 25),
-    (1000, 100, 100): (96, 67, 37),
-    (3000, 100, 100): (112, 78, 43),
-    (10000, 100, 100): (121, 84, 46),
-    (10, 100, 200): (9, 6, 1),
-    (30, 100, 200): (17, 11, 3),
-    (100, 100, 200): (51, 31, 10),
-    (300, 100, 200): (117, 74, 30),
-    (1000, 100, 200): (196, 125, 53),
-    (3000, 100, 200): (244, 156, 67),
-    (10000, 100, 200): (277, 177, 76),
-    (10, 200, 200): (9, 6, 2),
-    (30, 200, 200): (22, 15, 6),
-    (100, 200, 200): (61, 41, 20),
-    (300, 200, 200): (160, 109, 57),
-    (1000, 200, 200): (301, 205, 108),
-    (3000, 200, 200): (408, 278, 147),
-    (10000, 200, 200): (479, 326, 172),
-}
-
-
-@pytest.mark.parametrize(("given_", "expected"), GRAPHS.items())
-def test_graph_parameters(given_, expected):
-    clients, corrupt, dropped = given_
-    assert graph.k_out(clients, clients * corrupt // 1000, clients * dropped // 1000) == expected
-
-
-@pytest.mark.parametrize(
-    ("clients", "corrupt", "threshold"),
-    [(10, 50, 5), (30, 50, 16), (100, 50, 53), (128, 100, 70), (10, 200, 6), (30, 200, 18)],
-)
-def test_thresholds_of_the_complete_graph(clients, corrupt, threshold):
-    hood = graph.neighbourhood(clients, corrupt_permille=corrupt, dropout_permille=100, fewest=2)
-    assert hood.complete
-    assert hood.threshold == threshold
-
-
-@given(
-    secret=st.binary(min_size=32, max_size=32),
-    count=st.integers(1, 12),
-    data=st.data(),
-)
-def test_any_threshold_of_shares_gives_the_secret_back(secret, count, data):
-    threshold = data.draw(st.integers(1, count))
-    points = data.draw(
-        st.lists(st.integers(1, shamir.P - 1), min_size=count, max_size=count, unique=True)
-    )
-    shares = shamir.split(secret, points, threshold)
-    assert {len(share) for share in shares} == {shamir.SHARE_BYTES}
-    chosen = data.draw(st.permutations(range(count)))[:threshold]
-    held = [shares[i] for i in chosen]
-    assert shamir.combine([[points[i] for i in chosen]], [held]) == [secret]
-
-
-def test_shares_against_polynomials_in_plain_integers(monkeypatch):
-    """The tensor code against Horner's rule."""
-    coefficients = torch.randint(0, shamir.P, (4 * shamir.LIMBS,))
-    monkeypatch.setattr(shamir, "_uniform", lambda count: coefficients[:count])
-    secret = b"\xff" * 32
-    limbs = shamir._limbs(secret).tolist()
-    for x, share in zip(
-        [1, 77, 2**31 - 2], shamir.split(secret, [1, 77, 2**31 - 2], 5), strict=True
-    ):
-        for j in range(shamir.LIMBS):
-            value = 0
-            for row in reversed(coefficients.view(4, -1).tolist()):
-                value = (value + row[j]) * x % shamir.P
-            assert (
-                int.from_bytes(share[4 * j : 4 * j + 4], "little") == (value + limbs[j]) % shamir.P
-            )
-
-
-def test_many_secrets_in_one_batch():
-    secrets = [bytes([i]) * 32 for i in range(40)]
-    points = [[1 + (i + j) % 50 for j in range(20)] for i in range(40)]
-    shares = [shamir.split(s, p, 20) for s, p in zip(secrets, points, strict=True)]
-    assert shamir.combine(points, shares) == secrets
-    assert shamir.combine([], []) == []
-
-
-def test_random_coefficients_are_below_the_prime(monkeypatch):
-    """The one 31-bit word that is not a field element is drawn again."""
-    drawn = iter([b"\xff" * 4 + bytes(4), b"\1\0\0\0" + bytes(4)])
-    monkeypatch.setattr(shamir.os, "urandom", lambda count: next(drawn))
-    assert shamir._uniform(2).tolist() == [1, 0]
 
 
 def test_sets_of_clients_are_bitmaps():

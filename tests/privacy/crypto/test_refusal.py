@@ -1,11 +1,11 @@
-"""Every refusal is met by an attack, is made in one place, and cannot be lost unnoticed."""
+"""Every refusal stops an attack, is raised in one place, and its removal is detected."""
 
 import re
 from pathlib import Path
 
-import mutation
 import pytest
-from attacks import ATTACKS
+from tests.privacy import mutation
+from tests.privacy.attacks import ATTACKS
 
 import isthmus_privacy.secagg
 from isthmus.errors import AggregationAborted, IsthmusError, PeerMisbehaved, UpdateError
@@ -30,7 +30,7 @@ def test_every_refusal_has_an_attack():
     assert set(ATTACKS) == set(REFUSALS)
 
 
-def test_every_refusal_is_made_in_exactly_one_place():
+def test_every_refusal_is_raised_in_exactly_one_place():
     package = Path(isthmus_privacy.secagg.__file__).parents[1]
     sources = "\n".join(
         path.read_text() for path in package.rglob("*.py") if path.name != "refusal.py"
@@ -40,7 +40,7 @@ def test_every_refusal_is_made_in_exactly_one_place():
     assert len(re.findall(r"\brefuse\(", sources)) == len(made)
 
 
-def test_removing_any_refusal_is_noticed(capsys):
+def test_removing_any_refusal_is_detected(capsys):
     report = mutation.check()
     with capsys.disabled():
         print(f"\n{report}")
@@ -48,7 +48,7 @@ def test_removing_any_refusal_is_noticed(capsys):
     assert report.killed == report.refusals == len(REFUSALS)
 
 
-def test_errors_say_whose_fault_it_is():
+def test_the_class_of_an_error_names_the_responsible_party():
     assert issubclass(REFUSALS["roster-unsorted"], PeerMisbehaved)
     assert issubclass(REFUSALS["update-not-finite"], UpdateError)
     assert issubclass(REFUSALS["too-few-masked"], AggregationAborted)

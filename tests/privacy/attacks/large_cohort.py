@@ -1,0 +1,97 @@
+"""A cohort so large that its graph is not complete."""
+
+import hashlib
+
+import torch
+from tests.privacy.attacks.registry import ALICE
+from tests.privacy.protocol import (
+    directory,
+    make_client,
+    make_config,
+    names,
+    resign,
+    signed_keys,
+)
+
+from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.secagg import (
+    ClientRequirements,
+    Inbox,
+    MaskedInput,
+    Roster,
+    ServerSession,
+    ShareKeys,
+    encode,
+)
+
+
+class LargeCohort:
+    """One real client; of the others there are only signed messages."""
+
+    def __init__(self, count=150):
+        self.config = make_config(
+            clients_max=count, corrupt_permille=50, dropout_permille=100, size=2
+        )
+        self.names = names(count)
+        self.client = make_client(
+            self.config,
+            ALICE,
+            requirements=ClientRequirements(corrupt_permille=50),
+            directory=directory(),
+        )
+        entries = {name: signed_keys(self.config, name) for name in self.names}
+        entries[ALICE] = self.client.advertise_keys()
+        self.roster = Roster(tuple(entries[name] for name in self.names))
+        self.graph = self.config.graph(count)
+        assert not self.graph.complete
+        self.dropouts = self.graph.clients - self.graph.survivors_min
+        assert self.graph.degree - self.dropouts < self.graph.threshold
+        assert 3 * self.graph.degree < self.graph.survivors_min - 1
+
+    def inbox(self, missing=frozenset(), senders=()):
+        present = frozenset(range(len(self.names))) - missing
+        return Inbox(
+            self.roster.hash(self.config.hash),
+            Members(len(self.names), present),
+            tuple((sender, bytes(100)) for sender in senders),
+        )
+
+    def encoded(self):
+        return encode(self.config, torch.zeros(2), weight=1)
+
+
+def server_with_keys(cohort):
+    """A server that has received the keys of all clients of the cohort."""
+    server = ServerSession(cohort.config, directory())
+    for keys in cohort.roster.entries:
+        server.receive_keys(keys)
+    server.finish_advertise_keys()
+    return server
+
+
+def signed_shares(cohort, position, neighbours):
+    message = ShareKeys(
+        cohort.names[position],
+        cohort.roster.hash(cohort.config.hash),
+        Members(len(cohort.names), frozenset(neighbours)),
+        bytes(32),
+        (bytes(100),) * len(neighbours),
+        bytes(64),
+    )
+    return resign(message, message.name)
+
+
+def ring_neighbours(cohort, position):
+    return [(position + 1 + i) % len(cohort.names) for i in range(cohort.graph.degree)]
+
+
+def signed_masked_input(cohort, position, partners, payload):
+    message = MaskedInput(
+        cohort.names[position],
+        cohort.roster.hash(cohort.config.hash),
+        Members(len(cohort.names), frozenset(partners)),
+        len(payload),
+        hashlib.sha256(payload).digest(),
+        bytes(64),
+    )
+    return resign(message, message.name)

@@ -1,0 +1,111 @@
+"""The server proposes an unsafe configuration to a client, or repeats one."""
+
+from tests.privacy.attacks.registry import ALICE, expect_refusal
+from tests.privacy.protocol import (
+    make_client,
+    make_config,
+)
+
+from isthmus_privacy.secagg import (
+    ClientRequirements,
+    History,
+    Slot,
+)
+
+
+def client_with(requirements=None, **changes):
+    return make_client(make_config(**changes), ALICE, requirements=requirements)
+
+
+@expect_refusal("config-malformed")
+def a_ring_of_31_bits():
+    client_with(bits=31, levels=4)
+
+
+@expect_refusal("config-malformed")
+def a_clipping_bound_that_is_nan():
+    client_with(clip=float("nan"))
+
+
+@expect_refusal("config-malformed")
+def a_sum_of_one_client():
+    client_with(clients_min=1, requirements=ClientRequirements(clients_min=0))
+
+
+@expect_refusal("config-malformed")
+def a_slot_twice():
+    client_with(slots=(Slot(name="n", maximum=1.0), Slot(name="n", maximum=2.0)))
+
+
+@expect_refusal("config-malformed")
+def a_count_with_a_fractional_maximum():
+    client_with(slots=(Slot(name="n", maximum=0.5, exact=True),))
+
+
+@expect_refusal("config-margins")
+def margins_that_allow_two_quorums():
+    client_with(dropout_permille=450, corrupt_permille=100)
+
+
+@expect_refusal("config-values-wrap")
+def values_that_wrap():
+    client_with(levels=2**28, clients_max=16)
+
+
+@expect_refusal("config-slots-wrap")
+def weights_that_wrap():
+    client_with(weight_max=2**32 // 6 + 1)
+
+
+@expect_refusal("config-slots-wrap")
+def counts_that_wrap():
+    client_with(slots=(Slot(name="hits", maximum=2.0**30, exact=True),))
+
+
+@expect_refusal("config-model-differs")
+def a_model_for_one_client():
+    make_client(make_config(), ALICE, model_hash=bytes(32))
+
+
+@expect_refusal("config-clients-below-floor")
+def a_cohort_below_the_floor_of_the_device():
+    client_with(requirements=ClientRequirements(clients_min=4))
+
+
+@expect_refusal("config-corruption-below-floor")
+def a_server_that_assumes_no_corrupt_client():
+    client_with(corrupt_permille=0)
+
+
+@expect_refusal("config-dropout-above-ceiling")
+def a_server_that_tolerates_too_many_dropouts():
+    client_with(requirements=ClientRequirements(dropout_permille=300))
+
+
+@expect_refusal("config-replayed")
+def an_attempt_twice():
+    history = History()
+    for _ in range(2):
+        make_client(make_config(), ALICE, history=history)
+
+
+@expect_refusal("config-replayed")
+def an_earlier_round_after_a_restart():
+    history = History()
+    make_client(make_config(), ALICE, history=history)
+    make_client(make_config(round=2, attempt=9), ALICE, history=History(history.state()))
+
+
+@expect_refusal("config-replayed")
+def a_run_that_was_forgotten_for_newer_ones():
+    history = History()
+    for run in ("first", *"abcdefgh"):
+        make_client(make_config(run_id=run), ALICE, history=history)
+    make_client(make_config(run_id="first", round=2), ALICE, history=History(history.state()))
+
+
+@expect_refusal("participation-limit")
+def more_rounds_than_the_limit():
+    history, requirements = History(), ClientRequirements(participations_max=2)
+    for round_ in range(3):
+        make_client(make_config(round=round_), ALICE, history=history, requirements=requirements)

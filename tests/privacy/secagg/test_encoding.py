@@ -1,0 +1,148 @@
+"""Encode updates, weights and figures as ring vectors and decode their sums."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.privacy.protocol import ProtocolRound, make_config
+from torch import nn
+
+from isthmus.errors import UpdateError
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_privacy.crypto.masking import TILE
+from isthmus_privacy.secagg import Slot, Stage, decode, encode
+
+SLOTS = (
+    Slot(name="hits", maximum=1000.0, exact=True),
+    Slot(name="loss", maximum=50.0),
+    Slot(name="perplexity", maximum=1e4),
+)
+
+
+def total_of(config, *contributions):
+    encoded = [encode(config, update, weight=w, figures=f) for update, w, f in contributions]
+    return sum((e.vector for e in encoded[1:]), encoded[0].vector.clone())
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+@pytest.mark.parametrize("size", [0, 1, 7, TILE, TILE + 3])
+def test_weighted_means_of_updates_and_figures(bits, size):
+    config = make_config(bits=bits, size=size, slots=SLOTS, clip=2.0, weight_max=100)
+    config.check()
+    updates = [torch.empty(size).uniform_(-2, 2) for _ in range(3)]
+    weights, losses, hits = [100, 30, 1], [0.5, 2.0, 49.0], [90, 20, 0]
+    figures = [
+        {"hits": h, "loss": x, "perplexity": 2 * x} for h, x in zip(hits, losses, strict=True)
+    ]
+    mean = decode(config, total_of(config, *zip(updates, weights, figures, strict=True)), clients=3)
+    plain = sum(w * u for w, u in zip(weights, updates, strict=True)) / sum(weights)
+    step = 2 * 2.0 / (config.levels - 1) * 3 * 100 / sum(weights)
+    torch.testing.assert_close(mean.vector, plain, rtol=0, atol=step + 1e-6)
+    assert mean.weight == 131
+    assert mean.clients == 3
+    assert mean.clipped == 0
+    assert mean.figures["hits"] == 110
+    loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / 131
+    assert mean.figures["loss"] == pytest.approx(loss, abs=step * 50 / 2)
+    assert mean.figures["perplexity"] == pytest.approx(2 * loss, abs=step * 1e4 / 2)
+
+
+def test_the_extremes_of_all_clients_do_not_wrap():
+    config = make_config(clients_max=16, size=2, weight_max=7)
+    update = torch.tensor([1e30, -1e30])
+    mean = decode(config, total_of(config, *[(update, 7, {})] * 16), clients=16)
+    torch.testing.assert_close(mean.vector, torch.tensor([1.0, -1.0]))
+    assert mean.clipped == 1.0
+
+
+def test_a_tight_clipping_bound_is_visible_in_the_sum():
+    config = make_config(size=1000, clip=0.5)
+    update = torch.linspace(-1, 1, 1000)
+    mean = decode(config, total_of(config, (update, 1, {}), (update / 4, 1, {})), clients=2)
+    assert mean.clipped == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_single_clipped_element_is_counted():
+    config = make_config(size=100_000, bits=16, clip=0.5)
+    update = torch.zeros(100_000)
+    update[77] = 1.0
+    assert decode(config, total_of(config, (update, 1, {})), clients=1).clipped > 0
+
+
+@pytest.mark.parametrize("value", [0.3, -0.7, 0.999])
+def test_rounding_is_random_and_unbiased(value):
+    """With 5 levels, values round to both neighbouring levels; a bias of 1/3 is detected."""
+    config = make_config(levels=5, size=400_000)
+    draws = decode(config, total_of(config, (torch.full((400_000,), value), 10, {})), clients=1)
+    assert len(draws.vector.unique()) == 2
+    error = 0.5 / 400_000**0.5  # levels are 0.5 apart
+    assert abs(float(draws.vector.mean()) - value) < 5 * error / 2
+    assert abs(float(draws.vector.mean()) - value * 2 / 3) > 5 * error
+
+
+def test_two_encodings_of_one_update_differ():
+    config = make_config(levels=1000, size=1000)
+    update = torch.rand(1000)
+    assert not torch.equal(
+        encode(config, update, weight=1).vector, encode(config, update, weight=1).vector
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_floating_type_is_encoded(dtype):
+    config = make_config(size=100)
+    update = torch.empty(100, dtype=dtype).uniform_(-1, 1)
+    before = update.clone()
+    mean = decode(config, total_of(config, (update, 10, {})), clients=1)
+    torch.testing.assert_close(mean.vector, update.float(), rtol=0, atol=1e-7)
+    assert torch.equal(update, before)
+
+
+def test_a_non_finite_element_is_named():
+    config = make_config(size=TILE + 9)
+    update = torch.zeros(TILE + 9)
+    update[TILE + 4] = float("nan")
+    with pytest.raises(UpdateError, match=f"element {TILE + 4} of the update is nan"):
+        encode(config, update, weight=1)
+
+
+def test_an_exchange_set_is_averaged_in_a_round():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2)) for _ in range(6)]
+    layout = TensorLayout.of(models[0])
+    protocol = ProtocolRound(6, {"c00002": Stage.MASKED_INPUT}, size=layout.size, clip=4.0)
+    protocol.encoded = lambda name: encode_and_keep(
+        protocol, name, layout.gather(models[int(name[1:])])
+    )
+    total = protocol.run()
+    merged = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    layout.scatter(decode(protocol.config, total.vector, clients=5).vector, merged)
+    remaining = [i for i in range(6) if i != 2]
+    weights = [protocol.weight(f"c{i:05d}") for i in remaining]
+    for name, parameter in merged.named_parameters():
+        plain = sum(
+            w * dict(models[i].named_parameters())[name]
+            for w, i in zip(weights, remaining, strict=True)
+        ) / sum(weights)
+        torch.testing.assert_close(parameter, plain, rtol=0, atol=1e-5)
+
+
+def encode_and_keep(protocol, name, update):
+    encoded = encode(protocol.config, update, weight=protocol.weight(name))
+    protocol.plain[name] = encoded.vector.clone()
+    return encoded
+
+
+def test_the_device_needs_no_numpy():
+    """NumPy is hidden, so any use of it fails."""
+    script = """
+import sys
+sys.modules["numpy"] = None
+import warnings
+warnings.simplefilter("ignore")  # PyTorch warns that NumPy is missing
+import isthmus_privacy.secagg as secagg
+import doctest
+assert doctest.testmod(secagg, raise_on_error=True).attempted > 10
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

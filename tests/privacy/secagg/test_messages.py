@@ -1,0 +1,43 @@
+"""Canonical encoding: one encoding for each message, and every other input is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.privacy.protocol import ProtocolRound
+
+from isthmus.errors import PeerMisbehaved
+from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.secagg import Survivors
+
+MEMBERS = st.integers(0, 70).flatmap(
+    lambda size: st.builds(
+        Members, st.just(size), st.frozensets(st.integers(0, max(0, size - 1)), max_size=size)
+    )
+)
+
+
+@given(st.binary(min_size=32, max_size=32), MEMBERS, MEMBERS)
+def test_a_message_survives_its_encoding(roster_hash, owners, survivors):
+    message = Survivors(roster_hash, owners, survivors)
+    assert Survivors.from_bytes(message.to_bytes()) == message
+
+
+@given(st.data())
+def test_changed_bytes_are_refused_or_decode_to_another_message(data):
+    protocol = ProtocolRound(3)
+    keys = protocol.clients["c00000"].advertise_keys()
+    encoded = bytearray(keys.to_bytes())
+    index = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[index] ^= data.draw(st.integers(1, 255))
+    try:
+        read = type(keys).from_bytes(bytes(encoded))
+    except PeerMisbehaved:
+        return
+    assert read != keys
+    assert read.to_bytes() == encoded
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data):
+    with pytest.raises(PeerMisbehaved):
+        Survivors.from_bytes(data)
