@@ -1,11 +1,11 @@
-"""Whom to ask for what: a plan, as it comes to with those who are here."""
+"""Resolve a plan to concrete participants."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from isthmus.job import Job
-from isthmus_server.rounds.cohort_selection import Cohorts
+from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, Plan
@@ -14,45 +14,45 @@ from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 
 def resolve_plan(
     job: Job,
-    at: RunState,
+    state: RunState,
     roster: Roster,
-    cohorts: Cohorts,
+    cohorts: CohortSelector,
     busy: Collection[str],
     plan: Plan,
     attempt: int,
 ) -> RoundSpec:
-    """The next round's work; the same in every attempt if the same participants are ready.
+    """The next round in full; the same in every attempt if the same participants are ready.
 
     Args:
-        job: what is run.
-        at: where it stands.
-        roster: who is here.
-        cohorts: whom of them to invite.
-        busy: devices that are at work for a buffer already.
+        job: the job.
+        state: of the run.
+        roster: the participants that are ready.
+        cohorts: selects the devices.
+        busy: devices that already train, in buffered mode.
         plan: of the round.
-        attempt: at it.
+        attempt: number of the attempt at the round, from 1.
     """
-    round_ = at.round + 1
-    alone = plan.regime == "datacenter"
-    ranks = sorted(roster.datacenters) if plan.regime != "federated" else []
+    round_ = state.round + 1
+    datacenter_only = plan.regime == "datacenter"
+    datacenters = sorted(roster.datacenters) if plan.regime != "federated" else []
     federated = job.federated
-    if plan.cohort is not None and not alone:
+    if plan.cohort is not None and not datacenter_only:
         federated = federated.for_cohort(plan.cohort)
-    one = alone and len(ranks) == 1
+    single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
     averages = job.strategy.served_average > 0
     return RoundSpec(
         plan=plan,
         round=round_,
         attempt=attempt,
-        cohort={} if alone else cohorts.invite(round_, federated, busy),
+        cohort={} if datacenter_only else cohorts.select(round_, federated, busy),
         federated=federated,
-        datacenters=ranks,
-        from_step=at.datacenter_step,
-        steps=(plan.datacenter_steps or job.datacenter.steps) if ranks else 0,
-        datacenter_has_model=plan.start == CURRENT and ranks == [at.holder],
-        evaluate=one and not averages and evaluates(job, round_),
-        hand_back=not one or averages or any(plan.keep.values()),
+        datacenters=datacenters,
+        from_step=state.datacenter_step,
+        steps=(plan.datacenter_steps or job.datacenter.steps) if datacenters else 0,
+        datacenter_has_model=plan.start == CURRENT and datacenters == [state.holder],
+        evaluate=single_datacenter and not averages and evaluates(job, round_),
+        hand_back=not single_datacenter or averages or any(plan.keep.values()),
         transfers=transfers,
-        gradient_step=at.gradient_step,
+        gradient_step=state.gradient_step,
     )

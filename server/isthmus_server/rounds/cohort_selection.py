@@ -1,4 +1,4 @@
-"""Cohorts: who of those who are here may be asked, and who is."""
+"""Select the cohort of a round among the devices that are ready and available."""
 
 from __future__ import annotations
 
@@ -7,93 +7,61 @@ from collections.abc import Collection
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
-from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.roster import Roster
-from isthmus_server.storage.records import AttemptRecord, RoundRecord
-from isthmus_server.storage.store import Store
-from isthmus_server.strategy.attendance import Attendance
 from isthmus_server.strategy.device_selection import select_devices
 
 
-class Cohorts:
-    """Invites devices within their hours and their most rounds, as the job selects them.
+class CohortSelector:
+    """Invites devices as the job's selection says."""
 
-    What became of attempts at a round counts from the next round on, so that every attempt at a
-    round invites the same of those who are here.
-    """
+    def __init__(self, job: Job, roster: Roster, availability: DeviceAvailability) -> None:
+        self._job = job
+        self._roster = roster
+        self._availability = availability
+        self._repeated: tuple[int, Collection[str]] = 0, ()
 
-    def __init__(self, job: Job, roster: Roster, clock: Clock, store: Store) -> None:
-        """Remember what the log has of the run so far."""
-        self.job = job
-        self.roster = roster
-        self.clock = clock
-        self.attendance = Attendance(job.federated)
-        self._pending: list[AttemptRecord] = []
-        self._again: tuple[int, Collection[str]] = 0, ()
-        roster.rests = lambda name: self._rests_for(name) > 0
-        for record in store.attempts():
-            if isinstance(record, RoundRecord):
-                self.committed(record)
-            else:
-                self.failed(record)
+    async def repeat(self, round_: int, invited: Collection[str]) -> None:
+        """Wait for the devices of an attempt that a crash interrupted, to invite the same again.
 
-    def failed(self, record: AttemptRecord) -> None:
-        """An attempt came to nothing."""
-        self._pending.append(record)
-
-    def committed(self, record: RoundRecord) -> None:
-        """A round is done."""
-        for attempt in (*self._pending, record):
-            self.attendance.record_attempt(
-                attempt.round,
-                started_at=attempt.started_at,
-                seconds=attempt.seconds,
-                receipts=[r for r in attempt.receipts if r.regime == "federated"],
-            )
-        self._pending.clear()
-
-    async def go_on(self, round_: int, invited: Collection[str]) -> None:
-        """Wait for the devices of an attempt at a round that a crash cut short.
-
-        If all come they are invited again, for as long as all of them may be asked. They may have
-        opened the attempt's secure sum: then they refuse one of nearly the same devices.
+        They may have unmasked the attempt's secure sum: then they refuse a sum of nearly the same
+        devices. If not all of them return in time, the round selects as usual.
         """
-        settings = self.job.federated
+        settings = self._job.federated
         summed = settings.secure_aggregation and settings.mode != "buffered"
-        if summed and invited and await self.roster.wait_for(devices=invited):
-            self._again = round_, invited
+        if summed and invited and await self._roster.wait_for(devices=invited):
+            self._repeated = round_, invited
 
-    def invite(
-        self, round_: int, settings: FederatedSection, at_work: Collection[str] = ()
+    def select(
+        self, round_: int, settings: FederatedSection, busy: Collection[str] = ()
     ) -> dict[str, int]:
-        """The devices of a round, with the examples they declared.
+        """The devices of a round, with the number of examples each declared.
 
-        With mode = "buffered" as many as may be asked while its buffer is filled, of those who are
-        not `at_work` for it already.
+        In buffered mode these are the devices that may be asked while the buffer fills, without
+        the `busy` ones that are already training.
         """
         buffered = settings.mode == "buffered"
-        able = self.roster.able()
-        again, invited = self._again
-        if again == round_ and set(invited) <= set(able):
-            return {name: self.roster.clients[name].examples for name in sorted(invited)}
+        available = self._roster.available()
+        repeated_round, repeated = self._repeated
+        if repeated_round == round_ and set(repeated) <= set(available):
+            return self._with_examples(sorted(repeated))
         names = select_devices(
-            set(able) - set(at_work),
+            set(available) - set(busy),
             count=settings.concurrency + settings.cohort if buffered else settings.invited,
-            seed=self.job.seed,
+            seed=self._job.seed,
             round_=round_,
-            records=self.attendance.records,
+            records=self._availability.attendance.records,
             guided=settings.utility if settings.selection == "utility" else None,
         )
-        return {name: self.roster.clients[name].examples for name in names}
+        return self._with_examples(names)
 
-    def enough_in(self) -> float | None:
-        """Seconds until the quorum of those who are here may be asked; None if that is never."""
-        waits = sorted(self._rests_for(name) for name in self.roster.clients)
-        needed = self.job.federated.needed
+    def seconds_until_quorum(self) -> float | None:
+        """Seconds until a quorum of the ready devices is available; None if it never is."""
+        waits = sorted(self._roster.seconds_until_available(name) for name in self._roster.clients)
+        needed = self._job.federated.needed
         if len(waits) < needed or waits[needed - 1] == math.inf:
             return None
         return waits[needed - 1]
 
-    def _rests_for(self, name: str) -> float:
-        hours = self.roster.clients[name].hours
-        return self.attendance.seconds_until_eligible(name, self.clock.utc(), hours)
+    def _with_examples(self, names: Collection[str]) -> dict[str, int]:
+        return {name: self._roster.clients[name].examples for name in names}

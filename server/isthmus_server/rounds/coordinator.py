@@ -1,8 +1,7 @@
-"""The round loop: observe, plan, run, merge, evaluate, commit.
+"""The round loop: observe, plan, train, merge, evaluate, commit.
 
-Data goes one way: job -> plan -> updates -> model -> store -> views. Read `Coordinator.run` first;
-everything else on this page is one of its steps. How a round is trained and merged is in
-`attempt`.
+Data flows one way: job -> plan -> updates -> model -> store -> views. Read `Coordinator.run`
+first; every other method is one of its steps. `Trainer` trains and merges a round.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import logging
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
@@ -23,14 +21,15 @@ from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.rounds.assignment import resolve_plan
+from isthmus_server.rounds.attempt_log import AttemptLog, AttemptTime
+from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
-from isthmus_server.rounds.cohort_selection import Cohorts
-from isthmus_server.rounds.comparison_runner import ComparisonRunner
+from isthmus_server.rounds.cohort_selection import CohortSelector
+from isthmus_server.rounds.comparisons import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.rounds.trainer import Trainer, TrainingResult
@@ -40,21 +39,12 @@ from isthmus_server.storage.events import (
     ModelsCompared,
     Paused,
     ReportedEvent,
-    RoundAttemptFailed,
-    RoundCommitted,
     RoundPlanned,
     RunFailed,
     RunFinished,
     RunStopped,
 )
-from isthmus_server.storage.records import (
-    Cost,
-    FailedAttempt,
-    FinalModel,
-    Participants,
-    Receipt,
-    RoundRecord,
-)
+from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.limits import enforce_limits
@@ -72,20 +62,18 @@ from isthmus_server.strategy.policy import (
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.link import Link
 
-log = logging.getLogger(__name__)
-
-NOTED_EVERY = 30.0
-"""Seconds between two times that a run's time is written down."""
+SAVE_ELAPSED_SECONDS = 30.0
+"""How often the run's elapsed time is stored."""
 
 
 class Coordinator:
     """Runs one job to its end.
 
     Guarantees:
-      * a round is visible with its model, optimizer state, policy state and receipts, or not at
-        all; after a crash anywhere `run` goes on from the last committed round;
-      * the same seed and the same participants give the same bytes, interrupted or not;
-      * every wait has a bound from the job's `[time]`.
+      * a round becomes visible with its model, optimizer state, policy state and receipts, or not
+        at all; after a crash at any instant `run` continues from the last committed round;
+      * the same seed and the same participants give the same bytes, with or without interruption;
+      * every wait has a limit from the job's `[time]`.
     """
 
     def __init__(
@@ -95,34 +83,38 @@ class Coordinator:
         events: EventStream | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Load the task and the model, and stand where the run last stood.
+        """Load the task and the model, and restore the state of the run.
 
-        Windows, the limit on the run's time and what rounds take go by `clock`.
+        Args:
+            store: the run on disk.
+            link: connects the participants; it may outlive the run.
+            events: receives every event of the run.
+            clock: measures windows, the limit on the run's time, and the duration of rounds.
 
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
         """
         self.store = store
         self.job = store.job
-        self.link = link
         self.events = events or EventStream()
         self.clock = clock or Clock()
-        self._began = self.clock.now()
-        self.over = False
-        """Nobody will go on with the run: who keeps something to do so can let go of it."""
+        self.finished = False
+        """The run has ended and will not be resumed."""
         data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
-        self.policy = load_policy(strategy)  # its module may lie beside the task's
+        self._policy = load_policy(strategy)  # its module may be next to the task's
         self.model = GlobalModel(
             task, self.job.seed, strategy.server_optimizer, strategy.served_average
         )
         layout = self.model.layout
         context = FederatedContext(link, self.job, store.run_id, layout, store.directory)
         self.federated = FederatedRegime(context)
-        self.at = store.run_state()
-        self.versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
-        self.versions.restore(self.at)
+        self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
+        self.state = store.run_state()
+        self._versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
+        self._versions.restore(self.state)
+        availability = DeviceAvailability(self.job, self.clock, store)
         self.roster = Roster(
             link,
             self.job,
@@ -133,98 +125,104 @@ class Coordinator:
                 layout=layout.header,
                 frozen=fingerprint_messages(fingerprint(self.model.module)),
             ),
+            availability,
             self._publish,
         )
-        self.cohorts = Cohorts(self.job, self.roster, self.clock, store)
-        self.datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
-        self.trainer = Trainer(self.job, link, self.model, self.federated, self.datacenter)
-        self.visitor = ComparisonRunner(store, self.roster, context, self.versions, self.clock)
+        self._cohorts = CohortSelector(self.job, self.roster, availability)
+        self._trainer = Trainer(self.job, link, self.model, self.federated, self._datacenter)
+        self._comparisons = ComparisonRunner(
+            store, self.roster, context, self._versions, self.clock
+        )
+        self._log = AttemptLog(store, availability, self._publish)
+        self._began = self.clock.now()
 
     # -- the loop ----------------------------------------------------------------------------------
 
     async def run(self) -> FinalModel:
-        """Train until the job's rounds or budget are used up; returns the final model.
+        """Train until the job's rounds or its limits are used up; returns the final model.
 
         Raises:
-            UserError: the run cannot go on; it is stored as failed, with the reason.
+            UserError: the run cannot continue; it is stored as failed, with the reason.
         """
-        status, _, done = self.store.status()
-        if status == "finished" and done is not None:
-            return done  # it was killed before anybody else heard
+        status, _, final = self.store.status()
+        if status == "finished" and final is not None:
+            return final  # the process was killed after the last commit
         self.store.reopen()
         self.roster.start()
-        self._began = self.clock.now() - self.at.elapsed
-        lasting = asyncio.create_task(self._keep_time())
+        self._began = self.clock.now() - self.state.elapsed
+        saving_elapsed = asyncio.create_task(self._save_elapsed())
         try:
             await self.roster.wait_for_embedded()
             reason = "all rounds are done"
-            while self.at.round < self.job.rounds:
-                await self.clock.sleep(0.0)  # whoever came meanwhile is heard first
+            while self.state.round < self.job.rounds:
+                await self.clock.sleep(0.0)  # first handle participants that have joined or left
                 decision = await self._decide()
                 stop = await self._round(decision)
-                if lasting.done():
-                    lasting.result()  # it failed: the disk is full, say
+                if saving_elapsed.done():
+                    saving_elapsed.result()  # raises: the disk is full, for example
                 if stop is not None:
                     reason = stop.reason
                     self._publish(
                         RunStopped(
-                            round=self.at.round + 1, reason=reason, observation=decision.observation
+                            round=self.state.round + 1,
+                            reason=reason,
+                            observation=decision.observation,
                         )
                     )
                     break
             final = await self._finish(reason)
-            self.over = True
+            self.finished = True
         except (IsthmusError, OSError, sqlite3.Error) as error:
             failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
-            with contextlib.suppress(OSError, sqlite3.Error):  # a full disk takes no note of it
+            with contextlib.suppress(OSError, sqlite3.Error):  # a full disk cannot store it
                 self.store.finish("failed", str(failure), None)
             self._publish(RunFailed(reason=str(failure)))
             raise failure from error
         finally:
             await self.federated.stop()
-            lasting.cancel()
-            await self.roster.stop(self.over)
+            saving_elapsed.cancel()
+            await self.roster.stop(self.finished)
         return final
 
-    async def _keep_time(self) -> None:
-        """Write down how long the run has gone on for, so that a crash forgets no wait."""
+    async def _save_elapsed(self) -> None:
+        """Store the elapsed time regularly, so that a crash does not lose long waits."""
         while True:
-            await asyncio.sleep(NOTED_EVERY)
+            await asyncio.sleep(SAVE_ELAPSED_SECONDS)
             self.store.save_elapsed(self.clock.now() - self._began)
 
     async def _round(self, decision: Decision) -> Stop | None:
-        """Try a round until it is committed, or the job's attempts are used up.
+        """Attempt a round until it is committed, or the job's attempts are used up.
 
-        Returns what ends the run instead, if the policy or a limit does.
+        Returns the stop that ends the run instead, if the policy or a limit asks for one.
         """
-        plan, round_ = decision.answer, self.at.round + 1
+        plan = decision.answer
         if isinstance(plan, Stop):
             return plan
-        tries = 0
-        while True:
-            tries += 1
-            stop = await self._still(plan)
+        for attempts in itertools.count(1):
+            stop = await self._wait_for_limits(plan)
             if stop is not None:
                 return stop
-            attempt = self.at.attempts + 1
             await self.roster.require(plan.regime)
-            started = self.clock.now()
+            started_at = self.clock.now()
             try:
-                await self._one_attempt(decision, plan, round_, attempt, started)
-                return None
+                await self._attempt(decision, plan, started_at)
             except RoundFailed as error:
-                receipts = error.receipts if isinstance(error, AttemptFailed) else []
-                last = tries >= self.job.attempts
-                self._record_failure(plan, round_, attempt, started, str(error), receipts, last)
+                last = attempts >= self.job.attempts
+                time = self._time_since(started_at)
+                self.state = self._log.fail(self.state, plan, error, time=time, given_up=last)
                 if last:
                     raise UserError(
-                        f"round {round_} failed {tries} times; the last time because: {error}"
+                        f"round {self.state.round + 1} failed {attempts} times; the last time "
+                        f"because: {error}"
                     ) from None
+            else:
+                return None
+        raise AssertionError
 
-    async def _still(self, plan: Plan) -> Stop | None:
-        """Hold a plan of before to the limits of now: time has passed, and money is spent.
+    async def _wait_for_limits(self, plan: Plan) -> Stop | None:
+        """Enforce the limits of this moment on a plan that was made earlier.
 
-        The plan stays what it is; it waits, or a limit ends the run.
+        The plan does not change: it waits until the limits allow it, or a limit ends the run.
         """
         while True:
             answer = enforce_limits(plan, self._observe()).answer
@@ -235,211 +233,160 @@ class Coordinator:
             await self._pause(answer)
 
     async def _pause(self, wait: Wait) -> None:
-        self._publish(Paused(round=self.at.round + 1, seconds=wait.seconds, reason=wait.reason))
+        self._publish(Paused(round=self.state.round + 1, seconds=wait.seconds, reason=wait.reason))
         await self.clock.sleep(wait.seconds)
 
-    async def _one_attempt(
-        self, decision: Decision, plan: Plan, round_: int, attempt: int, started: float
-    ) -> None:
-        work = resolve_plan(
-            self.job, self.at, self.roster, self.cohorts, self.federated.busy, plan, attempt
+    async def _attempt(self, decision: Decision, plan: Plan, started_at: float) -> None:
+        """One attempt at the next round, from invitations to commit."""
+        spec = resolve_plan(
+            self.job,
+            self.state,
+            self.roster,
+            self._cohorts,
+            self.federated.busy,
+            plan,
+            self.state.attempts + 1,
         )
-        self.store.plan(round_, attempt, work.to_json(), decision.observation)
+        self.store.plan(spec.round, spec.attempt, spec.to_json(), decision.observation)
         self._publish(
             RoundPlanned(
-                round=round_,
-                attempt=attempt,
+                round=spec.round,
+                attempt=spec.attempt,
                 regime=plan.regime,
                 reason=plan.reason,
-                invited=len(work.cohort) + len(work.datacenters),
+                invited=len(spec.cohort) + len(spec.datacenters),
             )
         )
-        if not work.datacenter_has_model:
-            await self._stand_at(plan.start)
-        trained = await self.trainer.train(work)
-        await asyncio.to_thread(self.trainer.merge, work, trained)
-        evaluation, saved = await asyncio.gather(
-            self._evaluate(work, trained), asyncio.to_thread(self._save, work)
+        if not spec.datacenter_has_model:
+            await self._load_start(plan.start)
+        results = await self._trainer.train(spec)
+        await asyncio.to_thread(self._trainer.merge, spec, results)
+        metrics, saved = await asyncio.gather(
+            self._evaluate(spec, results), asyncio.to_thread(self._save, spec)
         )
-        self._commit(work, trained, evaluation, saved, started)
+        self.state = self._log.commit(
+            self.state,
+            spec,
+            results,
+            metrics=metrics,
+            saved=saved,
+            averaged=self.model.averaged,
+            time=self._time_since(started_at),
+        )
 
-    # -- plan --------------------------------------------------------------------------------------
+    def _time_since(self, started_at: float) -> AttemptTime:
+        now = self.clock.now()
+        return AttemptTime(started_at=started_at, ended_at=now, elapsed=now - self._began)
+
+    # -- decide ------------------------------------------------------------------------------------
 
     def _observe(self) -> Observation:
-        able = len(self.roster.able())
+        state, available = self.state, len(self.roster.available())
         return observe(
             self.job,
-            self.at.history,
-            spent=self.at.spent,
-            device_bytes=self.at.device_bytes,
-            state=self.at.policy_state,
-            clients_ready=able,
-            clients_ineligible=len(self.roster.clients) - able,
-            seconds_until_quorum=self.cohorts.enough_in(),
+            state.history,
+            spent=state.spent,
+            device_bytes=state.device_bytes,
+            state=state.policy_state,
+            clients_ready=available,
+            clients_ineligible=len(self.roster.clients) - available,
+            seconds_until_quorum=self._cohorts.seconds_until_quorum(),
             datacenters=len(self.roster.datacenters),
             model_bytes=self.model.layout.nbytes,
             now=self.clock.utc(),
             elapsed=self.clock.now() - self._began,
-            models=self.versions.names(self.at.models),
-            comparisons=[one.result for one in self.at.comparisons if one.result is not None],
+            models=self._versions.names(state.models),
+            comparisons=[c.result for c in state.comparisons if c.result is not None],
         )
 
     async def _decide(self) -> Decision:
-        if (cut_short := self.at.decided) is not None:
-            await self.cohorts.go_on(self.at.round + 1, cut_short["plan"].get("invited", ()))
-            self.at = dataclasses.replace(self.at, decided=None)
-            return Decision.from_log(cut_short["plan"], cut_short["observation"])
+        """The next decision; one that a crash interrupted is taken from the log."""
+        if (interrupted := self.state.decided) is not None:
+            plan = interrupted["plan"]
+            await self._cohorts.repeat(self.state.round + 1, plan.get("invited", ()))
+            self.state = dataclasses.replace(self.state, decided=None)
+            return Decision.from_log(plan, interrupted["observation"])
         return await decide(
-            self.policy,
-            self.job.strategy.policy,
-            self._observe,
-            self._visit,
-            self._pause,
+            self._policy, self.job.strategy.policy, self._observe, self._compare, self._pause
         )
 
-    async def _visit(self, asked: Compare) -> None:
-        """Have devices compare models; what they say stays in the log for this round."""
-        for tries in itertools.count(1):
-            last = tries >= self.job.attempts
-            record = await self.visitor.visit(self.at, asked, self._bring_home, last=last)
-            self.at = self.at.after_comparison(record)
+    async def _compare(self, question: Compare) -> None:
+        """Have devices compare models; the result is in the next observation.
+
+        Raises:
+            RoundFailed: too few devices answered, in all attempts.
+        """
+        for attempts in itertools.count(1):
+            last = attempts >= self.job.attempts
+            record = await self._comparisons.attempt(
+                self.state, question, self._fetch_model, last=last
+            )
+            self.state = self.state.after_comparison(record)
             self._publish(ModelsCompared(record=record))
             if record.error is None:
                 return
             if last:
                 raise RoundFailed(
-                    f"devices could not compare the models in {tries} tries; the last time "
+                    f"devices could not compare the models in {attempts} tries; the last time "
                     f"because: {record.error}"
                 )
 
-    def _price(self, devices: int, steps: int) -> float:
-        prices = self.job.prices
-        return devices * prices.client_update + steps * prices.datacenter_step
+    # -- the model ---------------------------------------------------------------------------------
 
-    # -- where to start from -----------------------------------------------------------------------
-
-    async def _stand_at(self, start: str) -> None:
-        """Have the model to train from; done again before every attempt, with the same result."""
+    async def _load_start(self, start: str) -> None:
+        """Load the model that a round starts from; repeated attempts load the same one."""
         if {CURRENT, SERVED} & set(start.split("+")):
-            await self._bring_home()
+            await self._fetch_model()
         if start != CURRENT:
-            model = await asyncio.to_thread(self.versions.read, start, self.at.models)
+            model = await asyncio.to_thread(self._versions.read, start, self.state.models)
             await asyncio.to_thread(self.model.restart, model)
 
-    async def _bring_home(self) -> None:
-        """Fetch the committed model from the datacenter, if only it has it."""
-        if not self.at.model_in_datacenter:
+    async def _fetch_model(self) -> None:
+        """Fetch the committed model from the datacenter, if only the datacenter has it."""
+        if not self.state.model_in_datacenter:
             return
-        assert self.at.holder is not None
-        if not await self.roster.wait_for(datacenters=[self.at.holder]):
-            raise RoundFailed(f"the datacenter {self.at.holder!r}, which has the model, is away")
-        self.model.replace(await self.datacenter.export(self.at.holder, self.at.datacenter_step))
-        self.at = dataclasses.replace(self.at, model_in_datacenter=False)
+        name = self.state.holder
+        assert name is not None
+        if not await self.roster.wait_for(datacenters=[name]):
+            raise RoundFailed(f"the datacenter {name!r}, which has the model, is not connected")
+        self.model.replace(await self._datacenter.export(name, self.state.datacenter_step))
+        self.state = dataclasses.replace(self.state, model_in_datacenter=False)
 
-    # -- evaluate ----------------------------------------------------------------------------------
-
-    async def _evaluate(self, work: RoundSpec, trained: TrainingResult) -> Mapping[str, float]:
+    async def _evaluate(self, spec: RoundSpec, results: TrainingResult) -> Mapping[str, float]:
         """Figures of the served model on the central held-out data."""
-        if work.evaluate:
-            return trained.datacenters[0].evaluation
-        if not evaluates(self.job, work.round):
+        if spec.evaluate:
+            return results.datacenters[0].evaluation
+        if not evaluates(self.job, spec.round):
             return {}
         return await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
 
-    # -- commit ------------------------------------------------------------------------------------
-
-    def _save(self, work: RoundSpec) -> dict[str, Any]:
-        """Write what the round changed, durably; returns what `RunState` says of it."""
-        models = self.versions.write(work.round, work.plan, self.at.models, away=work.model_stays)
-        if work.single_datacenter and not work.plan.reset_optimizer:
+    def _save(self, spec: RoundSpec) -> dict[str, Any]:
+        """Write the round's checkpoints; returns the fields of `RunState` that they change."""
+        models = self._versions.write(
+            spec.round, spec.plan, self.state.models, away=spec.model_stays
+        )
+        if spec.single_datacenter and not spec.plan.reset_optimizer:
             return {"models": models}
-        optimizer, numbers = self.versions.write_optimizer(work.round)
+        optimizer, numbers = self._versions.write_optimizer(spec.round)
         return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
 
-    def _commit(
-        self,
-        work: RoundSpec,
-        trained: TrainingResult,
-        evaluation: Mapping[str, float],
-        saved: dict[str, Any],
-        started: float,
-    ) -> None:
-        comparisons, receipts, now = self.at.comparisons, trained.receipts, self.clock.now()
-        devices = sum(receipt.regime == "federated" for receipt in receipts)
-        price = self._price(devices, work.steps * len(work.datacenters))
-        record = RoundRecord(
-            round=work.round,
-            attempt=work.attempt,
-            regime=work.plan.regime,
-            reason=work.plan.reason,
-            started_at=started,
-            seconds=now - started,
-            elapsed=now - self._began,
-            participants=Participants.of(receipts),
-            receipts=receipts,
-            cost=Cost.of(receipts, price, comparisons),
-            metrics=dict(evaluation),
-            model_sha256=None if work.model_stays else saved["models"][SERVED].sha256,
-            comparisons=comparisons,
-            training=trained.training,
-            norms=trained.norms,
-            cosine=trained.cosine,
-            profile=trained.profile,
-        )
-        self.at = self.at.after_round(work, record, self.model.averaged, saved)
-        self.store.commit(record, self.at.committed())
-        self.cohorts.committed(record)
-        self._publish(RoundCommitted(record=record))
-
-    def _record_failure(
-        self,
-        plan: Plan,
-        round_: int,
-        attempt: int,
-        started: float,
-        reason: str,
-        receipts: Sequence[Receipt],
-        last: bool,
-    ) -> None:
-        now = self.clock.now()
-        # Devices that were reached have been paid for; what the ranks did is not known.
-        reached = sum(r.started for r in receipts if r.regime == "federated")
-        record = FailedAttempt(
-            round=round_,
-            attempt=attempt,
-            regime=plan.regime,
-            reason=plan.reason,
-            started_at=started,
-            seconds=now - started,
-            elapsed=now - self._began,
-            participants=Participants.of(receipts),
-            receipts=receipts,
-            cost=Cost.of(receipts, self._price(reached, 0)),
-            error=reason,
-            given_up=last,
-        )
-        self.store.fail(record)
-        self.cohorts.failed(record)
-        self.at = self.at.after_failure(record)
-        self._publish(RoundAttemptFailed(record=record))
-
-    # -- beginning and end -------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     async def _finish(self, reason: str) -> FinalModel:
-        """Fetch the model, write the served one out and evaluate it."""
+        """Write and evaluate the served model."""
         try:
-            await self._bring_home()
+            await self._fetch_model()
         except RoundFailed as error:
             raise UserError(f"the final model could not be fetched: {error}") from None
         path = self.store.write_final(self.model.served_payload)
-        metrics = self.at.history[-1].metrics if self.at.history else {}
+        metrics = self.state.history[-1].metrics if self.state.history else {}
         if not metrics:
             metrics = await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
         final = FinalModel(
             metrics=metrics, model_sha256=self.model.served_sha256, model_path=str(path)
         )
         self.store.finish("finished", reason, final)
-        self._publish(RunFinished(reason=reason, spent=self.at.spent, final=final))
+        self._publish(RunFinished(reason=reason, spent=self.state.spent, final=final))
         return final
 
     def _publish(self, event: Event) -> None:

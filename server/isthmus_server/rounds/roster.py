@@ -1,4 +1,4 @@
-"""Who is here and has opened the run: the participants a round can be planned with."""
+"""The participants of a run: those that have opened it, and those that declined."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from isthmus.errors import IsthmusError, JobError, ParticipantLost, UserError
+from isthmus.errors import IsthmusError, JobError, UpdateError, UserError
 from isthmus.job import Job, RegimeName
 from isthmus.job.section import Hours
 from isthmus.task import packages
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
+from isthmus_server.regimes.call import CallFailed, call
+from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.storage.events import (
     Event,
     ParticipantDeclined,
@@ -24,36 +26,35 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.peer import Peer
-from isthmus_server.transport.sanitize import reason_of
+from isthmus_server.transport.peer import ParticipantListener, Peer
 
 log = logging.getLogger(__name__)
 
 MAX_HOURS = 32
-"""Entries of one device's hours: they are walked before every round."""
-LONGEST_HOURS = 64
-"""Characters of one entry."""
+"""Entries in one device's hours; all of them are evaluated before every round."""
+MAX_HOURS_LENGTH = 64
+"""Characters in one entry."""
 MAX_EXAMPLES = 1 << 30
-"""That a device may say it has: the bits of a sum are shared out by what its cohort says."""
+"""Examples that a device may declare: the precision of a sum depends on the declared total."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
-    """One participant that has opened the run."""
+class ReadyParticipant:
+    """A participant that has opened the run."""
 
     name: str
     instance: str
     examples: int
     """Size of its own training data."""
     hours: tuple[Hours, ...] = ()
-    """In which it wants to be asked; none: always."""
+    """When it accepts invitations; empty for always."""
 
 
-class Roster:
-    """Opens the run on everyone who joins, and keeps the list of those who could.
+class Roster(ParticipantListener):
+    """Opens the run on every participant that joins, and lists those that are ready.
 
-    A participant that cannot take part (no data, another model, a task that raises) says why, is
-    noted, and is not asked again until it comes back as a new process.
+    A participant that cannot take part (no data, another model, a task that raises) gives the
+    reason, and is not asked again until it returns as a new process.
     """
 
     def __init__(
@@ -61,46 +62,55 @@ class Roster:
         link: Link,
         job: Job,
         run: link_pb2.OpenRun,
+        availability: DeviceAvailability,
         publish: Callable[[Event], None],
     ) -> None:
-        """`publish` receives an event for everyone who joins, leaves or declines.
+        """Prepare; `start` begins to open the run.
 
-        The package that the task was installed from goes to the devices that want it.
+        Args:
+            link: the server's link.
+            job: the job.
+            run: what participants are asked to open; the task's package is added to it, so that
+                devices can fetch it.
+            availability: when each device may be invited.
+            publish: receives an event for each participant that joins, leaves or declines.
         """
-        self.link = link
-        self.job = job
-        self.run = run
-        self.publish = publish
-        self.clients: dict[str, Ready] = {}
-        self.datacenters: dict[str, Ready] = {}
-        self.declined: dict[str, tuple[link_pb2.Role, str]] = {}
+        self.clients: dict[str, ReadyParticipant] = {}
+        self.datacenters: dict[str, ReadyParticipant] = {}
+        self._link = link
+        self._job = job
+        self._run = run
+        self._availability = availability
+        self._publish = publish
+        self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
-        self.rests: Callable[[str], bool] = lambda name: False
-        """Whether a device that is here may not be asked now."""
         self._changed = asyncio.Event()
-        self._package = _installed(job, Path(run.base))
+        self._package = _installed_package(job, Path(run.base))
         if self._package is not None:
             package = self._package
             run.package.blob.CopyFrom(describe(package.data))
             run.package.digest, run.package.author = package.digest, package.author
 
+    @property
+    def declined(self) -> Mapping[str, tuple[link_pb2.Role, str]]:
+        """Role and reason of each participant that cannot take part."""
+        return self._declined
+
     def start(self) -> None:
-        """From now on the run is opened on everyone."""
+        """Open the run on all participants, now and when they join."""
         if self._package is not None:
-            self.link.publish(self.run.package.blob, memoryview(self._package.data))
-        self.link.on_join = self._joined
-        self.link.on_leave = self._left
-        for peer in list(self.link.peers.values()):
-            if not peer.fresh:  # whoever is being welcomed right now comes through `on_join`
-                self._joined(peer)
+            self._link.publish(self._run.package.blob, memoryview(self._package.data))
+        self._link.listeners.attach(self)
+        for peer in list(self._link.peers.values()):
+            if not peer.is_new:  # a peer that is being welcomed now comes through `joined`
+                self.joined(peer)
 
     async def stop(self, finished: bool) -> None:
-        """Close the run at every participant; `finished` lets datacenters delete its checkpoints.
+        """Close the run at all participants.
 
-        They keep checkpoints of it until then; a device keeps nothing that it could let go of.
+        `finished`: the run will not be resumed, so datacenters may delete its checkpoints.
         """
-        self.link.on_join = lambda peer: None
-        self.link.on_leave = lambda peer, reason: None
+        self._link.listeners.detach(self)
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -110,83 +120,86 @@ class Roster:
             for name in names
         ]
         await asyncio.gather(*closing)
-        self.link.retract(self.run.package.blob)
+        self._link.retract(self._run.package.blob)
 
     def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
-        """Somebody who was expected will not come."""
+        """Record why an expected participant will not take part."""
         if name not in self.clients and name not in self.datacenters:
-            self.declined[name] = (role, reason)
-            self.publish(ParticipantDeclined(participant=name, reason=reason))
+            self._declined[name] = (role, reason)
+            self._publish(ParticipantDeclined(participant=name, reason=reason))
             self._changed.set()
 
-    def able(self) -> list[str]:
-        """Devices that may be asked now."""
-        return [name for name in self.clients if not self.rests(name)]
+    def available(self) -> list[str]:
+        """Ready devices that may be invited now."""
+        return [name for name in self.clients if self.seconds_until_available(name) <= 0]
+
+    def seconds_until_available(self, name: str) -> float:
+        """Seconds until a ready device may be invited: 0 now, infinity never."""
+        return self._availability.seconds_until(name, self.clients[name].hours)
 
     # -- waiting -----------------------------------------------------------------------------------
 
     async def wait_for_embedded(self) -> None:
-        """At the start, wait for everyone this machine starts; who does not come says why later."""
-        await self._wait_for(self.job.federated.clients, int(self.job.datacenter.ranks > 0))
+        """Wait until all participants that this machine starts are ready or have declined."""
+        await self._wait_for(self._job.federated.clients, int(self._job.datacenter.ranks > 0))
 
     async def require(self, regime: RegimeName) -> None:
-        """Wait for those without whom a round in a regime cannot be committed.
+        """Wait for the participants that a round of a regime needs at least.
 
         Raises:
             UserError: too few are ready in time.
         """
-        clients = 0 if regime == "datacenter" else self.job.federated.needed
+        clients = 0 if regime == "datacenter" else self._job.federated.needed
         datacenters = 0 if regime == "federated" else 1
         in_time = await self._wait_for(clients, datacenters)
         missing = []
-        able = len(self.able())
-        if able < clients:
-            resting = len(self.clients) - able
+        available = len(self.available())
+        if available < clients:
+            unavailable = len(self.clients) - available
+            rest = f", while {unavailable} may not be invited now" if unavailable else ""
             missing.append(
-                f"{able} edge clients are ready and a {regime} round needs {clients} "
-                "(federated.quorum)" + (f", while {resting} rest" if resting else "")
+                f"{available} edge clients are ready and a {regime} round needs {clients} "
+                f"(federated.quorum){rest}"
             )
         if len(self.datacenters) < datacenters:
             missing.append(f"no datacenter is ready and a {regime} round needs one")
         if missing:
             if not in_time:
-                waited = f"waited up to {self.job.time.join_seconds:g} s (time.join_seconds)"
+                waited = f"waited up to {self._job.time.join_seconds:g} s (time.join_seconds)"
                 missing.append(waited)
-            raise UserError("; ".join([*missing, *self._why_declined()[:3]]))
+            raise UserError("; ".join([*missing, *self._reasons_to_decline()[:3]]))
 
-    def _why_declined(self) -> list[str]:
-        """Each reason once, with those who gave it."""
-        names: dict[str, list[str]] = {}
-        for name, (_, why) in sorted(self.declined.items()):
-            names.setdefault(why, []).append(name)
+    def _reasons_to_decline(self) -> list[str]:
+        """Each reason once, with up to three participants that gave it."""
+        names_by_reason: dict[str, list[str]] = {}
+        for name, (_, reason) in sorted(self._declined.items()):
+            names_by_reason.setdefault(reason, []).append(name)
         return [
-            ", ".join(who[:3])
-            + (f" and {len(who) - 3} more" if len(who) > 3 else "")
-            + f" declined: {why}"
-            for why, who in names.items()
+            ", ".join(names[:3])
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            + f" declined: {reason}"
+            for reason, names in names_by_reason.items()
         ]
 
     async def _wait_for(self, clients: int, datacenters: int) -> bool:
-        """Wait until so many are ready, or all that this machine starts are ready or declined.
+        """Wait for that many, or until all that this machine starts are ready or have declined.
 
-        Returns False if that took too long.
+        Returns False if that took longer than `time.join_seconds`.
         """
-        embedded = self.job.federated.clients, int(self.job.datacenter.ranks > 0)
+        started_clients = self._job.federated.clients
+        started_datacenters = int(self._job.datacenter.ranks > 0)
+
+        def all_answered(role: link_pb2.Role, ready: int, started_here: int) -> bool:
+            declined = sum(declined_role == role for declined_role, _ in self._declined.values())
+            return started_here > 0 and ready + declined >= started_here
 
         def done() -> bool:
-            return all(
-                able >= wanted
-                or (started_here and len(ready) + self._have_declined(role) >= started_here)
-                for role, ready, able, wanted, started_here in (
-                    (link_pb2.CLIENT, self.clients, len(self.able()), clients, embedded[0]),
-                    (
-                        link_pb2.DATACENTER,
-                        self.datacenters,
-                        len(self.datacenters),
-                        datacenters,
-                        embedded[1],
-                    ),
-                )
+            return (
+                len(self.available()) >= clients
+                or all_answered(link_pb2.CLIENT, len(self.clients), started_clients)
+            ) and (
+                len(self.datacenters) >= datacenters
+                or all_answered(link_pb2.DATACENTER, len(self.datacenters), started_datacenters)
             )
 
         return await self._until(done, clients, datacenters)
@@ -194,9 +207,9 @@ class Roster:
     async def wait_for(
         self, *, devices: Collection[str] = (), datacenters: Collection[str] = ()
     ) -> bool:
-        """Wait for these very ones, as after a restart; returns whether all are ready.
+        """Wait for particular participants, as after a restart; returns whether all are ready.
 
-        A datacenter may have the model, and devices may have opened a sum.
+        A datacenter may hold the model, and devices may have unmasked a sum.
         """
         names = {*devices, *datacenters}
 
@@ -204,78 +217,66 @@ class Roster:
             return {*self.clients, *self.datacenters}
 
         await self._until(
-            lambda: names <= ready() | self.declined.keys(), len(devices), len(datacenters)
+            lambda: names <= ready() | self._declined.keys(), len(devices), len(datacenters)
         )
         return names <= ready()
 
     async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> bool:
         if done():
             return True
-        self.publish(WaitingForParticipants(clients=clients, datacenters=datacenters))
+        self._publish(WaitingForParticipants(clients=clients, datacenters=datacenters))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.job.time.join_seconds):
+            async with asyncio.timeout(self._job.time.join_seconds):
                 while not done():
                     self._changed.clear()
                     await self._changed.wait()
         return done()
 
-    def _have_declined(self, role: link_pb2.Role) -> int:
-        return sum(one == role for one, _ in self.declined.values())
+    # -- joining and leaving -----------------------------------------------------------------------
 
-    # -- coming and going --------------------------------------------------------------------------
-
-    def _joined(self, peer: Peer) -> None:
-        self.declined.pop(peer.name, None)
-        self.publish(ParticipantJoined(participant=peer.name))
+    def joined(self, peer: Peer) -> None:
+        """Open the run on a new participant."""
+        self._declined.pop(peer.name, None)
+        self._publish(ParticipantJoined(participant=peer.name))
         task = asyncio.create_task(self._open(peer))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    def _left(self, peer: Peer, reason: str) -> None:
+    def left(self, peer: Peer, reason: str) -> None:
+        """Remove a participant that was lost."""
         ready = self.clients.pop(peer.name, None) or self.datacenters.pop(peer.name, None)
         if ready is not None:
-            self.publish(ParticipantLeft(participant=peer.name, reason=reason))
+            self._publish(ParticipantLeft(participant=peer.name, reason=reason))
             self._changed.set()
 
     async def _open(self, peer: Peer) -> None:
-        request = link_pb2.Request(id=self.link.new_id(), open=self.run)
+        request = link_pb2.Request(open=self._run)
         try:
-            reply = await self.link.ask(peer.name, request)
-        except ParticipantLost:
-            return  # `_left` has noted it, or it never was ready
-        self.link.acknowledge(peer.name, request.id, True)
-        if reply.WhichOneof("outcome") != "opened":
-            reason = reason_of(reply)
-            self.decline(peer.name, peer.role, reason)
+            async with call(self._link, peer.name, request, "opened") as reply:
+                _check_examples(peer, reply.opened)
+                hours = _hours(reply.opened)
+        except CallFailed as failed:
+            if failed.status == "rejected":  # a participant that was lost is asked when it returns
+                self.decline(peer.name, peer.role, failed.reason)
             return
-        try:
-            _check_examples(peer, reply.opened)
-            hours = _hours(reply.opened)
-        except JobError as error:
-            self.decline(peer.name, peer.role, str(error))
-            return
-        ready = Ready(peer.name, peer.instance, reply.opened.examples, hours)
+        ready = ReadyParticipant(peer.name, peer.instance, reply.opened.examples, hours)
         group = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
         group[peer.name] = ready
-        self.publish(ParticipantReady(participant=peer.name, examples=ready.examples))
+        self._publish(ParticipantReady(participant=peer.name, examples=ready.examples))
         self._changed.set()
 
     async def _close(self, name: str, finished: bool) -> None:
-        request = link_pb2.Request(
-            id=self.link.new_id(),
-            close=link_pb2.CloseRun(run_id=self.run.run_id, finished=finished),
-        )
+        close = link_pb2.CloseRun(run_id=self._run.run_id, finished=finished)
+        request, seconds = link_pb2.Request(close=close), self._link.lease_seconds
         try:
-            async with asyncio.timeout(self.link.lease_seconds):
-                await self.link.ask(name, request)
-        except (ParticipantLost, TimeoutError) as error:
-            log.debug("%s did not close the run: %s", name, error)
-        else:
-            self.link.acknowledge(name, request.id, True)
+            async with call(self._link, name, request, "closed", seconds=seconds):
+                pass
+        except CallFailed as failed:
+            log.debug("%s did not close the run: %s", name, failed.reason)
 
 
-def _installed(job: Job, base: Path) -> packages.Package | None:
-    """The package that a job's task was installed from, to be handed on."""
+def _installed_package(job: Job, base: Path) -> packages.Package | None:
+    """The package that a job's task was installed from; devices may fetch it."""
     try:
         return packages.installed(base, packages.name_of(job))
     except IsthmusError as error:
@@ -284,24 +285,28 @@ def _installed(job: Job, base: Path) -> packages.Package | None:
 
 
 def _check_examples(peer: Peer, opened: link_pb2.Opened) -> None:
-    """Refuse so many examples that nothing of the others' updates would be left beside them.
+    """Refuse a number of examples that would leave no precision for other updates.
 
     Raises:
-        JobError: a device has more.
+        UpdateError: a device declared more.
     """
     if peer.role == link_pb2.CLIENT and opened.examples > MAX_EXAMPLES:
-        raise JobError(f"it has {opened.examples} examples, and {MAX_EXAMPLES} are the most")
+        raise UpdateError(f"it has {opened.examples} examples, and {MAX_EXAMPLES} are the most")
 
 
 def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:
-    """In which a device wants to be asked.
+    """The hours in which a device accepts invitations.
 
     Raises:
-        JobError: so much text is no device's hours, or it is not of their form.
+        UpdateError: too many or too long entries, or one that cannot be parsed.
     """
-    if len(opened.hours) > MAX_HOURS or any(len(one) > LONGEST_HOURS for one in opened.hours):
-        raise JobError(
-            f"its hours have more than {MAX_HOURS} entries, or one of more than {LONGEST_HOURS} "
-            "characters; give fewer"
+    entries = opened.hours
+    if len(entries) > MAX_HOURS or any(len(entry) > MAX_HOURS_LENGTH for entry in entries):
+        raise UpdateError(
+            f"its hours have more than {MAX_HOURS} entries, or one of more than "
+            f"{MAX_HOURS_LENGTH} characters; give fewer"
         )
-    return tuple(Hours.parse(one) for one in opened.hours)
+    try:
+        return tuple(Hours.parse(entry) for entry in entries)
+    except JobError as error:
+        raise UpdateError(str(error)) from None

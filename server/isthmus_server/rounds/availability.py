@@ -1,0 +1,44 @@
+"""When each device may be invited, from its hours, the job's hours and its past participation."""
+
+from __future__ import annotations
+
+from isthmus.job import Job
+from isthmus.job.section import Hours
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.storage.records import AttemptRecord, RoundRecord
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.attendance import Attendance
+
+
+class DeviceAvailability:
+    """Participation of the devices of one run.
+
+    Attempts count from the next round on, so that all attempts at a round invite the same devices
+    if the same are ready.
+    """
+
+    def __init__(self, job: Job, clock: Clock, store: Store) -> None:
+        """Read the attempts of the run so far."""
+        self.attendance = Attendance(job.federated)
+        self._clock = clock
+        self._round: list[AttemptRecord] = []
+        for record in store.attempts():
+            self.add(record)
+
+    def add(self, record: AttemptRecord) -> None:
+        """Count an ended attempt; a committed one ends its round."""
+        self._round.append(record)
+        if not isinstance(record, RoundRecord):
+            return
+        for attempt in self._round:
+            self.attendance.record_attempt(
+                attempt.round,
+                started_at=attempt.started_at,
+                seconds=attempt.seconds,
+                receipts=[r for r in attempt.receipts if r.regime == "federated"],
+            )
+        self._round.clear()
+
+    def seconds_until(self, name: str, hours: tuple[Hours, ...]) -> float:
+        """Seconds until a device with its own `hours` may be invited: 0 now, infinity never."""
+        return self.attendance.seconds_until_eligible(name, self._clock.utc(), hours)

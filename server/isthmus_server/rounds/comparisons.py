@@ -1,0 +1,269 @@
+"""Federated model comparison: devices score several models on their own data, for a policy.
+
+The models travel in one blob, each vector once however many candidates average it. A device
+returns the few numbers of `isthmus.task.paired_scores`; they are summed securely where the job's
+updates are. Each attempt is logged before devices are asked, and its outcome afterwards: a
+comparison that is in the log is not repeated after a crash, and one that a crash interrupted asks
+the same devices again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+
+from isthmus.errors import JobError, RoundFailed, UpdateError
+from isthmus.job.federated import FederatedSection
+from isthmus.task import paired_scores
+from isthmus.wire import link_pb2
+from isthmus_privacy.secagg import RoundConfig
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.model_versions import ModelVersions
+from isthmus_server.rounds.roster import Roster
+from isthmus_server.storage.records import ComparisonRecord, Receipt
+from isthmus_server.storage.run_state import RunState
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.device_selection import select_devices
+from isthmus_server.strategy.policy import Compare, Comparison
+from isthmus_server.transport.bundle import published
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedScores:
+    """The mean of the devices' score vectors, and the receipts of all invited devices."""
+
+    mean: Sequence[float]
+    receipts: Sequence[Receipt]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in the mean."""
+        return sum(receipt.status == "accepted" for receipt in self.receipts)
+
+
+class ComparisonRunner:
+    """Runs the comparisons of one run, and logs them."""
+
+    def __init__(
+        self,
+        store: Store,
+        roster: Roster,
+        context: FederatedContext,
+        versions: ModelVersions,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._job = store.job
+        self._roster = roster
+        self._context = context
+        self._versions = versions
+        self._clock = clock
+
+    async def attempt(
+        self,
+        state: RunState,
+        question: Compare,
+        fetch_model: Callable[[], Awaitable[None]],
+        *,
+        last: bool,
+    ) -> ComparisonRecord:
+        """One attempt at a comparison.
+
+        Args:
+            state: of the run.
+            question: which models to compare, on how many devices.
+            fetch_model: brings the current model to the server if only a datacenter has it.
+            last: a failure of this attempt ends the comparison.
+
+        Returns the record of the attempt, with a `result` or an `error`.
+        """
+        number, attempt = state.comparisons_ended + 1, state.comparison_attempts + 1
+        started = self._clock.now()
+        self._store.begin_comparison(number, attempt, state.round + 1, question)
+        result: Comparison | None = None
+        receipts: Sequence[Receipt] = ()
+        error: str | None = None
+        try:
+            await fetch_model()
+            scores = await self._scores(state, question, number, attempt)
+            receipts = scores.receipts
+            result = _comparison(question, scores, self._price(question, receipts))
+        except RoundFailed as failed:
+            error = str(failed)
+            receipts = failed.receipts if isinstance(failed, AttemptFailed) else ()
+        record = ComparisonRecord(
+            number=number,
+            attempt=attempt,
+            round=state.round + 1,
+            ended=result is not None or last,
+            reason=question.reason,
+            models=question.models,
+            result=result,
+            error=error,
+            price=self._price(question, receipts),
+            device_bytes=sum(r.bytes_in + r.bytes_out for r in receipts),
+            seconds=self._clock.now() - started,
+            receipts=receipts,
+            policy_state=dict(state.policy_state if result is None else question.state),
+        )
+        self._store.end_comparison(record)
+        return record
+
+    async def _scores(
+        self, state: RunState, question: Compare, number: int, attempt: int
+    ) -> PairedScores:
+        """Have a cohort score the models; every attempt selects the same devices if it can.
+
+        Raises:
+            AttemptFailed: too few devices.
+        """
+        context = self._context
+        settings = comparison_settings(question, self._job.federated)
+        # Negative numbers select apart from the cohorts of rounds.
+        cohort = select_devices(
+            self._roster.available(), count=question.devices, seed=self._job.seed, round_=-number
+        )
+        if len(cohort) < settings.needed:
+            raise AttemptFailed(
+                f"{len(cohort)} devices are ready and a comparison on {question.devices} needs "
+                f"{settings.needed}",
+                [],
+            )
+        names = sorted({part for model in question.models for part in model.split("+")})
+        candidates = [
+            link_pb2.Candidate(of=[names.index(part) for part in model.split("+")])
+            for model in question.models
+        ]
+        vectors = (self._versions.read(name, state.models) for name in names)
+        async with published(
+            context.link, context.layout, context.spool, vectors, len(names)
+        ) as blob:
+            work = link_pb2.Score(
+                run_id=context.run_id,
+                comparison=number,
+                attempt=attempt,
+                models=blob,
+                candidates=candidates,
+            )
+            if settings.secure_aggregation:
+                return await _secure_scores(context, work, cohort, settings)
+            return await _PlaintextComparison(context, work, cohort, settings).run()
+
+    def _price(self, question: Compare, receipts: Sequence[Receipt]) -> float:
+        reached = sum(receipt.started for receipt in receipts)
+        return reached * len(question.models) * self._job.prices.client_evaluation
+
+
+def comparison_settings(question: Compare, federated: FederatedSection) -> FederatedSection:
+    """Cohort and quorum of a comparison; the job's own quorum is for updates.
+
+    Raises:
+        AttemptFailed: so few devices cannot compare models, or not securely.
+    """
+    try:
+        settings = federated.model_copy(update={"quorum": None}).for_cohort(question.devices)
+    except JobError as error:
+        raise AttemptFailed(f"models cannot be compared: {error}", []) from None
+    if question.devices < 2:
+        raise AttemptFailed("models cannot be compared on one device; ask at least two", [])
+    return settings.model_copy(update={"quorum": max(2, settings.needed)})
+
+
+def _comparison(question: Compare, scores: PairedScores, price: float) -> Comparison:
+    """The answer to a policy's question."""
+    means, differences, errors = paired_scores.results(scores.mean, devices=scores.devices)
+    return Comparison(
+        models=question.models,
+        devices=scores.devices,
+        score=dict(zip(question.models, means, strict=True)),
+        difference=dict(zip(question.models, differences, strict=True)),
+        standard_error=dict(zip(question.models, errors, strict=True)),
+        price=price,
+    )
+
+
+async def _secure_scores(
+    context: FederatedContext,
+    work: link_pb2.Score,
+    cohort: Sequence[str],
+    settings: FederatedSection,
+) -> PairedScores:
+    def first_request(config: bytes) -> link_pb2.Request:
+        request = link_pb2.Request(score=work)
+        request.score.secure = config
+        return request
+
+    config = RoundConfig(
+        run_id=paired_scores.comparisons_run_id(context.run_id),
+        round=work.comparison,
+        attempt=work.attempt,
+        model_hash=work.models.sha256,
+        size=paired_scores.length(len(work.candidates)),
+        **margins(settings),
+        clip=1.0,
+    )
+    attempt = SecureAggregationAttempt(context, config, work.models, cohort, first_request)
+    result = await attempt.run()
+    return PairedScores(result.pseudo_gradient.tolist(), result.receipts)
+
+
+class _PlaintextComparison:
+    """A comparison in which the server sees the scores of each device."""
+
+    def __init__(
+        self,
+        context: FederatedContext,
+        work: link_pb2.Score,
+        cohort: Sequence[str],
+        settings: FederatedSection,
+    ) -> None:
+        self._context = context
+        self._work = work
+        self._needed = settings.needed
+        self._figures: dict[str, torch.Tensor] = {}
+        self._receipts = ReceiptBook(cohort, "federated")
+
+    async def run(self) -> PairedScores:
+        """Ask all devices, until all have answered or the time of a round is over."""
+        seconds = self._context.job.time.round_seconds
+        tasks = [asyncio.create_task(self._ask(name)) for name in self._receipts.names]
+        try:
+            await asyncio.wait(tasks, timeout=seconds)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        receipts = self._receipts.complete(f"it did not score within {seconds:g} s")
+        if len(self._figures) < self._needed:
+            reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
+            raise AttemptFailed(
+                f"{len(self._figures)} of {len(receipts)} devices scored the models and "
+                f"{self._needed} are needed ({'; '.join(reasons[:3])})",
+                receipts,
+            )
+        in_order = [self._figures[n] for n in self._receipts.names if n in self._figures]
+        return PairedScores(torch.stack(in_order).mean(0).tolist(), receipts)
+
+    async def _ask(self, name: str) -> None:
+        link, candidates = self._context.link, len(self._work.candidates)
+        request = link_pb2.Request(score=self._work)
+        with contextlib.suppress(CallFailed):
+            async with call(link, name, request, "scored", self._receipts) as reply:
+                scores = list(reply.scored.scores)
+                if len(scores) != candidates:
+                    raise UpdateError(f"it scored {len(scores)} models of {candidates}")
+                if not all(0 <= score <= 1 for score in scores):
+                    raise UpdateError(f"its scores {scores} are not all from 0 to 1")
+                self._figures[name] = paired_scores.figures(scores)
+                self._receipts.record(name, "accepted", sent=True, bytes_out=self._work.models.size)
