@@ -3,6 +3,7 @@ import os
 import tempfile
 
 import pytest
+from tests.server.listeners import RecordingListener
 
 from isthmus.errors import UserError
 from isthmus.transport.uplink import Uplink
@@ -18,12 +19,12 @@ def listening(make_job, tmp_path, address, link):
 
 @pytest.mark.parametrize("address", [None, ("127.0.0.1", 0)])
 async def test_participants_of_an_embedded_run_dial_where_it_listens(make_job, tmp_path, address):
-    link, here = Link(10.0), asyncio.Event()
-    link.on_join = lambda peer: here.set()
+    link, listener = Link(10.0), RecordingListener()
+    link.listeners.attach(listener)
     async with listening(make_job, tmp_path, address, link) as embedded:
         uplink = Uplink(embedded.address, "a", link_pb2.CLIENT, None)
         dialling = asyncio.create_task(uplink.run())
-        await here.wait()
+        await listener.event.wait()
         dialling.cancel()
         await asyncio.gather(dialling, return_exceptions=True)
 

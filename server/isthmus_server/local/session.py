@@ -20,6 +20,7 @@ from isthmus_server.storage.events import EventStream, ParticipantProgress
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
+from isthmus_server.transport.peer import ParticipantListener
 from isthmus_server.views.progress import ProgressView
 
 Address = tuple[str, int]
@@ -60,17 +61,23 @@ class Session:
         torch.set_num_threads(1)  # the devices and ranks beside it need the cores
         store, link = self.store, Link(self.store.job.time.lease_seconds)
         events = EventStream()
-
-        def publish_progress(participant: str, progress: link_pb2.Progress) -> None:
-            events.publish(ParticipantProgress.from_message(participant, progress))
-
         with contextlib.closing(store), store.locked(), ProgressView(console) as view:
             events.subscribe(view)
-            link.on_progress = publish_progress
+            link.listeners.attach(_ProgressPublisher(events))
             coordinator = Coordinator(store, link, events)
             async with participants(store.job, link, address, self.directory, template) as embedded:
                 embedded.on_gone = coordinator.roster.decline
                 return await coordinator.run()
+
+
+class _ProgressPublisher(ParticipantListener):
+    """Publishes the progress that participants report as events of the run."""
+
+    def __init__(self, events: EventStream) -> None:
+        self._events = events
+
+    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
+        self._events.publish(ParticipantProgress.from_message(name, progress))
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.peer import Peer
+from isthmus_server.transport.peer import ParticipantListener, Peer
 from isthmus_server.transport.sanitize import reason_of
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Ready:
     """In which it wants to be asked; none: always."""
 
 
-class Roster:
+class Roster(ParticipantListener):
     """Opens the run on everyone who joins, and keeps the list of those who could.
 
     A participant that cannot take part (no data, another model, a task that raises) says why, is
@@ -88,19 +88,17 @@ class Roster:
         """From now on the run is opened on everyone."""
         if self._package is not None:
             self.link.publish(self.run.package.blob, memoryview(self._package.data))
-        self.link.on_join = self._joined
-        self.link.on_leave = self._left
+        self.link.listeners.attach(self)
         for peer in list(self.link.peers.values()):
-            if not peer.fresh:  # whoever is being welcomed right now comes through `on_join`
-                self._joined(peer)
+            if not peer.is_new:  # a peer that is being welcomed now comes through `joined`
+                self.joined(peer)
 
     async def stop(self, finished: bool) -> None:
         """Close the run at every participant; `finished` lets datacenters delete its checkpoints.
 
         They keep checkpoints of it until then; a device keeps nothing that it could let go of.
         """
-        self.link.on_join = lambda peer: None
-        self.link.on_leave = lambda peer, reason: None
+        self.link.listeners.detach(self)
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -224,14 +222,16 @@ class Roster:
 
     # -- coming and going --------------------------------------------------------------------------
 
-    def _joined(self, peer: Peer) -> None:
+    def joined(self, peer: Peer) -> None:
+        """Open the run on a new participant."""
         self.declined.pop(peer.name, None)
         self.publish(ParticipantJoined(participant=peer.name))
         task = asyncio.create_task(self._open(peer))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    def _left(self, peer: Peer, reason: str) -> None:
+    def left(self, peer: Peer, reason: str) -> None:
+        """Remove a participant that was lost."""
         ready = self.clients.pop(peer.name, None) or self.datacenters.pop(peer.name, None)
         if ready is not None:
             self.publish(ParticipantLeft(participant=peer.name, reason=reason))
@@ -242,7 +242,7 @@ class Roster:
         try:
             reply = await self.link.ask(peer.name, request)
         except ParticipantLost:
-            return  # `_left` has noted it, or it never was ready
+            return  # `left` has noted it, or it never was ready
         self.link.acknowledge(peer.name, request.id, True)
         if reply.WhichOneof("outcome") != "opened":
             reason = reason_of(reply)
