@@ -120,7 +120,7 @@ async def test_a_process_has_one_stream_and_its_last_one_ends_the_others(net):
                 grpc.StatusCode.ABORTED,
                 "this process has opened another stream",
             )
-            assert link._streams == {b"": 1}
+            await net.until(lambda: link._streams == {b"": 1})
             await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
             assert len((await receive("chunk")).data) == 1000
 
