@@ -398,7 +398,7 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
     await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
     final = await running
     assert read_report(again).to_json()["rounds"][1]["attempt"] == 1
-    assert final.model_sha256 == read_report(again).to_json()["rounds"][1].model_sha256
+    assert final.model_sha256 == read_report(again).to_json()["rounds"][1]["model_sha256"]
 
 
 async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(place, net):
