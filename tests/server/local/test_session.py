@@ -8,30 +8,32 @@ from tests.server.listeners import RecordingListener
 from isthmus.errors import UserError
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
-from isthmus_server.local.session import participants
+from isthmus_server.local.session import running_participants
 from isthmus_server.transport.link import Link
 
 
 def listening(make_job, tmp_path, address, link):
-    """An embedded run that starts nobody: its job has no devices and no ranks."""
-    return participants(make_job(), link, address, tmp_path, None)
+    """A local run that starts no process: its job has no devices and no ranks."""
+    return running_participants(
+        make_job(), link, address, tmp_path, None, lambda name, role, reason: None
+    )
 
 
 @pytest.mark.parametrize("address", [None, ("127.0.0.1", 0)])
-async def test_participants_of_an_embedded_run_dial_where_it_listens(make_job, tmp_path, address):
+async def test_participants_connect_where_a_local_run_listens(make_job, tmp_path, address):
     link, listener = Link(10.0), RecordingListener()
     link.listeners.attach(listener)
-    async with listening(make_job, tmp_path, address, link) as embedded:
-        uplink = Uplink(embedded.address, "a", link_pb2.CLIENT, None)
-        dialling = asyncio.create_task(uplink.run())
+    async with listening(make_job, tmp_path, address, link) as processes:
+        uplink = Uplink(processes.address, "a", link_pb2.CLIENT, None)
+        connecting = asyncio.create_task(uplink.run())
         await listener.event.wait()
-        dialling.cancel()
-        await asyncio.gather(dialling, return_exceptions=True)
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
 
 
-async def test_no_other_user_can_dial_an_embedded_run_that_names_no_address(make_job, tmp_path):
-    async with listening(make_job, tmp_path, None, Link(10.0)) as embedded:
-        directory = os.path.dirname(embedded.address.removeprefix("unix:"))  # noqa: PTH120
+async def test_without_an_address_no_other_user_can_connect(make_job, tmp_path):
+    async with listening(make_job, tmp_path, None, Link(10.0)) as processes:
+        directory = os.path.dirname(processes.address.removeprefix("unix:"))  # noqa: PTH120
         assert os.stat(directory).st_mode & 0o077 == 0  # noqa: PTH116
         assert sorted(os.listdir(directory)) == ["link", "lock"]  # noqa: PTH208
     assert not os.access(directory, os.F_OK)
