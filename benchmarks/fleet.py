@@ -45,22 +45,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_fleet import socket_floor
-from device_fleet.devices import Drivers, News, value
+from device_fleet.devices import DeviceProcesses, Status, value
 from device_fleet.interruptions import resume
-from device_fleet.server import Place, kill, report, settled_memory
+from device_fleet.server import BenchmarkServer, kill, report, stable_memory
 from harness import figures
 from harness.processes import memory, reset_peak
 from safetensors.numpy import load_file
 
-DRIVERS = 2
-"""Processes that the devices are in."""
+PROCESSES = 2
+"""Number of processes that simulate devices."""
 HELD = 4
-"""Updates on their way when the server is killed: half of those it takes at a time."""
+"""Updates in transfer when the server is killed: half of its limit of parallel transfers."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of all measurements."""
 
     idle: int = 5000
     idle_seconds: float = 20.0
@@ -84,7 +84,7 @@ QUICK = Sizes(
 BROADCAST_BYTES = 1_000_000
 
 Row = tuple[str, str, str]
-Found = tuple[dict[str, float], list[Row]]
+Result = tuple[dict[str, float], list[Row]]
 
 
 def main() -> None:
@@ -98,36 +98,38 @@ def main() -> None:
     }
 
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", choices=parts, help="one of the five")
+        parser.add_argument("--only", choices=parts, help="run one of the five measurements")
 
-    asked = figures.options(__doc__ or "", more=more)
-    found: dict[str, float] = {}
+    options = figures.options(__doc__ or "", more=more)
+    results: dict[str, float] = {}
     rows: list[Row] = []
     for name, part in parts.items():
-        if asked.only in (None, name):
+        if options.only in (None, name):
             print(f"{name} ...", file=sys.stderr, flush=True)
-            its, lines = part(QUICK if asked.quick else Sizes())
-            found |= its
+            part_results, lines = part(QUICK if options.quick else Sizes())
+            results |= part_results
             rows += lines
-    print(figures.table(("what", "measured", "beside"), rows))
-    figures.write(asked.json, "fleet", figures.machine("grpcio"), found)
+    print(figures.table(("what", "measured", "details"), rows))
+    figures.write(options.json, "fleet", figures.machine("grpcio"), results)
 
 
-def idle(sizes: Sizes) -> Found:
-    """Memory of connections on which nothing happens."""
+def idle(sizes: Sizes) -> Result:
+    """Measure the memory of idle connections."""
     count = sizes.idle
-    with _place() as place:
-        members = place.join([f"device-{i}" for i in range(count)])
-        with place.serving() as server:
+    with _benchmark_server() as bench:
+        members = bench.join([f"device-{i}" for i in range(count)])
+        with bench.serving() as server:
             pid = server.popen.pid
-            before = settled_memory(pid)
-            with _devices(place, members) as devices:
-                devices.until("all are welcome", lambda news: news.welcomes >= count, 600.0)
+            before = stable_memory(pid)
+            with _devices(bench, members) as devices:
+                devices.wait_until(
+                    "all are welcome", lambda status: status.welcomes >= count, 600.0
+                )
                 cpu = server.tree.cpu_seconds()
-                time.sleep(sizes.idle_seconds)  # nothing is to happen: that is what is measured
+                time.sleep(sizes.idle_seconds)  # the connections must be idle while measured
                 cpu = server.tree.cpu_seconds() - cpu
                 after = memory(pid, "VmRSS")
-                _check_nobody_left(devices.news(), count)
+                _check_no_reconnects(devices.status(), count)
     each = (after - before) / count
     return {"bytes_per_idle_connection": each}, [
         (
@@ -139,183 +141,197 @@ def idle(sizes: Sizes) -> Found:
     ]
 
 
-def broadcast(sizes: Sizes) -> Found:
-    """1 MB to everybody, and a reply of each."""
+def broadcast(sizes: Sizes) -> Result:
+    """Measure sending 1 MB to every device and receiving the replies."""
     count = sizes.broadcast
-    ours: list[float] = []
-    ours_cpu: list[float] = []
+    seconds: list[float] = []
+    cpu: list[float] = []
     floor: list[float] = []
     floor_cpu: list[float] = []
-    with _place() as place:
-        members = place.join([f"device-{i}" for i in range(count)])
-        with place.serving() as server, _devices(place, members, held=count) as devices:
-            devices.until("all are welcome", lambda news: news.welcomes >= count, 300.0)
+    with _benchmark_server() as bench:
+        members = bench.join([f"device-{i}" for i in range(count)])
+        with bench.serving() as server, _devices(bench, members, held=count) as devices:
+            devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
 
-            def spent() -> float:
+            def cpu_spent() -> float:
                 return server.tree.cpu_seconds() + devices.tree.cpu_seconds()
 
-            run = place.submit(count, BROADCAST_BYTES // 4, sizes.rounds + 1)
+            run = bench.submit(count, BROADCAST_BYTES // 4, sizes.rounds + 1)
             for number in range(1, sizes.rounds + 2):
                 key = (number, 1)
-                devices.until("a round begins", lambda news, key=key: key in news.rounds, 120.0)
-                begin = spent()
-                notes = devices.until(
+                devices.wait_until(
+                    "a round begins", lambda status, key=key: key in status.rounds, 120.0
+                )
+                cpu_before = cpu_spent()
+                progress = devices.wait_until(
                     "all have replied",
-                    lambda news, key=key: news.rounds[key].replied == count,
+                    lambda status, key=key: status.rounds[key].replied == count,
                     300.0,
-                    pause=0.1,  # asking costs the devices' processes time that is counted here
+                    pause=0.1,  # polling costs CPU time that is measured here
                 ).rounds[key]
-                if number > 1:  # connections have found their windows in the first
-                    ours.append(notes.replied_at - notes.begun)
-                    ours_cpu.append(spent() - begin)
-                    seconds, cpu = socket_floor.broadcast(count, BROADCAST_BYTES, DRIVERS, 2)
-                    floor.append(min(seconds))
-                    floor_cpu.append(cpu)
+                if number > 1:  # the first round warms up the connections
+                    seconds.append(progress.replied_at - progress.started_at)
+                    cpu.append(cpu_spent() - cpu_before)
+                    floor_runs, floor_run_cpu = socket_floor.broadcast(
+                        count, BROADCAST_BYTES, PROCESSES, 2
+                    )
+                    floor.append(min(floor_runs))
+                    floor_cpu.append(floor_run_cpu)
                 devices.release(number)
-            _finish(place, run, count, sizes.rounds + 1)
-            _check_nobody_left(devices.news(), count)
-    over = statistics.median(ours) / statistics.median(floor)
-    over_cpu = statistics.median(ours_cpu) / statistics.median(floor_cpu)
+            _finish(bench, run, count, sizes.rounds + 1)
+            _check_no_reconnects(devices.status(), count)
+    over = statistics.median(seconds) / statistics.median(floor)
+    over_cpu = statistics.median(cpu) / statistics.median(floor_cpu)
     return {"broadcast_over_floor": over}, [
         (
-            f"1 MB to {count} devices and a reply of each",
-            f"{figures.times(over)} of the floor",
-            f"{figures.spread(ours)}, the floor {figures.spread(floor)}; "
-            f"{figures.times(over_cpu)} of its CPU time, {statistics.median(ours_cpu):.2f} s",
+            f"1 MB to {count} devices and their replies",
+            f"{figures.times(over)} of the lower bound",
+            f"{figures.spread(seconds)}, the lower bound {figures.spread(floor)}; "
+            f"{figures.times(over_cpu)} of its CPU time, {statistics.median(cpu):.2f} s",
         )
     ]
 
 
-def storm(sizes: Sizes) -> Found:
-    """Everybody comes back to a server that was killed."""
+def storm(sizes: Sizes) -> Result:
+    """Measure how long all devices take to reconnect to a killed and restarted server."""
     count, parameters, rounds = sizes.storm, 1000, 3
-    with _place() as place:
-        members = place.join([f"device-{i}" for i in range(count)])
+    with _benchmark_server() as bench:
+        members = bench.join([f"device-{i}" for i in range(count)])
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(place.serving())
-            devices = stack.enter_context(_devices(place, members, held=HELD))
+            server = stack.enter_context(bench.serving())
+            devices = stack.enter_context(_devices(bench, members, held=HELD))
             devices.release(1)
-            devices.until("all are welcome", lambda news: news.welcomes >= count, 300.0)
-            (first,) = devices.news().welcomed
-            run = place.submit(count, parameters, rounds)
-            devices.until(
-                "all but those held are taken in round 2",
-                lambda news: (2, 1) in news.rounds and news.rounds[2, 1].settled >= count - HELD,
+            devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
+            (first,) = devices.status().welcomed
+            run = bench.submit(count, parameters, rounds)
+            devices.wait_until(
+                "all but the held updates of round 2 are accepted",
+                lambda status: (
+                    (2, 1) in status.rounds and status.rounds[2, 1].accepted >= count - HELD
+                ),
                 300.0,
             )
             kill(server)
             killed = time.monotonic()
             devices.release(rounds)
-            stack.enter_context(place.serving())
+            stack.enter_context(bench.serving())
             listens = time.monotonic()
-            news = devices.until(
+            status = devices.wait_until(
                 "all are welcome again",
-                lambda news: sum(news.welcomed.values()) - news.welcomed[first] == count,
+                lambda status: sum(status.welcomed.values()) - status.welcomed[first] == count,
                 300.0,
             )
-            back = news.welcomed_at
-            _finish(place, run, count, rounds)
-            news = devices.news()
+            reconnected = status.welcomed_at
+            _finish(bench, run, count, rounds)
+            status = devices.status()
         (vector,) = load_file(report(run)["final"]["model_path"]).values()
-    wanted = -rounds * sum(value(i) for i in range(count)) / count
-    off = max(abs(float(vector.min()) - wanted), abs(float(vector.max()) - wanted))
-    if off > 0.5 / count:
+    expected = -rounds * sum(value(i) for i in range(count)) / count
+    deviation = max(abs(float(vector.min()) - expected), abs(float(vector.max()) - expected))
+    if deviation > 0.5 / count:
         raise RuntimeError(
-            f"the model has {float(vector[0])} where every update once gives {wanted}: "
-            "an update counted twice, or not at all"
+            f"the model has {float(vector[0])}, expected {expected}: "
+            "an update was counted twice, or not at all"
         )
-    tries = max(attempt for round_, attempt in news.rounds if round_ == 2)
-    seconds = back - listens
+    attempts = max(attempt for round_, attempt in status.rounds if round_ == 2)
+    seconds = reconnected - listens
     return {f"storm_seconds/{count}": seconds}, [
         (
-            f"{count} devices back after a restart",
+            f"{count} devices reconnected after a restart",
             f"{seconds:.2f} s",
-            f"{back - killed:.2f} s from the kill; round 2 took {tries} attempts, the model has "
-            f"each update once; {news.welcomes - 2 * count} welcomes too many",
+            f"{reconnected - killed:.2f} s from the kill; round 2 took {attempts} attempts, the "
+            f"model has each update once; {status.welcomes - 2 * count} extra reconnections",
         )
     ]
 
 
-def wires(sizes: Sizes) -> Found:
-    """Transfers go on where they were cut."""
-    with _place() as place:
-        (member,) = place.join(["device-0"])
-        with place.serving() as server:
-            wire, size = asyncio.run(
-                resume(place, server, member, sizes.wire_parameters, sizes.wire_every)
+def wires(sizes: Sizes) -> Result:
+    """Measure the bytes transferred over a connection that is cut repeatedly."""
+    with _benchmark_server() as bench:
+        (member,) = bench.join(["device-0"])
+        with bench.serving() as server:
+            proxy, size = asyncio.run(
+                resume(bench, server, member, sizes.wire_parameters, sizes.wire_every)
             )
-    down, up = wire.down / size, wire.up / size
+    down, up = proxy.down / size, proxy.up / size
     return {"resumed_over_content/down": down, "resumed_over_content/up": up}, [
         (
-            f"{size / 1e6:.0f} MB each way over a wire cut {wire.cuts} times",
+            f"{size / 1e6:.0f} MB each way over a connection cut {proxy.cuts} times",
             f"{down:.2f}x down, {up:.2f}x up",
-            f"of its bytes; begun anew each time it would be about {wire.cuts / 4:.0f}x",
+            f"of the blob; with restarts from byte 0 about {proxy.cuts / 4:.0f}x",
         )
     ]
 
 
-def large(sizes: Sizes) -> Found:
-    """The server's peak with a large model."""
+def large(sizes: Sizes) -> Result:
+    """Measure the server's peak memory with a large model."""
     clients, rounds = 4, 2
     model = 4 * sizes.large_parameters
-    with _place(on_disk=True) as place:
-        members = place.join([f"device-{i}" for i in range(clients)])
-        with place.serving() as server:
+    with _benchmark_server(on_disk=True) as bench:
+        members = bench.join([f"device-{i}" for i in range(clients)])
+        with bench.serving() as server:
             pid = server.popen.pid
-            before = settled_memory(pid)
-            with Drivers(place.address, members, 1) as devices:
-                devices.until("all are welcome", lambda news: news.welcomes >= clients, 60.0)
+            before = stable_memory(pid)
+            with DeviceProcesses(bench.address, members, 1) as devices:
+                devices.wait_until(
+                    "all are welcome", lambda status: status.welcomes >= clients, 60.0
+                )
                 reset_peak(pid)
-                begun = time.monotonic()
-                run = place.submit(clients, sizes.large_parameters, rounds)
-                _finish(place, run, clients, rounds, 1200.0)
-                seconds = time.monotonic() - begun
+                start = time.monotonic()
+                run = bench.submit(clients, sizes.large_parameters, rounds)
+                _finish(bench, run, clients, rounds, 1200.0)
+                seconds = time.monotonic() - start
                 peak = memory(pid, "VmHWM")
     over = (peak - before) / model
     return {"large_model_peak_over_model": over}, [
         (
             f"{clients} devices, {rounds} rounds of {model / 1e6:.0f} MB",
             f"{figures.times(over)} of the model",
-            f"server {before / 1e6:.0f} MB before, {peak / 1e6:.0f} MB at most; "
-            f"{seconds:.1f} s in all",
+            f"server {before / 1e6:.0f} MB before, {peak / 1e6:.0f} MB at the peak; "
+            f"{seconds:.1f} s in total",
         )
     ]
 
 
 @contextlib.contextmanager
-def _place(*, on_disk: bool = False) -> Iterator[Place]:
-    """A server's directory: in memory if that can be, because no disk is measured here.
+def _benchmark_server(*, on_disk: bool = False) -> Iterator[BenchmarkServer]:
+    """Create a server directory, in memory if possible, because the disk is not measured.
 
-    A large model's is on the disk, as it would be.
+    For a large model it is on disk, as in operation.
     """
-    memory_disk = Path("/dev/shm")  # where Linux has it
+    memory_disk = Path("/dev/shm")  # exists on Linux
     folder = memory_disk if memory_disk.is_dir() and not on_disk else None
     with tempfile.TemporaryDirectory(prefix="fleet-", dir=folder) as scratch:
-        yield Place(Path(scratch))
+        yield BenchmarkServer(Path(scratch))
 
 
-def _devices(place: Place, members: list[Path], held: int = 0) -> Drivers:
-    return Drivers(place.address, members, DRIVERS, held)
+def _devices(bench: BenchmarkServer, members: list[Path], held: int = 0) -> DeviceProcesses:
+    return DeviceProcesses(bench.address, members, PROCESSES, held)
 
 
-def _finish(place: Place, run: Path, count: int, rounds: int, seconds: float = 300.0) -> None:
-    """Wait for the job's end, and hold that every round has everybody's update."""
-    until = time.monotonic() + seconds
-    while not place.ended():
-        if time.monotonic() > until:
-            raise RuntimeError(f"the job has not ended in {seconds:g} s")
-        time.sleep(0.2)  # the queue is another process's and tells nobody when a job ends
+def _finish(
+    bench: BenchmarkServer, run: Path, count: int, rounds: int, seconds: float = 300.0
+) -> None:
+    """Wait for the end of the job, and check that every round has all devices' updates."""
+    deadline = time.monotonic() + seconds
+    while not bench.job_finished():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the job has not finished within {seconds:g} s")
+        time.sleep(0.2)  # the job queue can only be polled
     accepted = []
     for entry in report(run)["rounds"]:
-        names = {one["participant"] for one in entry["receipts"] if one["status"] == "accepted"}
+        names = {
+            receipt["participant"]
+            for receipt in entry["receipts"]
+            if receipt["status"] == "accepted"
+        }
         accepted.append((entry["round"], len(names)))
     if accepted != [(number, count) for number in range(1, rounds + 1)]:
-        raise RuntimeError(f"rounds have updates of {accepted}, not of {count} devices each")
+        raise RuntimeError(f"(round, updates) are {accepted}, expected {count} updates each")
 
 
-def _check_nobody_left(news: News, count: int) -> None:
-    if news.welcomes != count:
-        raise RuntimeError(f"{news.welcomes - count} connections were lost on the way")
+def _check_no_reconnects(status: Status, count: int) -> None:
+    if status.welcomes != count:
+        raise RuntimeError(f"{status.welcomes - count} connections were lost")
 
 
 if __name__ == "__main__":

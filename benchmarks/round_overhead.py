@@ -1,26 +1,26 @@
-"""What a round costs that computes nothing: ours beside stock Flower, wall and CPU time.
+"""Overhead of a round that computes nothing, compared with stock Flower: wall and CPU time.
 
-Both sides are started the way a user starts them, one after the other, on loopback:
+Both systems are started as a user starts them, one after the other, on loopback:
 
   * Flower: `flower-superlink`, one `flower-supernode` per client and `flwr run` of the unmodified
-    app in `flower_stock/`: FedAvg, devices that return the model they got (numpy, no torch), no
-    evaluation by devices. Its settings are its defaults, but for what would go to the network
-    (telemetry, update check, dependency installation).
-  * Isthmus: `isthmus run` of `null_job.toml`: devices that take 0 local steps and send back a zero
-    update of full size; every round is checkpointed and committed. It listens on TCP, as Flower
-    does and as servers do, in place of the socket that it takes by itself.
+    app in `harness/flower_stock/`: FedAvg, devices that return the model they received (numpy, no
+    torch), no evaluation by devices. Settings are the defaults, except that features using the
+    network are off (telemetry, update check, dependency installation).
+  * Isthmus: `isthmus run` of `harness/null_job.toml`: devices that take 0 local steps and send a
+    zero update of full size; every round is checkpointed and committed. It listens on TCP like
+    Flower, and not on its default Unix socket.
 
-A round is the time from one central evaluation to the next, which on both sides only notes the
-time. The first round is dropped, as are start and end; the median of the rest counts. In every
-measured round every client's answer must have been aggregated, or the benchmark fails.
-CPU time is that of all processes of a side (servers, clients and whatever they start) between the
-end of the first and the end of the last round, over the rounds; `processes.py` says how it is
-counted. It misses little, and only of processes that Flower starts and ours does not.
+A round lasts from one central evaluation to the next; the evaluation only records the time. The
+first round, start-up and shutdown are dropped, and the median of the other rounds counts. In every
+measured round the reply of every client must have been aggregated, or the benchmark fails.
+CPU time is that of all processes of a system (servers, clients and their descendants) between the
+end of the first and the end of the last round, per round; `harness/processes.py` defines how it is
+measured. The little that it misses belongs to processes that Flower starts and Isthmus does not.
 
-"0" is one parameter of one element on both sides: an empty model cannot be trained.
+"0" means one parameter with one element in both systems: an empty model cannot be trained.
 
-Figures: `speedup/<params>/<clients>` (Flower's wall time over ours) and
-`cpu_ratio/<params>/<clients>` (its CPU time over ours).
+Figures: `speedup/<params>/<clients>` (wall time of Flower over Isthmus) and
+`cpu_ratio/<params>/<clients>` (CPU time of Flower over Isthmus).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import figures, flower_runtime
-from harness.processes import Program, Tree, started
+from harness.processes import ProcessTree, Program, started
 
 HARNESS = Path(__file__).parent / "harness"
 SCRIPTS = Path(sys.executable).parent
@@ -50,7 +50,7 @@ class Size:
     label: str
     parameters: int
     flower_rounds: int
-    our_rounds: int
+    isthmus_rounds: int
 
 
 SIZES = (Size("0", 1, 9, 200), Size("1M", 1_000_000, 9, 60), Size("25M", 25_000_000, 7, 15))
@@ -59,57 +59,58 @@ QUICK_SIZES = (Size("0", 1, 3, 200), Size("1M", 1_000_000, 3, 60))
 
 @dataclass(frozen=True)
 class Cost:
-    """What the measured rounds cost."""
+    """Cost of the measured rounds."""
 
     seconds: list[float]
-    """Wall time of each."""
+    """Wall time of each round."""
     cpu: float
-    """CPU seconds, their average."""
+    """Mean CPU seconds per round."""
 
 
 def main() -> None:
     """Measure, print, write."""
-    asked = figures.options(__doc__ or "")
-    sizes, fleets = (QUICK_SIZES, (2,)) if asked.quick else (SIZES, (2, 4))
-    found: dict[str, float] = {}
+    options = figures.options(__doc__ or "")
+    sizes, client_counts = (QUICK_SIZES, (2,)) if options.quick else (SIZES, (2, 4))
+    results: dict[str, float] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
-        for clients in fleets:
-            theirs = measure_flower(Path(scratch), clients, sizes)
+        for clients in client_counts:
+            flower_costs = measure_flower(Path(scratch), clients, sizes)
             for size in sizes:
-                ours, stock = measure_isthmus(Path(scratch), clients, size), theirs[size.label]
-                speedup = statistics.median(stock.seconds) / statistics.median(ours.seconds)
-                saving = stock.cpu / ours.cpu
-                found[f"speedup/{size.label}/{clients}"] = speedup
-                found[f"cpu_ratio/{size.label}/{clients}"] = saving
+                isthmus = measure_isthmus(Path(scratch), clients, size)
+                flower = flower_costs[size.label]
+                speedup = statistics.median(flower.seconds) / statistics.median(isthmus.seconds)
+                cpu_ratio = flower.cpu / isthmus.cpu
+                results[f"speedup/{size.label}/{clients}"] = speedup
+                results[f"cpu_ratio/{size.label}/{clients}"] = cpu_ratio
                 rows.append(
                     (
                         f"{size.label} parameters, {clients} clients",
-                        figures.spread(stock.seconds),
-                        figures.spread(ours.seconds),
+                        figures.spread(flower.seconds),
+                        figures.spread(isthmus.seconds),
                         figures.times(speedup),
-                        f"{stock.cpu:.3g} s",
-                        f"{ours.cpu:.3g} s",
-                        figures.times(saving),
+                        f"{flower.cpu:.3g} s",
+                        f"{isthmus.cpu:.3g} s",
+                        figures.times(cpu_ratio),
                     )
                 )
-    header = ("a round of", "Flower, wall", "ours", "ratio", "Flower, CPU", "ours", "ratio")
+    header = ("a round of", "Flower, wall", "Isthmus", "ratio", "Flower, CPU", "Isthmus", "ratio")
     print(figures.table(header, rows))
-    figures.write(asked.json, "round_overhead", figures.machine("flwr"), found)
+    figures.write(options.json, "round_overhead", figures.machine("flwr"), results)
 
 
 def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict[str, Cost]:
-    """All sizes, one run after another, on one stock deployment."""
+    """Run all sizes, one after another, on one stock deployment."""
     home = scratch / f"flower-{clients}"
     home.mkdir()
     costs = {}
     with flower_runtime.deployment(home, clients) as (superlink, tree, environment):
         for size in sizes:
-            _say(f"Flower: {size.label} parameters, {clients} clients")
-            marks = home / f"marks-{size.label}"
+            _log(f"Flower: {size.label} parameters, {clients} clients")
+            timestamps = home / f"timestamps-{size.label}"
             config = (
                 f"parameters={size.parameters} clients={clients} "
-                f'rounds={size.flower_rounds} marks="{marks}"'
+                f'rounds={size.flower_rounds} timestamps="{timestamps}"'
             )
             command = [
                 str(flower_runtime.SCRIPTS / "flwr"),
@@ -125,40 +126,40 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
             )
             if submit.returncode != 0:
                 raise RuntimeError(f"`flwr run` failed:\n{submit.stdout}{submit.stderr}")
-            # Its evaluation before the first round is one more mark.
-            costs[size.label] = _follow(marks, size.flower_rounds + 1, superlink, tree, 900.0)
-            answers = [json.loads(line)["answered"] for line in marks.read_text().splitlines()]
+            # Flower's evaluation before the first round adds one timestamp.
+            costs[size.label] = _follow(timestamps, size.flower_rounds + 1, superlink, tree, 900.0)
+            answers = [json.loads(line)["answered"] for line in timestamps.read_text().splitlines()]
             if answers[1:] != [clients] * size.flower_rounds:
                 raise superlink.failure(f"aggregated {answers[1:]} answers, not {clients} a round")
     return costs
 
 
 def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:
-    """One run of the null job, as a user starts it."""
-    _say(f"ours: {size.label} parameters, {clients} clients")
+    """Run the null job as a user does."""
+    _log(f"Isthmus: {size.label} parameters, {clients} clients")
     directory = scratch / f"isthmus-{size.label}-{clients}"
-    marks = scratch / f"{directory.name}.marks"
+    timestamps = scratch / f"{directory.name}.timestamps"
     settings = {
-        "rounds": size.our_rounds,
+        "rounds": size.isthmus_rounds,
         "task.settings.parameters": size.parameters,
-        "task.settings.marks": f'"{marks}"',
+        "task.settings.timestamps": f'"{timestamps}"',
         "federated.clients": clients,
         "federated.cohort": clients,
         "federated.quorum": clients,
     }
-    isthmus = str(SCRIPTS / "isthmus")
-    command = [isthmus, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
+    program_path = str(SCRIPTS / "isthmus")
+    command = [program_path, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
     command += ["--address", "127.0.0.1:0"]
-    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with started(command, scratch / f"{directory.name}.log") as program:
-        cost = _follow(marks, size.our_rounds, program, program.tree, 600.0)
+        cost = _follow(timestamps, size.isthmus_rounds, program, program.tree, 600.0)
         program.wait(120.0)
     printed = subprocess.run(
-        [isthmus, "report", str(directory), "--json"], capture_output=True, check=True
+        [program_path, "report", str(directory), "--json"], capture_output=True, check=True
     ).stdout
     rounds = json.loads(printed)["rounds"]
     accepted = [_count(entry["participants"]["accepted"]) for entry in rounds]
-    if accepted != [clients] * size.our_rounds:
+    if accepted != [clients] * size.isthmus_rounds:
         raise program.failure(f"aggregated {accepted} answers, not {clients} a round")
     return cost
 
@@ -167,35 +168,37 @@ def _count(participants: int | list[str]) -> int:
     return participants if isinstance(participants, int) else len(participants)
 
 
-def _follow(marks: Path, last: int, program: Program, tree: Tree, seconds: float) -> Cost:
-    """Read the marks as they are made, the first round dropped, and the tree's CPU time with them.
+def _follow(
+    timestamps: Path, last: int, program: Program, tree: ProcessTree, seconds: float
+) -> Cost:
+    """Follow the timestamps and the tree's CPU time; the first round is dropped.
 
-    The first two marks are start and end of the first round, or ends of the first and second.
+    The first two timestamps are start and end of the first round, or the ends of the first two.
     """
     begin = cpu_begin = None
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
-        times = _times(marks)
+        times = _times(timestamps)
         if begin is None and len(times) >= 2:
             begin, cpu_begin = len(times) - 1, tree.cpu_seconds()
         if begin is not None and cpu_begin is not None and len(times) >= last > begin + 1:
             cpu = (tree.cpu_seconds() - cpu_begin) / (len(times) - 1 - begin)
             return Cost([b - a for a, b in itertools.pairwise(times[1:])], cpu)
-        if program.popen.poll() is not None and len(_times(marks)) < last:
+        if program.popen.poll() is not None and len(_times(timestamps)) < last:
             raise program.failure(f"ended after {len(times)} of {last} rounds")
-        if time.monotonic() > until:
-            raise program.failure(f"came to {len(times)} of {last} rounds in {seconds:g} s")
-        time.sleep(0.005)  # marks are lines of a file, which tells nobody; each has its own time
+        if time.monotonic() > deadline:
+            raise program.failure(f"has {len(times)} of {last} rounds after {seconds:g} s")
+        time.sleep(0.005)  # the file can only be polled; its lines hold exact times
 
 
-def _times(marks: Path) -> list[float]:
-    if not marks.exists():
+def _times(timestamps: Path) -> list[float]:
+    if not timestamps.exists():
         return []
-    lines = marks.read_text().split("\n")[:-1]  # a line that is being written has no end yet
+    lines = timestamps.read_text().split("\n")[:-1]  # the last line may be incomplete
     return [json.loads(line)["time"] for line in lines]
 
 
-def _say(what: str) -> None:
+def _log(what: str) -> None:
     print(f"{what} ...", file=sys.stderr, flush=True)
 
 

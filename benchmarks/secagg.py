@@ -1,22 +1,23 @@
-"""Secure aggregation: ours beside Flower's own SecAgg+ functions, on the same vectors.
+"""Secure aggregation compared with Flower's SecAgg+ functions, on the same vectors.
 
-Both do the same work in turn in this process, and CPU seconds of the whole process are compared
-(Flower's Shamir and our masks use threads), as medians of a few runs.
+Both do the same work in turn in this process. Medians of the CPU seconds of the whole process are
+compared, because Flower's Shamir sharing and Isthmus' masking use threads.
 
-  * Client masking: from a quantised vector to a masked one, with k neighbours and the client's own
-    mask: k key agreements, k + 1 expanded masks, added. Flower's part is what its mod does
+  * Client masking: mask a quantised vector with k neighbours and the client's own mask, that is k
+    key agreements and k + 1 expanded masks. For Flower, the functions of its mod
     (`generate_shared_key`, `pseudo_rand_gen`, `parameters_addition`, `parameters_mod`).
-  * Server unmasking: n clients on the complete graph, of whom 10 % are lost before their vector:
-    secrets from shares, agreements of those lost with all that are left, masks taken away.
-    Flower's part is its workflow's (`combine_shares`, `pseudo_rand_gen`, ...).
-  * Shamir: a client's two secrets shared among n = 100 with t = 67, and both put together again.
-    Flower shares the 306-byte PEM of its key; ours is the 32-byte key itself.
-  * Mask-and-add: GB of mask expanded and added per second on one core, against AES-256-CTR alone.
-  * Refusals: each check of the protocol is taken away in turn; `killed` counts those whose removal
-    some test notices.
+  * Server unmasking: n clients on the complete graph, of which 10 % are lost before they send a
+    vector. Reconstruct secrets from shares, repeat the key agreements of the lost clients with
+    all others, and subtract the masks. For Flower, the functions of its workflow
+    (`combine_shares`, `pseudo_rand_gen`, ...).
+  * Shamir: share a client's two secrets among n = 100 with t = 67, and reconstruct both. Flower
+    shares the 306-byte PEM of its key, Isthmus the 32-byte key.
+  * Mask-and-add: GB of mask expanded and added per second on one core, against only AES-256-CTR.
+  * Refusals: every check of the protocol is removed in turn; `killed` counts the removals that a
+    test detects.
 
 Figures: `client_mask_speedup/<params>/<k>`, `server_unmask_speedup/<params>/<n>`,
-`shamir_speedup/100`, `mask_add_fraction_of_aes`, `refusals`, `refusals_killed`; beside them
+`shamir_speedup/100`, `mask_add_fraction_of_aes`, `refusals`, `refusals_killed`, and
 `quantise_speedup/<params>`.
 """
 
@@ -24,7 +25,9 @@ from __future__ import annotations
 
 import os
 
-os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # before flwr is imported: it phones home by default
+os.environ["FLWR_TELEMETRY_ENABLED"] = (
+    "0"  # before importing flwr, which sends telemetry by default
+)
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 
 import hashlib
@@ -69,7 +72,7 @@ AES_TILE = 256 << 10
 
 
 def cpu_seconds(*works: Callable[[], object], repeats: int) -> list[float]:
-    """Median CPU seconds of each piece of work, run in turn; what runs once is not warmed up."""
+    """Median CPU seconds of each function, run in turn, with a warm-up unless `repeats` is 1."""
     taken: list[list[float]] = [[] for _ in works]
     for repeat in range(repeats + (repeats > 1)):
         for i, work in enumerate(works):
@@ -80,12 +83,17 @@ def cpu_seconds(*works: Callable[[], object], repeats: int) -> list[float]:
     return [statistics.median(seconds) for seconds in taken]
 
 
-class Line:
+class Comparison:
     """One comparison: a row of the table and a figure."""
 
-    def __init__(self, what: str, key: str, ours: float, theirs: float) -> None:
-        self.key, self.ratio = key, theirs / ours
-        self.cells = (what, _milliseconds(ours), _milliseconds(theirs), figures.times(self.ratio))
+    def __init__(self, what: str, key: str, isthmus: float, flower: float) -> None:
+        self.key, self.ratio = key, flower / isthmus
+        self.cells = (
+            what,
+            _milliseconds(isthmus),
+            _milliseconds(flower),
+            figures.times(self.ratio),
+        )
 
 
 def _milliseconds(seconds: float) -> str:
@@ -93,34 +101,34 @@ def _milliseconds(seconds: float) -> str:
 
 
 class FlowerKey:
-    """A key pair in the bytes in which Flower's protocol carries it."""
+    """A key pair, encoded as in Flower's protocol."""
 
     def __init__(self) -> None:
         private, public = generate_key_pairs()
         self.private, self.public = private_key_to_bytes(private), public_key_to_bytes(public)
 
     def agree(self, other: FlowerKey) -> bytes:
-        """As its mod does for each neighbour."""
+        """Agree on a key as Flower's mod does for each neighbour."""
         return generate_shared_key(
             bytes_to_private_key(self.private), bytes_to_public_key(other.public)
         )
 
 
-def client_masking(params: int, degree: int, repeats: int) -> Line:
-    """One client with `degree` neighbours, half of them before it."""
+def client_masking(params: int, degree: int, repeats: int) -> Comparison:
+    """Compare masking by one client with `degree` neighbours, half of them before it."""
     values = torch.randint(0, 1 << 22, (params,), dtype=torch.int32)
     seed = os.urandom(32)
     own, others = OneTimeKey(), [OneTimeKey() for _ in range(degree)]
-    ours_in = values.clone()
+    quantised_tensor = values.clone()
 
-    def ours() -> None:
+    def isthmus() -> None:
         seeds = [own.agree(other.public, SALT, "pair", b"") for other in others]
-        add_masks(ours_in, [seed, *seeds[: degree // 2]], seeds[degree // 2 :], threads=1)
+        add_masks(quantised_tensor, [seed, *seeds[: degree // 2]], seeds[degree // 2 :], threads=1)
 
     flower_own, flower_others = FlowerKey(), [FlowerKey() for _ in range(degree)]
     quantised = [values.numpy()]
 
-    def theirs() -> None:
+    def flower() -> None:
         shapes = [array.shape for array in quantised]
         vector = parameters_addition(quantised, pseudo_rand_gen(seed, 1 << RING_BITS, shapes))
         for i, other in enumerate(flower_others):
@@ -129,13 +137,13 @@ def client_masking(params: int, degree: int, repeats: int) -> Line:
             vector = step(vector, mask)
         parameters_mod(vector, 1 << RING_BITS)
 
-    a, b = cpu_seconds(ours, theirs, repeats=repeats)
+    a, b = cpu_seconds(isthmus, flower, repeats=repeats)
     what = f"client masks {_short(params)}, k={degree}"
-    return Line(what, f"client_mask_speedup/{_short(params)}/{degree}", a, b)
+    return Comparison(what, f"client_mask_speedup/{_short(params)}/{degree}", a, b)
 
 
-def quantising(params: int, repeats: int) -> Line:
-    """From floats to quantised values, at random."""
+def quantising(params: int, repeats: int) -> Comparison:
+    """Compare stochastic quantisation of floats."""
     update = torch.empty(params).uniform_(-1, 1)
     config = RoundConfig(
         run_id="bench",
@@ -151,54 +159,58 @@ def quantising(params: int, repeats: int) -> Line:
         lambda: quantize([update.numpy()], 8.0, 1 << 22),
         repeats=repeats,
     )
-    return Line(f"client quantises {_short(params)}", f"quantise_speedup/{_short(params)}", a, b)
+    return Comparison(
+        f"client quantises {_short(params)}", f"quantise_speedup/{_short(params)}", a, b
+    )
 
 
-def server_unmasking(params: int, clients: int, repeats: int) -> Line:
-    """`clients` on the complete graph, a tenth of them lost before their vector."""
+def server_unmasking(params: int, clients: int, repeats: int) -> Comparison:
+    """Compare unmasking for `clients` on the complete graph; a tenth of them are lost."""
     lost = clients // 10
     graph = graph_parameters(clients, corrupt_permille=100, dropout_permille=200, clients_min=2)
-    survivors, gone = range(clients - lost), range(clients - lost, clients)
+    survivors, dropped = range(clients - lost), range(clients - lost, clients)
     points = {i: [j + 1 for j in range(clients) if j != i] for i in range(clients)}
     total = torch.randint(-(1 << 31), 1 << 31, (params,), dtype=torch.int64).to(torch.int32)
 
     seeds = [os.urandom(32) for _ in range(clients)]
-    ours_keys = [OneTimeKey() for _ in range(clients)]
+    isthmus_keys = [OneTimeKey() for _ in range(clients)]
     dealt = [
         shamir.split(
-            seeds[i] if i in survivors else ours_keys[i].private_bytes(), points[i], graph.threshold
+            seeds[i] if i in survivors else isthmus_keys[i].private_bytes(),
+            points[i],
+            graph.threshold,
         )[: graph.threshold]
         for i in range(clients)
     ]
     used = [points[i][: graph.threshold] for i in range(clients)]
 
-    def ours() -> None:
+    def isthmus() -> None:
         secrets = shamir.combine(used, dealt)
         plus, minus = [], []
         for i in survivors:
             hashlib.sha256(secrets[i]).digest()  # the seed is checked against its commitment
             minus.append(secrets[i])
-        for i in gone:
+        for i in dropped:
             key = OneTimeKey(secrets[i])
             for j in survivors:
-                seed = key.agree(ours_keys[j].public, SALT, "pair", b"")
+                seed = key.agree(isthmus_keys[j].public, SALT, "pair", b"")
                 (minus if j < i else plus).append(seed)
         add_masks(total, plus, minus, threads=1)
 
-    # Keys and shares that cost Flower seconds to make are made once and stand for all: putting
-    # together and expanding them costs the same whatever they hold.
+    # Keys and shares that take Flower seconds to create are created once and reused:
+    # reconstructing and expanding them takes the same time for any content.
     flower_keys = [FlowerKey() for _ in range(2)]
     seed_shares = create_shares(seeds[0], graph.threshold, clients)[: graph.threshold]
     key_shares = create_shares(flower_keys[0].private, graph.threshold, clients)[: graph.threshold]
     masked = [total.numpy().astype(np.int64) % (1 << RING_BITS)]
 
-    def theirs() -> None:
+    def flower() -> None:
         shapes, vector = [array.shape for array in masked], masked
         for _ in survivors:
             secret = combine_shares(seed_shares)
             mask = pseudo_rand_gen(secret, 1 << RING_BITS, shapes)
             vector = parameters_subtraction(vector, mask)
-        for i in gone:
+        for i in dropped:
             secret = combine_shares(key_shares)
             for j in survivors:
                 agreed = generate_shared_key(
@@ -209,49 +221,55 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Line:
                 vector = step(vector, mask)
         parameters_mod(vector, 1 << RING_BITS)
 
-    a, b = cpu_seconds(ours, theirs, repeats=repeats)
+    a, b = cpu_seconds(isthmus, flower, repeats=repeats)
     what = f"server unmasks {_short(params)}, n={clients}, {lost} lost"
-    return Line(what, f"server_unmask_speedup/{_short(params)}/{clients}", a, b)
+    return Comparison(what, f"server_unmask_speedup/{_short(params)}/{clients}", a, b)
 
 
-def sharing(holders: int, threshold: int, repeats: int) -> Line:
-    """A client's two secrets, shared and put together again."""
+def sharing(holders: int, threshold: int, repeats: int) -> Comparison:
+    """Compare sharing and reconstructing a client's two secrets."""
     seed, key = os.urandom(32), OneTimeKey().private_bytes()
     points = list(range(1, holders + 1))
 
-    def ours() -> None:
+    def isthmus() -> None:
         shares = [shamir.split(secret, points, threshold) for secret in (seed, key)]
         secrets = shamir.combine([points[:threshold]] * 2, [s[:threshold] for s in shares])
         assert secrets == [seed, key]
 
     flower_key = FlowerKey().private
 
-    def theirs() -> None:
+    def flower() -> None:
         for secret in (seed, flower_key):
             shares = create_shares(secret, threshold, holders)
             assert combine_shares(shares[:threshold]) == secret
 
-    (a,) = cpu_seconds(ours, repeats=max(5, repeats))
-    (b,) = cpu_seconds(theirs, repeats=1)
-    return Line(f"Shamir, n={holders}, t={threshold}", f"shamir_speedup/{holders}", a, b)
+    (a,) = cpu_seconds(isthmus, repeats=max(5, repeats))
+    (b,) = cpu_seconds(flower, repeats=1)
+    return Comparison(f"Shamir, n={holders}, t={threshold}", f"shamir_speedup/{holders}", a, b)
 
 
 def mask_and_add(params: int, masks: int, repeats: int) -> tuple[tuple[str, ...], float]:
-    """A row of the table, and the speed of expanding and adding over that of AES-CTR alone."""
+    """Measure mask expansion and addition against only AES-CTR.
+
+    Returns:
+        A row of the table, and the ratio of the two speeds.
+    """
     vector = torch.zeros(params, dtype=torch.int32)
     seeds = [os.urandom(32) for _ in range(masks)]
     blank, stream = bytes(AES_TILE), bytearray(AES_TILE)
     size = params * 4
 
-    def alone() -> None:
+    def aes_only() -> None:
         for seed in seeds:
             cipher = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
             for start in range(0, size, AES_TILE):
                 cipher.update_into(memoryview(blank)[: min(AES_TILE, size - start)], stream)
 
-    a, b = cpu_seconds(lambda: add_masks(vector, seeds, [], threads=1), alone, repeats=3 * repeats)
+    a, b = cpu_seconds(
+        lambda: add_masks(vector, seeds, [], threads=1), aes_only, repeats=3 * repeats
+    )
     speeds = [f"{size * masks / seconds / 1e9:.2f} GB/s" for seconds in (a, b)]
-    return ("mask-and-add, beside AES-256-CTR alone", *speeds, f"{b / a:.2f}"), b / a
+    return ("mask-and-add, compared with only AES-256-CTR", *speeds, f"{b / a:.2f}"), b / a
 
 
 def _short(params: int) -> str:
@@ -263,27 +281,27 @@ def main() -> None:
     options = figures.options(__doc__)
     quick, repeats = options.quick, 2 if options.quick else 5
     torch.manual_seed(0)
-    lines = [client_masking(1_000_000, degree, repeats) for degree in (10, 50, 100)]
-    lines.append(quantising(1_000_000, repeats))
-    lines.append(server_unmasking(1_000_000, 20, 1 if quick else 3))
+    comparisons = [client_masking(1_000_000, degree, repeats) for degree in (10, 50, 100)]
+    comparisons.append(quantising(1_000_000, repeats))
+    comparisons.append(server_unmasking(1_000_000, 20, 1 if quick else 3))
     if not quick:
-        lines.append(server_unmasking(1_000_000, 50, 1))
-    lines.append(sharing(100, 67, repeats))
+        comparisons.append(server_unmasking(1_000_000, 50, 1))
+    comparisons.append(sharing(100, 67, repeats))
     speed, fraction = mask_and_add(4_000_000, 10, repeats)
 
     from tests.privacy import mutation
 
     report = mutation.check()
-    found = {line.key: line.ratio for line in lines}
-    found["mask_add_fraction_of_aes"] = fraction
-    found["refusals"] = report.refusals
-    found["refusals_killed"] = report.killed
+    results = {comparison.key: comparison.ratio for comparison in comparisons}
+    results["mask_add_fraction_of_aes"] = fraction
+    results["refusals"] = report.refusals
+    results["refusals_killed"] = report.killed
 
-    rows = [*(line.cells for line in lines), speed]
-    print(figures.table(("CPU time of", "ours", "Flower 1.41 / peer", "ratio"), rows))
+    rows = [*(comparison.cells for comparison in comparisons), speed]
+    print(figures.table(("CPU time of", "Isthmus", "Flower 1.41 / peer", "ratio"), rows))
     print(f"\n{report}")
     on = figures.machine("cryptography", "flwr", "numpy", "pycryptodome")
-    figures.write(options.json, "secagg", on, found)
+    figures.write(options.json, "secagg", on, results)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Many devices in a few processes: real ends of the link that compute nothing.
+"""Simulate many devices in a few processes: real protocol clients that compute nothing.
 
-Each device is an `Uplink` with a membership of its own: its own connection, mutual TLS, hello,
-heartbeats, and the pauses between its tries that every device makes. What it works on is
-`Device`: it receives the model and sends back an update of full size, all of one value, which is
-the device's own, so that a mean says whose updates are in it, and how often.
+Each device is an `Uplink` with its own membership, connection, mutual TLS, hello, heartbeats and
+reconnection backoff. Its worker, `IdleDevice`, receives the model and sends an update of full size
+whose elements all have the same value. The value differs between devices, so the mean shows which
+updates it contains, and how often.
 
-The processes are told what to do, and asked how far they are, over pipes: `Drivers`.
+`DeviceProcesses` controls the processes and reads their status over pipes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.processes import Tree
+from harness.processes import ProcessTree
 
 from isthmus.identity.membership import Membership
 from isthmus.transport.blobs import Buffer, describe
@@ -32,223 +32,225 @@ from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 
-DIALLING = 50
-"""Devices of one process that dial at the same time, until all have been welcomed once."""
+MAX_CONNECTING = 50
+"""Devices of one process that connect at the same time before their first welcome."""
 
 
 @dataclasses.dataclass
-class Round:
-    """How far the devices of one process, or of all, are in one attempt at a round.
+class RoundProgress:
+    """Progress of the devices of one process, or of all, in one attempt at a round.
 
-    Times are of the machine's monotonic clock, which is the same in all processes.
+    Times are from the machine's monotonic clock, which all processes share.
     """
 
-    begun: float = float("inf")
-    """The first was asked."""
+    started_at: float = float("inf")
+    """The first request arrived."""
     received: int = 0
-    """Models that are here whole."""
+    """Models received completely."""
     replied: int = 0
     replied_at: float = 0.0
-    """The last reply was handed to the transport."""
-    settled: int = 0
-    """Updates that the server has taken, and said so."""
-    settled_at: float = 0.0
+    """The last reply was passed to the transport."""
+    accepted: int = 0
+    """Updates whose acceptance the server acknowledged."""
+    accepted_at: float = 0.0
 
-    def with_(self, other: Round) -> Round:
-        """The two together."""
-        return Round(
-            min(self.begun, other.begun),
+    def merged(self, other: RoundProgress) -> RoundProgress:
+        """The combined progress of two processes."""
+        return RoundProgress(
+            min(self.started_at, other.started_at),
             self.received + other.received,
             self.replied + other.replied,
             max(self.replied_at, other.replied_at),
-            self.settled + other.settled,
-            max(self.settled_at, other.settled_at),
+            self.accepted + other.accepted,
+            max(self.accepted_at, other.accepted_at),
         )
 
 
 @dataclasses.dataclass
-class News:
-    """What a process says of its devices."""
+class Status:
+    """Status of the devices of one process, or of all."""
 
     welcomed: dict[str, int]
-    """Devices that are, or were, welcome at each server process."""
+    """Devices that each server process has welcomed."""
     welcomes: int
-    """All together: more than devices and server processes say that somebody was cut off."""
+    """Total number; more than one per device and server process means lost connections."""
     welcomed_at: float
-    """The last one."""
-    rounds: dict[tuple[int, int], Round]
+    """Time of the last welcome."""
+    rounds: dict[tuple[int, int], RoundProgress]
     """By round and attempt."""
     opened: int
     closed: int
-    broken: str
-    """Why a device has given up, if one has."""
+    failure: str
+    """Why a device has given up; empty if none has."""
 
 
-class Crowd:
-    """What the devices of one process share: one buffer, and what is noted of them."""
+class DeviceGroup:
+    """State that the devices of one process share: buffers, and their status."""
 
     def __init__(self) -> None:
-        self.released = 0
-        """Up to this round, updates that are held may go."""
-        self.news_of_release = asyncio.Condition()
+        self.released_round = 0
+        """Held updates may be sent up to this round."""
+        self.release_changed = asyncio.Condition()
         self.welcomed: dict[str, set[str]] = {}
-        self.news = News({}, 0, 0.0, {}, 0, 0, "")
+        self.status = Status({}, 0, 0.0, {}, 0, 0, "")
         self._header = b""
-        self._received_into = bytearray()
+        self._model_buffer = bytearray()
         self._updates: dict[tuple[float, int], tuple[bytearray, link_pb2.Blob]] = {}
 
     def welcome(self, name: str, instance: str) -> None:
-        """A device was welcomed."""
+        """Record that a server process welcomed a device."""
         self.welcomed.setdefault(instance, set()).add(name)
-        self.news.welcomes += 1
-        self.news.welcomed_at = time.monotonic()
+        self.status.welcomes += 1
+        self.status.welcomed_at = time.monotonic()
 
-    def round(self, request: link_pb2.Request) -> Round:
-        """The notes on a request's round."""
+    def round(self, request: link_pb2.Request) -> RoundProgress:
+        """The progress of a request's round."""
         train = request.train_local
-        return self.news.rounds.setdefault((train.round, train.attempt), Round())
+        return self.status.rounds.setdefault((train.round, train.attempt), RoundProgress())
 
     def open(self, header: bytes) -> None:
-        """A run begins: updates are of its layout."""
+        """Begin a run, whose updates have this layout header."""
         if header != self._header:
             self._header = header
             self._updates.clear()
 
     def buffer(self, size: int) -> Buffer:
-        """Memory for the model: they all receive the same bytes."""
-        if len(self._received_into) != size:
-            self._received_into = bytearray(size)
-        return self._received_into
+        """A shared buffer for the model, of which all devices receive the same bytes."""
+        if len(self._model_buffer) != size:
+            self._model_buffer = bytearray(size)
+        return self._model_buffer
 
     def update(self, value: float, size: int) -> tuple[bytearray, link_pb2.Blob]:
-        """The update of one value, encoded: one memory for all who have that value."""
-        found = self._updates.get((value, size))
-        if found is None:
+        """The encoded update of one value, shared by all devices with that value."""
+        update = self._updates.get((value, size))
+        if update is None:
             payload = bytearray(size)
             payload[: len(self._header)] = self._header
             count = (size - len(self._header)) // 4
             memoryview(payload)[len(self._header) :] = memoryview(
                 array.array("f", [value]) * count
             ).cast("B")
-            found = self._updates[value, size] = payload, describe(payload)
-        return found
+            update = self._updates[value, size] = payload, describe(payload)
+        return update
 
-    def tell(self) -> News:
-        """What there is to say."""
-        self.news.welcomed = {instance: len(names) for instance, names in self.welcomed.items()}
-        return self.news
+    def snapshot(self) -> Status:
+        """The current status."""
+        self.status.welcomed = {instance: len(names) for instance, names in self.welcomed.items()}
+        return self.status
 
 
-class Device:
-    """A client that computes nothing: `isthmus.transport.worker.Worker`."""
+class IdleDevice:
+    """A worker that computes nothing; implements `isthmus.transport.worker.Worker`."""
 
-    def __init__(self, crowd: Crowd, value: float) -> None:
-        self.crowd = crowd
+    def __init__(self, group: DeviceGroup, value: float) -> None:
+        self.group = group
         self.value = value
         """Every element of its update."""
         self.round = 0
-        """It was asked to train in last."""
+        """The round of the last training request."""
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        notes = self.crowd.round(request)
-        notes.begun = min(notes.begun, time.monotonic())
+        progress = self.group.round(request)
+        progress.started_at = min(progress.started_at, time.monotonic())
         self.round = request.train_local.round
-        return self.crowd.buffer(size)
+        return self.group.buffer(size)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        crowd, kind = self.crowd, request.WhichOneof("work")
+        group, kind = self.group, request.WhichOneof("work")
         if kind == "open":
-            crowd.open(request.open.layout)
-            crowd.news.opened += 1
+            group.open(request.open.layout)
+            group.status.opened += 1
             return link_pb2.Reply(opened=link_pb2.Opened(examples=1)), None
         if kind == "train_local":
             size = request.train_local.model.size
-            crowd.round(request).received += model is not None
-            payload, name = crowd.update(self.value, size)
+            group.round(request).received += model is not None
+            payload, name = group.update(self.value, size)
             return link_pb2.Reply(trained=link_pb2.Trained(result=name, examples=1)), payload
         if kind == "close":
-            crowd.news.closed += 1
+            group.status.closed += 1
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         return link_pb2.Reply(failure=link_pb2.Failure(reason=f"no {kind} here")), None
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         if accepted and request.WhichOneof("work") == "train_local":
-            notes = self.crowd.round(request)
-            notes.settled += 1
-            notes.settled_at = time.monotonic()
+            progress = self.group.round(request)
+            progress.accepted += 1
+            progress.accepted_at = time.monotonic()
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         pass
 
 
-class Watched(Uplink):
-    """An uplink whose replies are noted, and whose updates may have to wait."""
+class InstrumentedUplink(Uplink):
+    """An uplink that records its replies and can hold back its updates."""
 
-    worker: Device
+    worker: IdleDevice
     held = False
 
     async def _answer(self, job: Any, reply: link_pb2.Reply, payload: Buffer | None) -> None:
         await super()._answer(job, reply, payload)
         if job.request.WhichOneof("work") == "train_local":
-            notes = self.worker.crowd.round(job.request)
-            notes.replied += 1
-            notes.replied_at = time.monotonic()
+            progress = self.worker.group.round(job.request)
+            progress.replied += 1
+            progress.replied_at = time.monotonic()
 
     async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
-        crowd, round_ = self.worker.crowd, self.worker.round
+        group, round_ = self.worker.group, self.worker.round
         if self.held:
-            async with crowd.news_of_release:
-                await crowd.news_of_release.wait_for(lambda: crowd.released >= round_)
+            async with group.release_changed:
+                await group.release_changed.wait_for(lambda: group.released_round >= round_)
         await super()._pump(stream, pull)
 
 
-class Drivers:
-    """Devices in processes of their own, and the pipes to them."""
+class DeviceProcesses:
+    """Runs devices in separate processes and controls them over pipes."""
 
     def __init__(self, address: str, members: Sequence[Path], count: int, held: int = 0) -> None:
-        """Start `count` processes and let their devices dial.
+        """Start `count` processes, whose devices connect at once.
 
         Args:
-            address: of the server.
+            address: the server's address.
             members: a membership directory for each device; device i sends `value(i)`.
-            count: processes.
-            held: of the first so many devices, updates wait until their round's `release`.
+            count: number of processes.
+            held: number of devices, the first ones, whose updates wait for `release`.
         """
         self.size = len(members)
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         for number in range(count):
-            ours, theirs = context.Pipe()
-            mine = [(i, member) for i, member in enumerate(members) if i % count == number]
-            process = context.Process(target=_drive, args=(address, mine, held, theirs))
+            pipe, child_pipe = context.Pipe()
+            assigned = [(i, member) for i, member in enumerate(members) if i % count == number]
+            process = context.Process(
+                target=_run_process, args=(address, assigned, held, child_pipe)
+            )
             process.start()
-            theirs.close()
+            child_pipe.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(pipe)
         pids = [process.pid for process in self._processes]
-        self.tree = Tree(*(pid for pid in pids if pid is not None))
+        self.tree = ProcessTree(*(pid for pid in pids if pid is not None))
 
-    def news(self) -> News:
-        """How far all of them are.
+    def status(self) -> Status:
+        """The combined status of all processes.
 
         Raises:
             RuntimeError: a device has given up.
         """
         for pipe in self._pipes:
             pipe.send(None)
-        parts: list[News] = [pipe.recv() for pipe in self._pipes]
+        parts: list[Status] = [pipe.recv() for pipe in self._pipes]
         for part in parts:
-            if part.broken:
-                raise RuntimeError(part.broken)
+            if part.failure:
+                raise RuntimeError(part.failure)
         instances = {instance for part in parts for instance in part.welcomed}
-        rounds: dict[tuple[int, int], Round] = {}
+        rounds: dict[tuple[int, int], RoundProgress] = {}
         for part in parts:
-            for key, notes in part.rounds.items():
-                rounds[key] = notes.with_(rounds.get(key, Round()))
-        return News(
+            for key, progress in part.rounds.items():
+                rounds[key] = progress.merged(rounds.get(key, RoundProgress()))
+        return Status(
             {name: sum(part.welcomed.get(name, 0) for part in parts) for name in instances},
             sum(part.welcomes for part in parts),
             max(part.welcomed_at for part in parts),
@@ -259,31 +261,31 @@ class Drivers:
         )
 
     def release(self, round_: int) -> None:
-        """Let the updates go that are held, up to a round's."""
+        """Send the held updates of all rounds up to this one."""
         for pipe in self._pipes:
             pipe.send(round_)
 
-    def until(
-        self, what: str, done: Callable[[News], bool], seconds: float, pause: float = 0.02
-    ) -> News:
-        """Wait until the news are such; they are asked for after every `pause`.
+    def wait_until(
+        self, what: str, done: Callable[[Status], bool], seconds: float, pause: float = 0.02
+    ) -> Status:
+        """Poll the status every `pause` seconds until `done` accepts it.
 
         Raises:
-            RuntimeError: they are not, in time.
+            RuntimeError: it does not within `seconds`.
         """
-        end = time.monotonic() + seconds
-        while not done(news := self.news()):
-            if time.monotonic() > end:
-                raise RuntimeError(f"in {seconds:g} s it did not come to this: {what}; {news}")
-            time.sleep(pause)  # drivers answer when asked, and each question costs them time
-        return news
+        deadline = time.monotonic() + seconds
+        while not done(status := self.status()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not reached within {seconds:g} s: {what}; {status}")
+            time.sleep(pause)  # polling costs the processes CPU time, so not more often
+        return status
 
-    def __enter__(self) -> Drivers:
+    def __enter__(self) -> DeviceProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
         for pipe in self._pipes:
-            pipe.close()  # at which they end
+            pipe.close()  # ends the process
         for process in self._processes:
             process.join(20)
             if process.is_alive():
@@ -292,20 +294,20 @@ class Drivers:
 
 
 def value(index: int) -> float:
-    """What every element of device `index`'s update is: at most 4000, exact in float32."""
+    """The elements of the update of device `index`: at most 4000, exact in float32."""
     return float(index % 4000 + 1)
 
 
-def _drive(
+def _run_process(
     address: str,
     members: Sequence[tuple[int, Path]],
     held: int,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
-    """One process."""
+    """Run the devices of one process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # As in the server. No device would have its collector walk through hundreds of others.
+    # As in the server. A real device has no garbage of hundreds of others to collect.
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
     asyncio.run(_devices(address, members, held, pipe))
@@ -317,24 +319,24 @@ async def _devices(
     held: int,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
-    crowd, over = Crowd(), asyncio.Event()
+    group, stopped = DeviceGroup(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    room = asyncio.Semaphore(DIALLING)
+    connecting = asyncio.Semaphore(MAX_CONNECTING)
 
     async def device(index: int, directory: Path) -> None:
-        await room.acquire()
+        await connecting.acquire()
         first = True
         member = Membership(directory)
 
         def welcomed(welcome: link_pb2.Welcome) -> None:
             nonlocal first
-            crowd.welcome(member.name, welcome.instance)
+            group.welcome(member.name, welcome.instance)
             if first:
-                room.release()
+                connecting.release()
             first = False
 
-        worker = Device(crowd, value(index))
-        uplink = Watched(
+        worker = IdleDevice(group, value(index))
+        uplink = InstrumentedUplink(
             address,
             member.name,
             link_pb2.CLIENT,
@@ -345,27 +347,27 @@ async def _devices(
         uplink.held = index < held
         try:
             await uplink.run()
-        except Exception as error:  # noqa: BLE001 - told to the benchmark's process
-            crowd.news.broken = f"{member.name} has given up: {error!r}"
+        except Exception as error:  # noqa: BLE001 - reported to the benchmark
+            group.status.failure = f"{member.name} has given up: {error!r}"
 
     async def release(round_: int) -> None:
-        crowd.released = round_
-        async with crowd.news_of_release:
-            crowd.news_of_release.notify_all()
+        group.released_round = round_
+        async with group.release_changed:
+            group.release_changed.notify_all()
 
-    def asked() -> None:
+    def read_command() -> None:
         try:
             round_ = pipe.recv()
         except EOFError:
             loop.remove_reader(pipe.fileno())
-            over.set()
+            stopped.set()
             return
         if round_ is None:
-            pipe.send(crowd.tell())
+            pipe.send(group.snapshot())
         else:
             tasks.append(asyncio.create_task(release(round_)))
 
     tasks = [asyncio.create_task(device(index, member)) for index, member in members]
-    loop.add_reader(pipe.fileno(), asked)
-    await over.wait()
-    os._exit(0)  # as devices that are switched off; to close thousands in order takes long
+    loop.add_reader(pipe.fileno(), read_command)
+    await stopped.wait()
+    os._exit(0)  # like a power cut; closing thousands of connections takes long

@@ -1,8 +1,9 @@
-"""One device behind a wire that is cut at the borders of chunks, in both directions.
+"""One device whose connection is cut at chunk boundaries, in both directions.
 
-The wire is a TCP proxy in this process. It is cut (both ends reset) when a device has taken a chunk
-of the model, and when it has handed on a chunk of its update, once at every border; the device and
-the server do what they do in a real break: dial again, after a pause, and go on.
+The connection passes through a TCP proxy in this process. The proxy resets both ends after the
+device received a chunk of the model and after it sent a chunk of its update, once per boundary.
+Device and server react as in a real failure: the device reconnects after a pause and the transfer
+continues.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from device_fleet.devices import Crowd, Device, value
-from device_fleet.server import Place, report
+from device_fleet.devices import DeviceGroup, IdleDevice, value
+from device_fleet.server import BenchmarkServer, report
 from harness.processes import Program
 from safetensors.numpy import load_file
 
@@ -24,33 +25,33 @@ from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 
 
-class Wire:
-    """Between devices and a server: what passes is counted, and it can be cut."""
+class CuttableProxy:
+    """A TCP proxy between devices and a server that counts bytes and can cut all connections."""
 
     def __init__(self, port: int) -> None:
-        """`port`: the server's, on loopback."""
-        self._to = port
+        """Connect to the server at this loopback port."""
+        self._server_port = port
         self._open: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.cuts = 0
         self.down = 0
-        """Bytes from the server, TLS and all."""
+        """Bytes from the server, including TLS."""
         self.up = 0
 
     async def listen(self) -> int:
-        """Returns the port to dial."""
-        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        """Start listening and return the port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def cut(self) -> None:
-        """Break every connection, without a word to either end."""
+        """Reset every connection without notice to either end."""
         self.cuts += 1
         self._abort()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the proxy."""
         self._abort()
         for pump in self._pumps:
             pump.cancel()
@@ -61,8 +62,8 @@ class Wire:
         for end in self._open:
             end.transport.abort()
 
-    async def _join(self, device: asyncio.StreamReader, to_device: asyncio.StreamWriter) -> None:
-        server, to_server = await asyncio.open_connection("127.0.0.1", self._to)
+    async def _accept(self, device: asyncio.StreamReader, to_device: asyncio.StreamWriter) -> None:
+        server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)
         self._open |= {to_device, to_server}
         for pump in (self._pass(device, to_server, "up"), self._pass(server, to_device, "down")):
             task = asyncio.create_task(pump)
@@ -70,80 +71,80 @@ class Wire:
             task.add_done_callback(self._pumps.discard)
 
     async def _pass(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: str
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: str
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
-                setattr(self, way, getattr(self, way) + len(data))
+                setattr(self, direction, getattr(self, direction) + len(data))
                 sink.write(data)
                 await sink.drain()
         sink.transport.abort()
         self._open.discard(sink)
 
 
-class Severed(Uplink):
-    """An uplink that has its wire cut, once at each of some borders of chunks."""
+class InterruptedUplink(Uplink):
+    """An uplink that has its connection cut once at each of the given offsets."""
 
-    wire: Wire
-    left: dict[str, set[int]]
-    """Where it is still to be cut, in bytes of the content, by direction."""
+    proxy: CuttableProxy
+    cut_offsets: dict[str, set[int]]
+    """Offsets in the blob, by direction, at which to cut the connection."""
 
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk) -> None:
         super()._chunk(stream, chunk)
-        self._at("down", chunk.offset + len(chunk.data))
+        self._transferred("down", chunk.offset + len(chunk.data))
 
     async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
-        await super()._pump(_Counted(stream, pull.offset, self._at), pull)  # type: ignore[arg-type]  # it has what `_pump` uses of a stream
+        await super()._pump(_OffsetReportingStream(stream, pull.offset, self._transferred), pull)  # type: ignore[arg-type]  # has the only method that `_pump` uses
 
-    def _at(self, way: str, offset: int) -> None:
-        if offset in self.left[way]:
-            self.left[way].discard(offset)
-            self.wire.cut()
+    def _transferred(self, direction: str, offset: int) -> None:
+        if offset in self.cut_offsets[direction]:
+            self.cut_offsets[direction].discard(offset)
+            self.proxy.cut()
 
 
-class _Counted:
-    """A stream that says where in a content it is."""
+class _OffsetReportingStream:
+    """A stream that reports the offset in the blob after each chunk."""
 
-    def __init__(self, stream: Stream, offset: int, at: Any) -> None:
-        self._stream, self._offset, self._at = stream, offset, at
+    def __init__(self, stream: Stream, offset: int, report: Any) -> None:
+        self._stream, self._offset, self._report = stream, offset, report
 
     async def send(self, message: bytes | link_pb2.Envelope) -> None:
         await self._stream.send(message)
         if isinstance(message, bytes):
             self._offset += len(link_pb2.Envelope.FromString(message).chunk.data)
-            self._at("up", self._offset)
+            self._report("up", self._offset)
 
 
 async def resume(
-    place: Place, server: Program, member: Path, parameters: int, every: int
-) -> tuple[Wire, int]:
-    """A round of one device whose wire is cut at every so many borders.
+    benchmark_server: BenchmarkServer, server: Program, member: Path, parameters: int, every: int
+) -> tuple[CuttableProxy, int]:
+    """Run a round of one device whose connection is cut at every `every`-th chunk boundary.
 
     Returns:
-        The wire, and the size of what went over it each way.
+        The proxy, and the size of the blob transferred in each direction.
 
     Raises:
-        RuntimeError: the model that came of it is not the one without cuts.
+        RuntimeError: the resulting model differs from the one without cuts.
     """
-    wire = Wire(place.port)
-    port = await wire.listen()
-    crowd = Crowd()
+    proxy = CuttableProxy(benchmark_server.port)
+    port = await proxy.listen()
+    group = DeviceGroup()
     index = 6
     membership = Membership(member)
-    link = Severed(
+    link = InterruptedUplink(
         f"127.0.0.1:{port}",
         membership.name,
         link_pb2.CLIENT,
-        _Sized(crowd, value(index), every),
+        _CutPlanner(group, value(index), every),
         membership=membership,
-        longest_pause=0.1,  # no link holds here for long; bytes are counted, not seconds
+        longest_pause=0.1,  # bytes are measured, not seconds
     )
-    link.wire, link.left = wire, {"down": set(), "up": set()}
-    link.worker.link = link  # type: ignore[attr-defined]  # `_Sized` has one, workers in general do not
+    link.proxy, link.cut_offsets = proxy, {"down": set(), "up": set()}
+    link.worker.link = link  # type: ignore[attr-defined]  # only `_CutPlanner` has one
     running = asyncio.create_task(link.run())
     try:
-        run = await asyncio.to_thread(place.submit, 1, parameters, 1)
-        while not await asyncio.to_thread(place.ended):
+        run = await asyncio.to_thread(benchmark_server.submit, 1, parameters, 1)
+        while not await asyncio.to_thread(benchmark_server.job_finished):
             if running.done():
                 running.result()
             if server.popen.poll() is not None:
@@ -152,26 +153,26 @@ async def resume(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        wire.close()
-    if any(link.left.values()):
-        raise RuntimeError(f"the wire was not cut where it should have been: {link.left}")
+        proxy.close()
+    if any(link.cut_offsets.values()):
+        raise RuntimeError(f"the connection was not cut at these offsets: {link.cut_offsets}")
     (vector,) = load_file(report(run)["final"]["model_path"]).values()
     if not bool((vector == -value(index)).all()):
-        raise RuntimeError("the update did not come whole through the cuts")
-    return wire, 4 * parameters
+        raise RuntimeError("the update was corrupted by the cuts")
+    return proxy, 4 * parameters
 
 
-class _Sized(Device):
-    """A device that knows where its wire is to be cut when it hears how large the model is."""
+class _CutPlanner(IdleDevice):
+    """A device that chooses the offsets for the cuts when it learns the size of the model."""
 
-    link: Severed
+    link: InterruptedUplink
 
-    def __init__(self, crowd: Crowd, value: float, every: int) -> None:
-        super().__init__(crowd, value)
+    def __init__(self, group: DeviceGroup, value: float, every: int) -> None:
+        super().__init__(group, value)
         self.every = every
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
         step = self.every * chunk_size(size)
-        for way in ("down", "up"):
-            self.link.left[way] = set(range(step, size, step))
+        for direction in ("down", "up"):
+            self.link.cut_offsets[direction] = set(range(step, size, step))
         return super().buffer(request, size)

@@ -1,8 +1,7 @@
-"""A server as `isthmus server start` runs it, with many who have joined it, and jobs for them.
+"""Run an `isthmus server start` process with many registered devices, and submit jobs to it.
 
-Who is to take part joins with the same code as over the network (token, signing request,
-certificate, registry, membership directory), only without the connection for joining, so that
-thousands have joined within seconds.
+Devices join with the same code as over the network (token, signing request, certificate, registry,
+membership directory) but without the network connection, so that thousands join within seconds.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ HARNESS = Path(__file__).parents[1] / "harness"
 ISTHMUS = str(Path(sys.executable).parent / "isthmus")
 
 
-class Place:
-    """One server's state directory, the memberships made for it, and the server when it runs."""
+class BenchmarkServer:
+    """A server's state directory, its registered devices, and its process while it runs."""
 
     def __init__(self, folder: Path) -> None:
-        """Make a new server in `folder`, and one operator of it."""
+        """Initialise a server in `folder` and register an operator."""
         self.folder = folder
         self.state = folder / "server"
         self.port = _two_free_ports()
@@ -46,7 +45,7 @@ class Place:
         self.join(["operator"], "operator")
 
     def join(self, names: list[str], kind: str = "client") -> list[Path]:
-        """Have them join; returns their membership directories."""
+        """Register participants and return their membership directories."""
         authority, registry = Authority(self.state), Registry(self.state)
         enroller = authority.enroller.public
         fingerprint = tls.fingerprint(authority.certificate)
@@ -89,69 +88,79 @@ class Place:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[Program]:
-        """Have the server run, until the block ends."""
+        """Run the server process until the block ends."""
         command = [ISTHMUS, "server", "start", str(self.state), "--address", self.address]
         log = self.folder / "server.log"
         with started(command, log) as server:
             wait_for_port(self.port, server, 60.0)
             yield server
 
-    def submit(self, cohort: int, parameters: int, rounds: int, **more: object) -> Path:
-        """Submit a null job as an operator does; returns the directory of its run."""
+    def submit(self, cohort: int, parameters: int, rounds: int, **overrides: object) -> Path:
+        """Submit a null job with the operator command; returns the run's directory."""
         settings: dict[str, object] = {
             "rounds": rounds,
             "task.settings.parameters": parameters,
             "federated.cohort": cohort,
             "federated.quorum": cohort,
-            **more,
+            **overrides,
         }
-        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        arguments = [
+            part for key, value in settings.items() for part in ("--set", f"{key}={value}")
+        ]
         operator = str(self.folder / "members" / "operator")
         job = str(HARNESS / "null_job.toml")
-        return self.state / "runs" / _isthmus("submit", job, *words, "--state", operator).strip()
+        return (
+            self.state / "runs" / _isthmus("submit", job, *arguments, "--state", operator).strip()
+        )
 
-    def ended(self) -> str:
-        """The state of the last job that was submitted, once it has ended; else nothing."""
+    def job_finished(self) -> bool:
+        """Whether the last submitted job has finished.
+
+        Raises:
+            RuntimeError: it failed or was cancelled.
+        """
         operator = str(self.folder / "members" / "operator")
         last = json.loads(_isthmus("jobs", "--json", "--state", operator))[-1]
         if last["state"] in ("failed", "cancelled"):
             raise RuntimeError(f"the job {last['id']} {last['state']}: {last['reason']}")
-        return "finished" if last["state"] == "finished" else ""
+        return bool(last["state"] == "finished")
 
 
 def report(run: Path) -> Mapping[str, Any]:
-    """What `isthmus report --json` says of a run."""
-    found: dict[str, Any] = json.loads(_isthmus("report", str(run), "--json"))
-    return found
+    """The output of `isthmus report --json` for a run."""
+    parsed: dict[str, Any] = json.loads(_isthmus("report", str(run), "--json"))
+    return parsed
 
 
 def kill(server: Program) -> None:
-    """End it the hard way: nothing is said to anybody."""
+    """Kill the server with SIGKILL, so that it cannot notify any device."""
     os.kill(server.popen.pid, signal.SIGKILL)
     server.popen.wait()
 
 
-def settled_memory(pid: int, seconds: float = 1.0, at_most: float = 20.0) -> int:
-    """Resident bytes, once they have not grown for so many seconds."""
+def stable_memory(pid: int, seconds: float = 1.0, timeout: float = 20.0) -> int:
+    """Resident bytes once they have not grown for `seconds`, or after `timeout`."""
     highest, since = 0, time.monotonic()
-    until = since + at_most
-    while time.monotonic() < min(since + seconds, until):
-        now = memory(pid, "VmRSS")
-        if now > highest:
-            highest, since = now, time.monotonic()
+    deadline = since + timeout
+    while time.monotonic() < min(since + seconds, deadline):
+        current = memory(pid, "VmRSS")
+        if current > highest:
+            highest, since = current, time.monotonic()
         time.sleep(0.05)
     return memory(pid, "VmRSS")
 
 
 def _isthmus(*arguments: str) -> str:
-    done = subprocess.run([ISTHMUS, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"`isthmus {' '.join(arguments)}` failed:\n{done.stderr}{done.stdout}")
-    return done.stdout
+    completed = subprocess.run([ISTHMUS, *arguments], capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        raise RuntimeError(
+            f"`isthmus {' '.join(arguments)}` failed:\n{completed.stderr}{completed.stdout}"
+        )
+    return completed.stdout
 
 
 def _two_free_ports() -> int:
-    """A port that is free together with the one after it."""
+    """A free port whose successor is free too."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:

@@ -1,11 +1,10 @@
-"""The floor under a broadcast: the same bytes over as many bare sockets, and nothing else.
+"""The lower bound for a broadcast: the same bytes over as many plain sockets.
 
-One process stands for the server and has one connection on loopback to each device; the devices
-are in as many processes as the benchmark's. Of the model, every device gets all bytes: the sender
-copies each piece once out of the model (as a message has to be made of it), the receiver copies it
-once into the model's place (as it has to be taken out of its message), and answers with a hundred
-bytes when everything is there. No TLS, no HTTP/2, no digest, no Python object per message but the
-piece itself; system calls are as few as the pieces.
+One process acts as the server, with one loopback connection to each device; the devices are in as
+many processes as in the benchmark. Every device receives the whole model. The sender copies each
+piece once out of the model, as it must to build a message; the receiver copies it once into its
+buffer, as it must to unpack a message, and replies with 100 bytes at the end. There is no TLS, no
+HTTP/2, no digest, no Python object per message except the piece, and one system call per piece.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _REPLY = 100
 def broadcast(
     connections: int, size: int, processes: int, repeats: int
 ) -> tuple[list[float], float]:
-    """Send `size` bytes to each of so many connections, and wait for all replies.
+    """Send `size` bytes over each connection, and wait for all replies.
 
     Returns:
-        Seconds of each repeat; CPU seconds of all processes for one.
+        Seconds of each repeat, and the mean CPU seconds of all processes per repeat.
     """
-    _many_files()
+    _raise_file_limit()
     context = multiprocessing.get_context("spawn")
     before = _cpu()
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listening:
@@ -38,13 +37,13 @@ def broadcast(
         receivers: list[SpawnProcess] = []
         pipes: list[multiprocessing.connection.Connection] = []
         for number in range(processes):
-            mine = len(range(number, connections, processes))
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_receive, args=(port, mine, size, theirs))
+            assigned = len(range(number, connections, processes))
+            pipe, child_pipe = context.Pipe()
+            process = context.Process(target=_receive, args=(port, assigned, size, child_pipe))
             process.start()
-            theirs.close()
+            child_pipe.close()
             receivers.append(process)
-            pipes.append(ours)
+            pipes.append(pipe)
         peers = [listening.accept()[0] for _ in range(connections)]
         started = sum(pipe.recv() for pipe in pipes) + _cpu() - before
         seconds = [_send(peers, size) for _ in range(repeats)]
@@ -57,9 +56,9 @@ def broadcast(
 
 
 def _send(peers: list[socket.socket], size: int) -> float:
-    """One broadcast."""
+    """Broadcast once; returns the seconds it took."""
     model = memoryview(bytearray(size))
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with selectors.DefaultSelector() as selector:
         pieces: dict[socket.socket, tuple[int, memoryview]] = {}
         for peer in peers:
@@ -84,38 +83,38 @@ def _send(peers: list[socket.socket], size: int) -> float:
                 pieces[peer] = offset, piece
                 if not piece and offset == size:
                     selector.modify(peer, selectors.EVENT_READ)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _receive(
     port: int, connections: int, size: int, pipe: multiprocessing.connection.Connection
 ) -> None:
-    """The devices of one process."""
-    _many_files()
+    """Receive as the devices of one process."""
+    _raise_file_limit()
     model, piece = memoryview(bytearray(size)), memoryview(bytearray(PIECE))
     with selectors.DefaultSelector() as selector:
-        have: dict[socket.socket, int] = {}
+        received: dict[socket.socket, int] = {}
         for _ in range(connections):
             link = socket.create_connection(("127.0.0.1", port))
             link.setblocking(False)
-            have[link] = 0
+            received[link] = 0
             selector.register(link, selectors.EVENT_READ)
         pipe.send(_cpu())
-        while have:
+        while received:
             for key, _ in selector.select():
                 link = key.fileobj
                 assert isinstance(link, socket.socket)
-                came = link.recv_into(piece)
-                if not came:
+                count = link.recv_into(piece)
+                if not count:
                     selector.unregister(link)
-                    del have[link]
+                    del received[link]
                     link.close()
                     continue
-                model[have[link] : have[link] + came] = piece[:came]
-                have[link] += came
-                if have[link] == size:
+                model[received[link] : received[link] + count] = piece[:count]
+                received[link] += count
+                if received[link] == size:
                     link.send(bytes(_REPLY))
-                    have[link] = 0
+                    received[link] = 0
     pipe.send(_cpu())
 
 
@@ -124,6 +123,6 @@ def _cpu() -> float:
     return own.ru_utime + own.ru_stime
 
 
-def _many_files() -> None:
+def _raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,8 @@
-"""What every benchmark here shares: its two options, its table and its file of figures.
+"""The command line, the table and the JSON file of figures that all benchmarks share.
 
-A benchmark measures ours and the peer in turn, prints one table of ratios with the medians behind
-them, and hands `report` the figures under the keys it promises. Medians and ratios are made here
-so that they mean the same everywhere.
+A benchmark measures Isthmus and the compared system in turn, prints one table of ratios with the
+medians, and passes its figures to `write` under the keys that its docstring lists. Medians and
+ratios are formatted here, so that they mean the same in every benchmark.
 
 >>> print(table(("what", "ours", "ratio"), [("a round", "0.01 s", "600x"), ("two", "5 s", "2x")]))
 what       ours  ratio
@@ -27,20 +27,20 @@ def options(
     argv: Sequence[str] | None = None,
     more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> argparse.Namespace:
-    """Parse the command line every benchmark has: `quick` (bool) and `json` (Path or None).
+    """Parse the command line of a benchmark: `quick` (bool) and `json` (Path or None).
 
-    `more` adds what only one of them has.
+    `more` adds the options of one benchmark.
     """
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the small part, under 100 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--quick", action="store_true", help="measure a small part, under 100 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     more(parser)
     return parser.parse_args(argv)
 
 
 def machine(*packages: str) -> dict[str, str | int | float]:
-    """What the figures were measured on, with the versions of the packages that matter."""
-    found: dict[str, str | int | float] = {
+    """Describe the machine, with the versions of the given packages."""
+    description: dict[str, str | int | float] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -49,25 +49,25 @@ def machine(*packages: str) -> dict[str, str | int | float]:
     }
     for package in ("isthmus", "torch", *packages):
         try:
-            found[package] = version(package)
+            description[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            description[package] = "not installed"
+    return description
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Median and range, in seconds: `6.07 s [3.06..6.15]`."""
-    middle = statistics.median(seconds)
-    return f"{_short(middle)} s [{_short(min(seconds))}..{_short(max(seconds))}]"
+    """Format median and range in seconds: `6.07 s [3.06..6.15]`."""
+    median = statistics.median(seconds)
+    return f"{_short(median)} s [{_short(min(seconds))}..{_short(max(seconds))}]"
 
 
 def times(ratio: float) -> str:
-    """A ratio as people say it: `612x`, `4.3x`."""
+    """Format a ratio: `612x`, `4.3x`."""
     return f"{_short(ratio)}x"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be: the first flush left, the others flush right."""
+    """Align a table: the first column to the left, the others to the right."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     padded = (
@@ -80,7 +80,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write(
     path: Path | None, benchmark: str, on: Mapping[str, object], figures: Mapping[str, float]
 ) -> None:
-    """Write `{"benchmark", "machine", "figures"}`, unless nobody asked for it."""
+    """Write `{"benchmark", "machine", "figures"}` to `path`, if there is one."""
     if path is None:
         return
     document = {"benchmark": benchmark, "machine": dict(on), "figures": dict(figures)}

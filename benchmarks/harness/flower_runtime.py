@@ -1,4 +1,4 @@
-"""Flower's own runtime, started as its users start it: one SuperLink and some SuperNodes."""
+"""Start Flower's own runtime as a user does: one SuperLink and several SuperNodes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
-from harness.processes import Program, Tree, free_port, started, wait_for_port
+from harness.processes import ProcessTree, Program, free_port, started, wait_for_port
 
 SCRIPTS = next(
     Path(str(distribution("flwr").locate_file(file))).resolve().parent
     for file in distribution("flwr").files or ()
     if file.name == "flower-superlink"
 )
-"""Where Flower's own programs are."""
+"""Directory of Flower's programs."""
 NAME = "stock"
-"""By which `flwr run APP` knows the SuperLink."""
+"""Name of the SuperLink for `flwr run APP`."""
 
 
 @contextlib.contextmanager
-def deployment(home: Path, clients: int) -> Iterator[tuple[Program, Tree, dict[str, str]]]:
-    """A SuperLink and its SuperNodes: the first, all processes, the environment to call it with."""
+def deployment(home: Path, clients: int) -> Iterator[tuple[Program, ProcessTree, dict[str, str]]]:
+    """Run a SuperLink with its SuperNodes.
+
+    Yields:
+        The SuperLink, the tree of all processes, and the environment for `flwr` commands.
+    """
     port = free_port()
     environment = {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # It starts its own parts by name.
+        # Flower starts its components by name.
         "PATH": f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     (home / "config.toml").write_text(
@@ -36,7 +40,7 @@ def deployment(home: Path, clients: int) -> Iterator[tuple[Program, Tree, dict[s
         f'address = "127.0.0.1:{port}"\ninsecure = true\n'
     )
     with contextlib.ExitStack() as stack:
-        # Whoever reaches its port can have code run: it listens on this machine alone.
+        # Clients of this port can run code, so it listens on loopback only.
         command = [str(SCRIPTS / "flower-superlink"), "--insecure"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         superlink = stack.enter_context(
@@ -47,7 +51,7 @@ def deployment(home: Path, clients: int) -> Iterator[tuple[Program, Tree, dict[s
                 directory=home,
             )
         )
-        tree = Tree(superlink.popen.pid)
+        tree = ProcessTree(superlink.popen.pid)
         wait_for_port(port, superlink, 60.0)
         for index in range(clients):
             command = [str(SCRIPTS / "flower-supernode"), "--insecure"]

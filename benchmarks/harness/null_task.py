@@ -1,7 +1,7 @@
-"""A task that computes nothing: one parameter of the size the job asks for, and one example.
+"""A task that computes nothing: one parameter of configurable size, and one example.
 
-Its only act is to note the time whenever the model is evaluated, which is once a round; so a
-round's time here is from one evaluation to the next, as it is in the Flower app beside it.
+It only records the time of each evaluation of the model, which happens once per round. A round
+therefore lasts from one evaluation to the next, as in the Flower app in `flower_stock/`.
 """
 
 import json
@@ -26,8 +26,8 @@ class Null(Task):
         return output - target
 
     def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
-        if marks := self.settings.get("marks"):
-            with Path(marks).open("a") as file:
+        if timestamps := self.settings.get("timestamps"):
+            with Path(timestamps).open("a") as file:
                 file.write(json.dumps({"time": time.monotonic()}) + "\n")
         return {}
 

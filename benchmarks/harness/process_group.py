@@ -1,4 +1,4 @@
-"""Groups of new processes, and what a function returns on each of them."""
+"""Run a function in a group of new processes and collect what it returns on each rank."""
 
 from __future__ import annotations
 
@@ -23,21 +23,27 @@ Device = Literal["cpu", "cuda"]
 def on_ranks(
     ranks: int, work: Callable[..., Any], *arguments: Any, device: Device = "cpu"
 ) -> list[Any]:
-    """What `work(rank, *arguments)` returned on each rank, which must be something JSON can say.
+    """Run `work(rank, *arguments)` on each rank of a new process group.
 
-    `work` is a function of a module; its processes are in one process group, and share this
-    machine's processors or have a GPU each.
+    Args:
+        ranks: number of processes.
+        work: a module-level function whose result can be encoded as JSON.
+        arguments: its arguments after the rank.
+        device: "cpu" to share this machine's processors, "cuda" for one GPU per rank.
+
+    Returns:
+        The results by rank.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: one of them raised; with its traceback.
+        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
-        # Imported once and forked, ranks on processors start at once; CUDA wants new processes.
+        # Forking from a process with preloaded modules is fast; CUDA needs new processes.
         method = "forkserver" if device == "cpu" else "spawn"
         if method == "forkserver":
             multiprocessing.get_context(method).set_forkserver_preload([PRELOADED_MODULE])
         torch.multiprocessing.start_processes(
-            _member,
+            _run_rank,
             args=(ranks, device, Path(scratch), work, arguments),
             nprocs=ranks,
             start_method=method,
@@ -45,7 +51,7 @@ def on_ranks(
         return [json.loads((Path(scratch) / str(rank)).read_text()) for rank in range(ranks)]
 
 
-def _member(
+def _run_rank(
     rank: int,
     ranks: int,
     device: Device,
@@ -60,7 +66,7 @@ def _member(
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{scratch}/meet",
+        init_method=f"file://{scratch}/rendezvous",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(minutes=9),

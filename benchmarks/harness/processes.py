@@ -1,15 +1,15 @@
-"""Start programs, know all their descendants, and count what they cost (Linux, from /proc).
+"""Start programs, track all their descendants, and measure their CPU time (Linux, from /proc).
 
-How CPU time is counted: a `Tree` is one or more root processes with everybody they started.
-Its CPU time is the sum, over its processes, of their own user and system time and of that of the
-children they have waited for; so a process that comes and goes within a round is counted once, by
-its parent, and a zombie nobody has waited for yet is counted by itself.
+A `ProcessTree` is one or more root processes with all their descendants. Its CPU time is the sum
+of its processes' own user and system time and of that of the children they have waited for. A
+process that starts and ends within a round is counted once, by its parent; a zombie that has not
+been waited for is counted by itself.
 
-Blind spots, all of which make a tree look cheaper than it was:
+Limitations, all of which underestimate the CPU time:
   * a process whose parent ignores SIGCHLD, or died before it and before it was ever seen by
     `Tree.pids`, is not counted;
   * each process is rounded down to the kernel's tick of 10 ms;
-  * a sample is not atomic: what happens during the millisecond it takes may be missed.
+  * a sample is not atomic: activity during the millisecond that it takes may be missed.
 """
 
 from __future__ import annotations
@@ -29,65 +29,65 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class _Stat:
-    """The few fields of /proc/PID/stat that are used here."""
+    """The fields of /proc/PID/stat that are used here."""
 
     parent: int
     started: int
-    """Ticks since boot: with the pid, the name of a process that is never used again."""
+    """Start in ticks since boot; together with the pid it identifies a process uniquely."""
     ticks: int
-    """Own and waited-for children's, user and system."""
+    """User and system time of the process and of its waited-for children."""
 
 
-class Tree:
+class ProcessTree:
     """Root processes and all their descendants."""
 
     def __init__(self, *roots: int) -> None:
         self._known: dict[int, int] = {}
-        """Started by pid: a process seen once stays in the tree when its parent dies first."""
+        """Start time by pid. A process stays in the tree when its parent ends first."""
         self.add(*roots)
 
     def add(self, *roots: int) -> None:
-        """Count these processes in, too."""
+        """Add root processes."""
         for root in roots:
             stat = _stat(root)
             if stat is not None:
                 self._known[root] = stat.started
 
     def pids(self) -> list[int]:
-        """The processes that are there now, zombies included."""
+        """The processes that exist now, including zombies."""
         return sorted(self._stats())
 
     def cpu_seconds(self) -> float:
-        """CPU time of the whole tree since its roots started; see the module on what it misses."""
+        """CPU time of the whole tree since its roots started, with the module's limitations."""
         return sum(stat.ticks for stat in self._stats().values()) * _TICK
 
     def kill(self) -> None:
-        """End every process of the tree, the hard way."""
+        """Kill every process of the tree with SIGKILL."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _stats(self) -> dict[int, _Stat]:
-        everybody = {}
-        for entry in os.listdir("/proc"):  # noqa: PTH208 - only names are wanted, and quickly
+        stats = {}
+        for entry in os.listdir("/proc"):  # noqa: PTH208 - faster, and only names are needed
             if entry.isdigit() and (stat := _stat(int(entry))) is not None:
-                everybody[int(entry)] = stat
-        # A pid that was given to a stranger meanwhile is not ours any more.
+                stats[int(entry)] = stat
+        # Drop pids that have been reused for other processes.
         self._known = {
             pid: started
             for pid, started in self._known.items()
-            if pid in everybody and everybody[pid].started == started
+            if pid in stats and stats[pid].started == started
         }
         children: dict[int, list[int]] = {}
-        for pid, stat in everybody.items():
+        for pid, stat in stats.items():
             children.setdefault(stat.parent, []).append(pid)
-        waiting = list(self._known)
-        while waiting:
-            for child in children.get(waiting.pop(), ()):
+        pending = list(self._known)
+        while pending:
+            for child in children.get(pending.pop(), ()):
                 if child not in self._known:
-                    self._known[child] = everybody[child].started
-                    waiting.append(child)
-        return {pid: everybody[pid] for pid in self._known}
+                    self._known[child] = stats[child].started
+                    pending.append(child)
+        return {pid: stats[pid] for pid in self._known}
 
 
 def _stat(pid: int) -> _Stat | None:
@@ -95,13 +95,13 @@ def _stat(pid: int) -> _Stat | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in parentheses, which may itself hold any of them.
+    # The second field is the program's name in parentheses, which may itself contain some.
     fields = text.rpartition(")")[2].split()
     return _Stat(int(fields[1]), int(fields[19]), sum(int(field) for field in fields[11:15]))
 
 
 def memory(pid: int, field: str) -> int:
-    """Bytes of a process by a name of /proc/PID/status: `VmRSS` now, `VmHWM` at its highest."""
+    """A memory field of /proc/PID/status in bytes: `VmRSS` (resident) or `VmHWM` (its peak)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -109,24 +109,24 @@ def memory(pid: int, field: str) -> int:
 
 
 def reset_peak(pid: int) -> None:
-    """Make `VmHWM` start again from what is resident now."""
+    """Reset `VmHWM` to the current resident size."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 class Program:
-    """One started program: its tree, and what it printed."""
+    """One started program: its process tree and its output."""
 
     def __init__(self, command: Sequence[str], popen: subprocess.Popen[bytes], log: Path) -> None:
         self.command = list(command)
         self.popen = popen
         self.log = log
-        self.tree = Tree(popen.pid)
+        self.tree = ProcessTree(popen.pid)
 
     def wait(self, seconds: float) -> None:
-        """Wait for it to end well.
+        """Wait for it to succeed.
 
         Raises:
-            RuntimeError: it failed or is still running, with the end of what it printed.
+            RuntimeError: it failed or is still running; with the end of its output.
         """
         try:
             code = self.popen.wait(seconds)
@@ -136,9 +136,9 @@ class Program:
             raise self.failure(f"ended with exit code {code}")
 
     def failure(self, what: str) -> RuntimeError:
-        """An error that says what happened to this program and shows the end of its output."""
+        """An error that describes what happened to this program and ends with its output."""
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-        return RuntimeError(f"`{' '.join(self.command)}` {what}; its last words:\n{tail}")
+        return RuntimeError(f"`{' '.join(self.command)}` {what}; the end of its output:\n{tail}")
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Iterator[Program]:
-    """Run a program in a session of its own, its output in `log`; nobody outlives the block."""
+    """Run a program in a new session, its output in `log`; kill its whole tree at the end."""
     with log.open("wb") as output:
         popen = subprocess.Popen(
             command,
@@ -164,7 +164,7 @@ def started(
     try:
         yield program
     finally:
-        program.tree.pids()  # while parents are alive, so that nobody is orphaned unseen
+        program.tree.pids()  # while parents are alive, so that no orphan is missed
         popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             popen.wait(5)
@@ -173,7 +173,7 @@ def started(
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -184,10 +184,10 @@ def wait_for_port(port: int, program: Program, seconds: float) -> None:
     """Wait until the program listens.
 
     Raises:
-        RuntimeError: it ended, or does not listen in time.
+        RuntimeError: it ended, or did not listen in time.
     """
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         if program.popen.poll() is not None:
             raise program.failure(f"ended before it listened on port {port}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

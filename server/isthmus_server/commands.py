@@ -78,23 +78,23 @@ def run(
     # Before anything is opened.
     with ParticipantForkServer.fork(
         ranks=loaded is None or loaded.datacenter.ranks > 0
-    ) as template:
+    ) as fork_server:
         prepare()
-        from isthmus_server.local.session import Session
+        from isthmus_server.local.session import LocalRun
 
         if loaded is None or job is None:
             assert run_dir is not None
-            session = Session.resumed(run_dir)
+            local_run = LocalRun.resumed(run_dir)
         else:
             directory = run_dir or _fresh_directory(loaded)
-            session = Session.new(loaded, job.resolve().parent, directory)
+            local_run = LocalRun.new(loaded, job.resolve().parent, directory)
         try:
-            run_until_stopped(session.run(at, console, template))
+            run_until_stopped(local_run.run(at, console, fork_server))
         except click.Abort:
-            again = f"isthmus run --resume --run-dir {session.directory}"
+            again = f"isthmus run --resume --run-dir {local_run.directory}"
             click.echo(f"stopped; go on with  {again}", err=True)
             raise
-    console.print(f"report  isthmus report {session.directory}", soft_wrap=True)
+    console.print(f"report  isthmus report {local_run.directory}", soft_wrap=True)
 
 
 @click.command()
@@ -135,7 +135,7 @@ def compare(
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
     # Before anything is opened.
-    with ParticipantForkServer.fork(ranks=loaded.datacenter.ranks > 0) as template:
+    with ParticipantForkServer.fork(ranks=loaded.datacenter.ranks > 0) as fork_server:
         prepare()
         from isthmus_server.local.compare import compare_policies
 
@@ -143,7 +143,7 @@ def compare(
         names += [name for name in policies.split(",") if name and name not in names]
         base = job.resolve().parent
         figures = run_until_stopped(
-            compare_policies(loaded, base, directory, names, seeds, Console(), template)
+            compare_policies(loaded, base, directory, names, seeds, Console(), fork_server)
         )
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")

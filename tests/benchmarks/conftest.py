@@ -1,4 +1,4 @@
-"""Benchmarks are scripts: what they share is imported from their own folder."""
+"""Benchmarks are scripts; their shared modules are imported from the benchmarks folder."""
 
 import sys
 from pathlib import Path

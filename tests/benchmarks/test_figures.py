@@ -14,7 +14,7 @@ def test_table_aligns_its_columns():
     ]
 
 
-def test_table_refuses_a_row_with_a_cell_missing():
+def test_table_refuses_an_incomplete_row():
     with pytest.raises((ValueError, IndexError)):
         figures.table(("what", "ours"), [("a round",)])
 
@@ -41,23 +41,23 @@ def test_file_of_figures(tmp_path):
     }
 
 
-def test_a_figure_that_is_no_number_is_not_written(tmp_path):
+def test_nan_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         figures.write(tmp_path / "figures.json", "broken", {}, {"ratio": float("nan")})
 
 
 def test_options(tmp_path):
-    asked = figures.options("What it measures.\n\nAnd how.", ["--quick", "--json", "out.json"])
-    assert asked.quick
-    assert asked.json.name == "out.json"
+    options = figures.options("What it measures.\n\nAnd how.", ["--quick", "--json", "out.json"])
+    assert options.quick
+    assert options.json.name == "out.json"
 
 
-def test_machine_names_the_versions_that_matter():
-    found = figures.machine("no-such-package-anywhere")
-    assert found["cores"] >= 1
-    assert found["no-such-package-anywhere"] == "not installed"
-    assert found["torch"] != "not installed"
+def test_machine_lists_package_versions():
+    description = figures.machine("no-such-package-anywhere")
+    assert description["cores"] >= 1
+    assert description["no-such-package-anywhere"] == "not installed"
+    assert description["torch"] != "not installed"
 
 
-def test_the_example_in_the_documentation():
+def test_the_docstring_example():
     assert doctest.testmod(figures).failed == 0

@@ -3,7 +3,7 @@ import sys
 import time
 
 import pytest
-from harness.processes import Tree, free_port, memory, reset_peak, started, wait_for_port
+from harness.processes import ProcessTree, free_port, memory, reset_peak, started, wait_for_port
 
 BURN = "import time\nwhile time.process_time() < 0.5: pass"
 
@@ -19,7 +19,7 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_a_child_that_burned_and_was_waited_for_counts(tmp_path):
+def test_cpu_time_of_a_waited_for_child_is_counted(tmp_path):
     code = f"""
 import subprocess, sys, time
 subprocess.run([sys.executable, "-S", "-c", {BURN!r}])
@@ -32,7 +32,7 @@ time.sleep(600)
         assert 0.5 <= program.tree.cpu_seconds() < 2.0
 
 
-def test_a_zombie_counts_once(tmp_path):
+def test_cpu_time_of_a_zombie_is_counted_once(tmp_path):
     code = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-S", "-c", {BURN!r}], stdout=subprocess.PIPE)
@@ -47,7 +47,7 @@ time.sleep(600)
         assert 0.5 <= program.tree.cpu_seconds() < 2.0
 
 
-def test_grandchildren_in_another_session_are_in_the_tree_and_die_with_it(tmp_path):
+def test_grandchildren_in_another_session_are_tracked_and_killed(tmp_path):
     grandchild = "import os, time; os.setsid(); print('there', flush=True); time.sleep(600)"
     code = f"""
 import subprocess, sys
@@ -57,10 +57,10 @@ subprocess.run([sys.executable, "-S", "-c", {grandchild!r}])
         until(lambda: "there" in program.log.read_text())
         pids = program.tree.pids()
         assert len(pids) == 2
-    until(lambda: Tree(*pids).pids() == [])
+    until(lambda: ProcessTree(*pids).pids() == [])
 
 
-def test_a_process_seen_once_stays_when_its_parent_dies(tmp_path):
+def test_an_orphaned_process_stays_in_the_tree(tmp_path):
     seen = tmp_path / "seen"
     code = f"""
 import os, subprocess, sys, time
@@ -75,15 +75,15 @@ while not os.path.exists({str(seen)!r}):
         orphans = program.tree.pids()
         assert len(orphans) == 1
         assert orphans != [program.popen.pid]
-    until(lambda: Tree(*orphans).pids() == [])
+    until(lambda: ProcessTree(*orphans).pids() == [])
 
 
-def test_strangers_are_not_counted(tmp_path):
+def test_unrelated_processes_are_not_tracked(tmp_path):
     with started(python("import time; time.sleep(600)"), tmp_path / "log") as program:
         assert os.getpid() not in program.tree.pids()
 
 
-def test_peak_memory_starts_again_after_a_reset(tmp_path):
+def test_peak_memory_can_be_reset(tmp_path):
     code = """
 import time
 block = b"x" * 50_000_000
@@ -100,12 +100,12 @@ time.sleep(600)
         assert memory(pid, "VmHWM") < resident + 10_000_000
 
 
-def test_a_field_that_is_not_there_is_named():
+def test_an_unknown_memory_field_is_named():
     with pytest.raises(ValueError, match="VmNone"):
         memory(os.getpid(), "VmNone")
 
 
-def test_failure_shows_the_last_words(tmp_path):
+def test_failure_shows_the_end_of_the_output(tmp_path):
     code = "print('I have no port to listen on'); raise SystemExit(3)"
     with started(python(code), tmp_path / "log") as program:
         with pytest.raises(RuntimeError, match=r"exit code 3[\s\S]*I have no port"):
@@ -114,7 +114,7 @@ def test_failure_shows_the_last_words(tmp_path):
             wait_for_port(free_port(), program, 100.0)
 
 
-def test_a_port_nobody_opens_in_time(tmp_path):
+def test_waiting_for_a_port_times_out(tmp_path):
     with (
         started(python("import time; time.sleep(600)"), tmp_path / "log") as program,
         pytest.raises(RuntimeError, match=r"does not listen on port \d+ after 0\.2 s"),

@@ -188,4 +188,4 @@ async def test_cancelled_work_stops_while_the_link_stays_alive(agent, opening):
     agent.cancel(train(), "")
     with pytest.raises(TaskError, match="does not want this round's update any more"):
         await working
-    agent.acknowledged(train(), False, "too late: nobody waits for it")
+    agent.acknowledged(train(), False, "too late: the request has ended")

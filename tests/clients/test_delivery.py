@@ -87,7 +87,7 @@ class Place:
         said = here.declined.get("phone")
         found = here.clients["phone"].examples if said is None else said[1]
         await here.stop(over=True)
-        assert not link._published
+        assert not link.published_blobs
         task.cancel()
         return found
 

@@ -19,6 +19,7 @@ from isthmus_datacenter.service.service import DatacenterService
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
+from isthmus_server.transport.peer import ParticipantListener
 from isthmus_server.views.report import read_report
 
 HERE = Path(__file__).parent
@@ -103,7 +104,13 @@ def test_machines_that_are_taken_away(
         link = Link(job.time.lease_seconds)
         address = f"127.0.0.1:{await link.start()}"
         working = asyncio.Event()
-        link.on_progress = lambda name, progress: progress.steps and working.set()
+
+        class Started(ParticipantListener):
+            def progressed(self, name, progress):
+                if progress.steps:
+                    working.set()
+
+        link.listeners.attach(Started())
         coordinator = Coordinator(store, link)
         running = asyncio.create_task(coordinator.run())
         try:

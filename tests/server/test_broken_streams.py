@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from tests.server.conftest import Guest
+from tests.server.listeners import attached
 from tests.server.work import answering, pattern, payload_of, train, waiting
 
 from isthmus.errors import ParticipantLost
@@ -53,7 +54,7 @@ async def test_who_is_told_to_end_ends_whatever_grpc_makes_of_it(net, monkeypatc
 
 
 async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
-    monkeypatch.setattr(limits, "CUT_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "ABORT_SECONDS", 0.1)
     link = await net.listen()
     async with net.raw(options=[("grpc.http2.lookahead_bytes", 0)]) as (_, send, receive):
         await receive("welcome")
@@ -66,7 +67,7 @@ async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
         done, _ = await asyncio.wait([asking], timeout=100)
         assert done
         await send(progress=link_pb2.Progress())
-        link.cut("raw", "revoked")
+        link.disconnect("raw", "revoked")
         await net.until(lambda: not link._streams)  # it is not waited for either
 
 
@@ -109,7 +110,7 @@ async def test_a_result_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
 
 
 async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
-    monkeypatch.setattr(peer, "IN_A_THREAD", 1)
+    monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
     link = await net.listen()
     payload = payload_of(3 * CHUNK_BYTES)
     await net.join("a", answering(payload))
@@ -127,7 +128,7 @@ async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
 
 
 async def test_a_content_is_not_sent_on_after_it_was_acknowledged(net, monkeypatch):
-    monkeypatch.setattr(peer, "IN_A_THREAD", 1)
+    monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
     link = await net.listen()
     payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
     guest = await net.join("a", answering(payload))
@@ -152,8 +153,7 @@ async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
     released = asyncio.Event()
     wire, port = await net.wire()
     guest = await net.join("a", waiting(answering(examples=3), released), port)
-    left = []
-    link.on_leave = lambda peer, reason: left.append(reason)
+    listener = attached(link)
     asking = asyncio.create_task(link.ask("a", train(link)))
     await net.until(lambda: guest.asked)
     wire.cut(for_good=True)
@@ -163,7 +163,7 @@ async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
     reply = await asking
     assert reply.trained.examples == 3
     assert len(guest.asked) == 1
-    assert left == []
+    assert listener.left_reasons == []
 
 
 async def test_who_was_away_for_longer_than_a_lease_holds_on_to_nothing(net, clock):
@@ -283,8 +283,7 @@ async def test_a_broken_stream_is_a_loss_after_a_lease(net, clock):
     payload = payload_of(3 * CHUNK_BYTES)
     wire, port = await net.wire()
     guest = await net.join("a", answering(payload), port)
-    left = asyncio.Queue()
-    link.on_leave = lambda peer, reason: left.put_nowait((peer.name, reason))
+    listener = attached(link)
     reply = await link.ask("a", train(link))
     wire.limits["up"] = 0
     fetching = asyncio.create_task(
@@ -298,7 +297,8 @@ async def test_a_broken_stream_is_a_loss_after_a_lease(net, clock):
     for pending in (asking, fetching):
         with pytest.raises(ParticipantLost, match=r"^lost: silent for longer than the lease of 99"):
             await pending
-    assert await left.get() == ("a", "lost: silent for longer than the lease of 99 s")
+    await net.until(lambda: listener.left_reasons)
+    assert listener.left_reasons == [("a", "lost: silent for longer than the lease of 99 s")]
     assert link.peers == {}
 
 
@@ -315,15 +315,14 @@ async def test_a_participant_that_is_connected_and_silent_is_lost(net):
 async def test_pings_keep_both_sides_alive(net):
     link = await net.listen(LEASE)
     released = asyncio.Event()
-    left = []
-    link.on_leave = lambda peer, reason: left.append(reason)
+    listener = attached(link)
     guest = await net.join("a", waiting(answering(), released))
     peer = link.peers["a"]
     stream = peer.stream
     asking = asyncio.create_task(link.ask("a", train(link)))
     asyncio.get_running_loop().call_later(2 * LEASE, released.set)
     await asking
-    assert left == []
+    assert listener.left_reasons == []
     assert peer.stream is stream
     assert len(guest.asked) == 1
 
@@ -364,9 +363,7 @@ async def test_a_participant_whose_links_break_often_is_back_at_once_each_time(n
 async def test_a_participant_that_comes_back_as_a_new_process_has_lost_its_work(net):
     link = await net.listen()
     guest = await net.join("a", waiting(answering(), asyncio.Event()))
-    joined, left = [], []
-    link.on_join = lambda peer: joined.append(peer.instance)
-    link.on_leave = lambda peer, reason: left.append(reason)
+    listener = attached(link)
     asking = asyncio.create_task(link.ask("a", train(link)))
     await net.until(lambda: guest.asked)
     await guest.leave()
@@ -374,8 +371,8 @@ async def test_a_participant_that_comes_back_as_a_new_process_has_lost_its_work(
     await net.join("a", answering(examples=5))
     with pytest.raises(ParticipantLost, match=r"^lost: its process ended, and a new one has come"):
         await asking
-    await net.until(lambda: joined)
-    assert len(left) == len(joined) == 1
+    await net.until(lambda: listener.joined_instances)
+    assert len(listener.left_reasons) == len(listener.joined_instances) == 1
     assert (await link.ask("a", train(link))).trained.examples == 5
 
 

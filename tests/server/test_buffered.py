@@ -205,7 +205,7 @@ async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_coun
         adding.set()
         assert go_on.wait(100)
 
-    monkeypatch.setattr(peer, "IN_A_THREAD", 1)
+    monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
     monkeypatch.setattr(StreamingUpdate, "write", held_up)
     devices["a"].go.set()
     filling = asyncio.create_task(train(1))

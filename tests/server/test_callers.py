@@ -12,7 +12,11 @@ from isthmus.transport import uplink
 from isthmus.transport.blobs import describe
 from isthmus.transport.uplink import METHOD
 from isthmus.wire import link_pb2
-from isthmus_server.transport.limits import ANSWERS, MAX_FROM_PARTICIPANT, PUMPS_EACH
+from isthmus_server.transport.limits import (
+    MAX_MESSAGE_BYTES,
+    MAX_TRANSFERS_PER_PARTICIPANT,
+    REPLY_KINDS,
+)
 
 LEASE = 99.0
 _NAMES = "a hello needs a name and an instance of 1 to 128 characters each"
@@ -116,7 +120,7 @@ async def test_a_process_has_one_stream_and_its_last_one_ends_the_others(net):
                 grpc.StatusCode.ABORTED,
                 "this process has opened another stream",
             )
-            assert link._streams == {b"": 1}
+            await net.until(lambda: link._streams == {b"": 1})
             await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
             assert len((await receive("chunk")).data) == 1000
 
@@ -190,14 +194,16 @@ async def test_an_answer_to_another_question_is_a_failure(net, outcome):
 
 def test_every_question_has_its_answers():
     asked, answered = link_pb2.Request.DESCRIPTOR, link_pb2.Reply.DESCRIPTOR
-    assert {field.name for field in asked.oneofs_by_name["work"].fields} == ANSWERS.keys()
+    assert {field.name for field in asked.oneofs_by_name["work"].fields} == REPLY_KINDS.keys()
     known = {field.name for field in answered.oneofs_by_name["outcome"].fields}
-    assert set().union(*ANSWERS.values()) == known - {"failure"}
+    assert set().union(*REPLY_KINDS.values()) == known - {"failure"}
 
 
 async def test_a_caller_gets_a_few_transfers_at_a_time(net):
     link = await net.listen()
-    payloads = [bytearray([number]) * (4 << 20) for number in range(PUMPS_EACH + 1)]
+    payloads = [
+        bytearray([number]) * (4 << 20) for number in range(MAX_TRANSFERS_PER_PARTICIPANT + 1)
+    ]
     for payload in payloads:
         link.publish(describe(payload), payload)
     async with net.raw() as (_, send, receive):
@@ -206,14 +212,14 @@ async def test_a_caller_gets_a_few_transfers_at_a_time(net):
             await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await receive("receipt")
-        assert caught.value.details() == "more than 4 transfers were asked for at a time"
+        assert caught.value.details() == "more than 4 transfers were requested at a time"
 
 
 async def test_a_message_that_is_too_large_is_never_read(net):
     link = await net.listen()
     async with net.raw() as (_, send, receive):
         await receive("welcome")
-        await send(chunk=link_pb2.Chunk(sha256=bytes(32), data=bytes(MAX_FROM_PARTICIPANT)))
+        await send(chunk=link_pb2.Chunk(sha256=bytes(32), data=bytes(MAX_MESSAGE_BYTES)))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await receive("chunk")
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

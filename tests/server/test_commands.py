@@ -3,7 +3,7 @@ from click.testing import CliRunner
 
 from isthmus.errors import UserError
 from isthmus_server import commands
-from isthmus_server.local.processes import participants_of
+from isthmus_server.local.processes import participant_commands
 from isthmus_server.storage.store import Store
 
 
@@ -90,7 +90,7 @@ def test_the_report_of_a_run_that_just_began(make_job, tmp_path):
 
 def test_embedded_participants_run_the_commands_a_user_would_type(make_job, tmp_path):
     job = make_job("federated.clients=2", "datacenter.ranks=4")
-    found = participants_of(job, "127.0.0.1:1234", tmp_path)
+    found = participant_commands(job, "127.0.0.1:1234", tmp_path)
     assert list(found) == ["datacenter-0", "client-0", "client-1"]
     assert " ".join(found["client-1"]) == (
         "client start --name client-1 --shard 1/2 --server 127.0.0.1:1234 --die-with-parent"

@@ -388,7 +388,7 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
         "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
     )
     again = await place.killed(coordinator, RoundCommitted, 1)
-    place.link.cut("dc", "it is away")
+    place.link.disconnect("dc", "it is away")
     published = []
     resumed = Coordinator(again, place.link)
     resumed.events.subscribe(published.append)
@@ -398,7 +398,7 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
     await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
     final = await running
     assert read_report(again).to_json()["rounds"][1]["attempt"] == 1
-    assert final.model_sha256 == read_report(again).to_json()["rounds"][1].model_sha256
+    assert final.model_sha256 == read_report(again).to_json()["rounds"][1]["model_sha256"]
 
 
 async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(place, net):
@@ -425,7 +425,7 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     coordinator._commit = die  # the sum is open by then
     with pytest.raises(place.Killed):
         await coordinator.run()
-    place.link.cut("d", "it is away")
+    place.link.disconnect("d", "it is away")
     published = []
     again = Coordinator(place.reopen(store), place.link)
     again.events.subscribe(published.append)

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from tests.server.listeners import RecordingListener
 
 from isthmus.errors import ParticipantLost, TaskError, UpdateError
 from isthmus.transport.blobs import describe, into
@@ -41,8 +42,8 @@ class Echo:
 def link():
     link = InProcessLink()
     link.worker = Echo()
-    link.left = []
-    link.on_leave = lambda peer, reason: link.left.append((peer.name, reason))
+    link.listener = RecordingListener()
+    link.listeners.attach(link.listener)
     link.join("a", link_pb2.CLIENT, link.worker)
     return link
 
@@ -80,7 +81,7 @@ async def test_one_that_leaves_fails_what_it_was_asked_for(link):
     link.leave("a", "its window closed")
     with pytest.raises(ParticipantLost, match="its window closed"):
         await asking
-    assert link.left == [("a", "its window closed")]
+    assert link.listener.left_reasons == [("a", "its window closed")]
     with pytest.raises(ParticipantLost, match="not connected"):
         await link.ask("a", request(link))
 

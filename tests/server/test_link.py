@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.server.listeners import attached
 from tests.server.work import answering, payload_of, train, waiting
 
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
@@ -100,13 +101,12 @@ async def test_an_ask_that_is_given_up_tells_the_participant_and_refuses_its_lat
     await net.until(lambda: guest.cancelled == [request.id])
     released.set()
     await net.until(lambda: guest.receipts)
-    assert guest.receipts == [(False, "too late: nobody waits for it")]
+    assert guest.receipts == [(False, "too late: the request has ended")]
 
 
 async def test_progress_arrives(net):
     link = await net.listen()
-    seen = []
-    link.on_progress = lambda name, progress: seen.append((name, progress.steps, progress.loss))
+    listener = attached(link)
 
     async def work(guest, request, model):
         for step in range(1, 100):
@@ -115,8 +115,9 @@ async def test_progress_arrives(net):
 
     await net.join("a", work)
     await link.ask("a", train(link))
-    await net.until(lambda: seen)
-    assert seen[0] == ("a", 1, 0.5)  # the others came too soon after it
+    await net.until(lambda: listener.progress)
+    name, progress = listener.progress[0]  # the others came too soon after it
+    assert (name, progress.steps, progress.loss) == ("a", 1, 0.5)
 
 
 # -- contents ------------------------------------------------------------------------------------
@@ -188,14 +189,14 @@ async def test_who_waits_for_the_rest_of_a_retracted_content_is_told(net):
             while not (chunk := await receive("chunk")).absent:
                 arrived += len(chunk.data)
         assert arrived < len(payload)
-        assert not link.peers["raw"].given
+        assert not link.peers["raw"].last_blob
 
 
 async def test_a_content_the_participant_does_not_hold_is_refused(net):
     link = await net.listen()
     await net.join("a", answering(b"held"))
     await link.ask("a", train(link))
-    with pytest.raises(UpdateError, match=r"^a does not hold the content it named$"):
+    with pytest.raises(UpdateError, match=r"^a does not hold the blob it named$"):
         await link.fetch("a", describe(b"other"), into(bytearray(5)))
 
 

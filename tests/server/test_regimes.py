@@ -155,7 +155,7 @@ def misbehaviours(update):
         "many words": (rant, "rejected", "[2Jno no no"),
         "failure": (fail, "rejected", "loss() failed at task.py:7"),
         "another answer": (something_else, "rejected", "it answered something else than was asked"),
-        "no content": (hold_nothing, "rejected", "bad does not hold the content it named"),
+        "no content": (hold_nothing, "rejected", "bad does not hold the blob it named"),
         "another content": (lie, "rejected", "a transfer does not match its SHA-256"),
         "death": (die, "dropped", "lost: silent for longer than the lease of 66 s"),
         "silence": (sleep, "dropped", "the round's 77 s were over"),
@@ -284,7 +284,7 @@ async def test_the_first_to_report_are_taken_and_the_others_are_told(begin, good
     released.set()
     for guest in others:
         await round_.net.until(
-            lambda guest=guest: guest.receipts == [(False, "too late: nobody waits for it")]
+            lambda guest=guest: guest.receipts == [(False, "too late: the request has ended")]
         )
 
 

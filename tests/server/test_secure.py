@@ -209,7 +209,7 @@ async def test_below_the_quorum_the_attempt_ends_with_a_reason_and_the_next_one_
 
 
 async def test_who_was_never_reached_has_not_started(place):
-    place.net.link.cut("c", "it left just before")
+    place.net.link.disconnect("c", "it left just before")
     result = await place.train()
     started = {receipt.participant: receipt.started for receipt in result.receipts}
     assert started == {name: name != "c" for name in NAMES}
@@ -220,11 +220,11 @@ async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
     for device in place.devices.values():
         device.silent_at = "train_local"
     attempt = asyncio.create_task(place.train())
-    await place.net.until(lambda: all(peers[name].asked for name in NAMES))
+    await place.net.until(lambda: all(peers[name].pending for name in NAMES))
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    assert not any(peers[name].asked for name in NAMES)
+    assert not any(peers[name].pending for name in NAMES)
 
 
 async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(place, monkeypatch):

@@ -1,4 +1,4 @@
-"""A device that hands back the model it was given; imports nothing but Flower."""
+"""A device that returns the model it received; imports only Flower."""
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

@@ -1,4 +1,4 @@
-"""FedAvg over devices that compute nothing; notes when each round ended and who answered."""
+"""FedAvg over devices that compute nothing; records the end and the replies of each round."""
 
 import json
 import time
@@ -15,7 +15,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    clients, marks = int(config["clients"]), Path(str(config["marks"]))
+    clients, timestamps = int(config["clients"]), Path(str(config["timestamps"]))
     answered = 0
 
     def count(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
@@ -25,7 +25,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def note_end_of_round(server_round: int, arrays: ArrayRecord) -> None:
         nonlocal answered
-        with marks.open("a") as file:
+        with timestamps.open("a") as file:
             file.write(json.dumps({"time": time.monotonic(), "answered": answered}) + "\n")
         answered = 0
 

@@ -175,10 +175,10 @@ async def serve_queue(
         UserError: it cannot listen there.
     """
     runner = Runner(server, state, console)
-    server.link.beside[SERVICE] = Control(server.members, runner).methods()
+    services = {SERVICE: Control(server.members, runner).methods()}
     # It outlives the listening: who follows a log until the server stops still reads it.
     with contextlib.closing(runner.queue):
-        async with server.listening(host, port):
+        async with server.listening(host, port, services):
             where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
             console.print(where, soft_wrap=True)
             await runner.run()

@@ -23,7 +23,7 @@ from isthmus.identity.joining import MAX_JOIN_BYTES, SECRET_BYTES, VERSION, Toke
 from isthmus.wire import join_pb2
 from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.registry import Registry
-from isthmus_server.transport.limits import listen, listening_options
+from isthmus_server.transport.limits import listen, server_options
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class JoinService:
             UserError: the port is in use.
         """
         options = (
-            *listening_options(MAX_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
+            *server_options(MAX_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
             ("grpc.max_connection_age_ms", 1000 * _CALLER_SECONDS),
             ("grpc.max_connection_age_grace_ms", 1000),
         )

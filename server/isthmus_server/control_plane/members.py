@@ -123,5 +123,5 @@ class Members(Enrolments):
             try:
                 self.registry.check(subject)
             except AdmissionRefused as error:
-                link.cut(peer.name, str(error))
+                link.disconnect(peer.name, str(error))
         self._seen = version  # not before: what failed is looked at again

@@ -16,7 +16,7 @@ from isthmus.system.file_lock import file_lock
 from isthmus_server.control_plane.authority import Authority
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
-from isthmus_server.transport.link import Link
+from isthmus_server.transport.link import Link, Services
 
 LEASE_SECONDS = 10.0
 """Silence after which a participant counts as gone."""
@@ -61,8 +61,12 @@ class ControlPlaneServer:
         """Key and certificate that are shown to whoever connects now."""
 
     @asynccontextmanager
-    async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Be reachable: the link at `port`, joining at the one after it (0: any free ones).
+    async def listening(
+        self, host: str, port: int, services: Services | None = None
+    ) -> AsyncIterator[None]:
+        """Listen: the link at `port`, joining at the next one (0: any free ports).
+
+        `services` are further gRPC services on the port of the link.
 
         Raises:
             UserError: a port is in use.
@@ -70,15 +74,17 @@ class ControlPlaneServer:
         _allow_many_files()
         directory = self.members.directory
         with file_lock(directory / "lock", f"another server runs from {directory}"):
-            async with self._open(host, port):
+            async with self._open(host, port, services or {}):
                 yield
 
     @asynccontextmanager
-    async def _open(self, host: str, port: int) -> AsyncIterator[None]:
+    async def _open(self, host: str, port: int, services: Services) -> AsyncIterator[None]:
         self._pair = self.members.certifier.server_pair()
         tasks: list[asyncio.Task[None]] = []
         try:
-            self.link_port = await self.link.start(host, port, self._credentials(known=True))
+            self.link_port = await self.link.start(
+                host, port, self._credentials(known=True), services
+            )
             self.joining.link_port = self.link_port
             self.join_port = await self.joining.start(
                 host, port + 1 if port else 0, self._credentials(known=False)

@@ -1,4 +1,4 @@
-"""The same job under several policies, at the same cost, on the same devices and ranks."""
+"""Compare policies: run the same job under each, at the same budget and with the same devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from rich.table import Table
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
+from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
-from isthmus_server.local.session import participants
+from isthmus_server.local.session import running_participants
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
 _UNLIMITED = 1_000_000
-"""Rounds; what ends a run that is compared is its budget."""
+"""Rounds; the budget ends a run that is compared."""
 
 
 async def compare_policies(
@@ -30,11 +32,11 @@ async def compare_policies(
     policies: Sequence[str],
     seeds: int,
     console: Console,
-    template: ParticipantForkServer,
+    fork_server: ParticipantForkServer,
 ) -> dict[str, Any]:
-    """Run the job under each policy and seed; print and return what they reach.
+    """Run the job under each policy and seed; print and return the results.
 
-    All runs share one set of processes, which open one run after the other.
+    All runs use the same processes, one run after the other.
 
     Raises:
         UserError: the job has no budget to compare at.
@@ -43,8 +45,9 @@ async def compare_policies(
         raise UserError("a comparison needs a budget: set one in the job, or --set budget=...")
     torch.set_num_threads(1)
     link = Link(job.time.lease_seconds)
-    found: dict[str, list[Mapping[str, Any]]] = {policy: [] for policy in policies}
-    async with participants(job, link, None, directory, template) as embedded:
+    results: dict[str, list[Mapping[str, Any]]] = {policy: [] for policy in policies}
+    current = _CurrentRoster()
+    async with running_participants(job, link, None, directory, fork_server, current.decline):
         for seed in range(1, seeds + 1):
             for policy in policies:
                 changes: dict[str, Any] = {"strategy.policy": policy, "seed": seed}
@@ -54,26 +57,37 @@ async def compare_policies(
                 store = Store.create(directory / f"{policy}-{seed}", variant, base)
                 try:
                     coordinator = Coordinator(store, link)
-                    embedded.on_gone = coordinator.roster.decline
+                    current.roster = coordinator.roster
                     final = await coordinator.run()
                     spent, rounds = coordinator.at.spent, coordinator.at.round
                 finally:
                     store.close()
-                found[policy].append({"rounds": rounds, "cost": spent, **final.metrics})
-    console.print(_table(job, found), soft_wrap=False)
-    return {"budget": job.budget, "seeds": seeds, "policies": found}
+                results[policy].append({"rounds": rounds, "cost": spent, **final.metrics})
+    console.print(_table(job, results), soft_wrap=False)
+    return {"budget": job.budget, "seeds": seeds, "policies": results}
 
 
-def _table(job: Job, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    seeds = len(next(iter(found.values())))
+class _CurrentRoster:
+    """Reports failed processes to the roster of the run in progress; processes outlive runs."""
+
+    def __init__(self) -> None:
+        self.roster: Roster | None = None
+
+    def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
+        if self.roster is not None:
+            self.roster.decline(name, role, reason)
+
+
+def _table(job: Job, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    seeds = len(next(iter(results.values())))
     table = Table(
         title=f"{job.name}: what a budget of {job.budget:g} buys, mean of {seeds} seeds",
         title_justify="left",
     )
-    names = [name for name in next(iter(found.values()))[0] if name not in ("rounds", "cost")]
+    names = [name for name in next(iter(results.values()))[0] if name not in ("rounds", "cost")]
     for column in ("policy", "rounds", "cost", *names):
         table.add_column(column, justify="left" if column == "policy" else "right")
-    for policy, rows in found.items():
+    for policy, rows in results.items():
         cells = [f"{statistics.mean(row[name] for row in rows):.4g}" for name in names]
         table.add_row(
             policy,

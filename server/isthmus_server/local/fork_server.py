@@ -1,8 +1,8 @@
-"""The process that all embedded participants are forked from.
+"""A process from which all participants of a local run are forked.
 
-Loading PyTorch takes each of them seconds of CPU time otherwise. It is done once, here, by the
-command itself before it opens anything; what is forked then is a process that has everything
-loaded and nothing running: no gRPC, no database, no event loop.
+Importing PyTorch would otherwise cost each of them seconds of CPU time. The command imports it once
+and forks the fork server before it opens anything, so a forked participant has all modules loaded
+and nothing running: no gRPC, no database, no event loop.
 """
 
 from __future__ import annotations
@@ -25,127 +25,127 @@ from isthmus.errors import UserError
 from isthmus.system.process import die_with_parent
 
 _MAX_BYTES = 1 << 20
-_LOST = "the process that others are forked from was killed"
+_KILLED = "the process that participants are forked from was killed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One `isthmus ARGUMENTS` that was started."""
+    """A started `isthmus ARGUMENTS`."""
 
     pid: int
     ended: asyncio.Future[int]
-    """Its exit code, once it has ended; minus the number of the signal that killed it."""
+    """The exit code, when it has ended; negative: the signal that killed it."""
 
 
 class ParticipantForkServer:
-    """Starts programs by forking a process that was set aside for it."""
+    """Starts programs by forking a process that is reserved for it."""
 
-    def __init__(self, pid: int, end: socket.socket) -> None:
-        """Use `fork`."""
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        """Use `fork`, which creates the process."""
         self._pid = pid
-        self._end = end
+        self._connection = connection
         self._numbers = itertools.count()
         self._starting: dict[int, asyncio.Future[Program]] = {}
         self._running: dict[int, Program] = {}
         self._listening = False
-        self._gone = False
+        self._killed = False
 
     @classmethod
     def fork(cls, *, ranks: bool) -> ParticipantForkServer:
-        """Load what participants load (`ranks`: a datacenter too), and set a copy of us aside.
+        """Import what participants need (`ranks`: also a datacenter), and fork the process.
 
-        Call it before anything is opened or started. The copy ends with the `with` block, and dies
-        with this process; the event loop that it is used on must have ended before.
+        Call it before anything is opened or started. The process ends with the `with` block, and
+        dies with this process. The event loop that uses it must have ended before.
         """
-        # torch reads it when it is loaded; its store warns about every wait that ends unanswered.
+        # torch reads it when it is imported; its store warns about every wait that times out.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # The first optimizer loads the compiler; better once than in every process.
+        # The first optimizer imports the compiler: once here instead of in every process.
         loaded = ["torch._dynamo", "isthmus.task.scoring", "isthmus.transport.uplink"]
         for name in [*loaded, *(["isthmus_datacenter.service.elastic_agent"] if ranks else [])]:
             importlib.import_module(name)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server_end, fork_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _apart(_serve, server, ours, theirs)
-        theirs.close()
-        ours.setblocking(False)
-        return cls(pid, ours)
+            _run_and_exit(_serve, server, server_end, fork_end)
+        fork_end.close()
+        server_end.setblocking(False)
+        return cls(pid, server_end)
 
     async def start(self, arguments: Sequence[str], log: Path) -> Program:
         """Run `isthmus ARGUMENTS` with all its output in a file.
 
         Raises:
-            UserError: the template was killed.
+            UserError: the fork server was killed.
         """
         loop = asyncio.get_running_loop()
         if not self._listening:
-            loop.add_reader(self._end, self._hear)
+            loop.add_reader(self._connection, self._receive)
             self._listening = True
-        if self._gone:
-            raise UserError(_LOST)
+        if self._killed:
+            raise UserError(_KILLED)
         number = next(self._numbers)
         started: asyncio.Future[Program] = loop.create_future()
         self._starting[number] = started
         request = {"number": number, "arguments": list(arguments), "log": str(log)}
         try:
-            await loop.sock_sendall(self._end, json.dumps(request).encode())
+            await loop.sock_sendall(self._connection, json.dumps(request).encode())
         except ConnectionError:
             self._starting.pop(number, None)
-            raise UserError(_LOST) from None
+            raise UserError(_KILLED) from None
         return await started
 
     def __enter__(self) -> ParticipantForkServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the template, and whatever it started and is still there."""
-        self._end.close()
+        """End the fork server, and the programs that still run."""
+        self._connection.close()
         os.waitpid(self._pid, 0)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
-            data = self._end.recv(_MAX_BYTES)
+            data = self._connection.recv(_MAX_BYTES)
         except ConnectionError:
             data = b""
         if not data:
-            self._lost()
+            self._fail_all()
             return
-        told = json.loads(data)
-        if "number" in told:
+        message = json.loads(data)
+        if "number" in message:
             loop = asyncio.get_running_loop()
-            program = Program(told["pid"], loop.create_future())
+            program = Program(message["pid"], loop.create_future())
             self._running[program.pid] = program
-            started = self._starting.pop(told["number"])
-            if not started.done():  # nobody may be waiting any more
+            started = self._starting.pop(message["number"])
+            if not started.done():  # the start may have been cancelled
                 started.set_result(program)
         else:
-            self._running.pop(told["pid"]).ended.set_result(told["code"])
+            self._running.pop(message["pid"]).ended.set_result(message["code"])
 
-    def _lost(self) -> None:
-        """It is dead, and with it everything that it started."""
-        self._gone = True
-        asyncio.get_running_loop().remove_reader(self._end)
+    def _fail_all(self) -> None:
+        """The process was killed, and all programs with it."""
+        self._killed = True
+        asyncio.get_running_loop().remove_reader(self._connection)
         for started in self._starting.values():
             if not started.done():
-                started.set_exception(UserError(_LOST))
+                started.set_exception(UserError(_KILLED))
         for program in self._running.values():
             program.ended.set_result(-signal.SIGKILL)
         self._starting.clear()
         self._running.clear()
 
 
-def _apart(work: Callable[..., None], *arguments: object) -> None:
-    """Do something in a fresh fork, and never return into what the parent was doing."""
+def _run_and_exit(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in a new fork, and exit instead of returning to the parent's code."""
     code = 1
     try:
-        work(*arguments)
+        function(*arguments)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:  # noqa: BLE001 - there is nobody above
+    except BaseException:  # noqa: BLE001 - the outermost frame
         sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(OSError, ValueError):
@@ -154,41 +154,41 @@ def _apart(work: Callable[..., None], *arguments: object) -> None:
         os._exit(code)
 
 
-def _serve(server: int, ours: socket.socket, theirs: socket.socket) -> None:
-    """In the template: fork on demand, and tell how each one ends, until nobody asks any more."""
+def _serve(server: int, server_end: socket.socket, fork_end: socket.socket) -> None:
+    """In the fork server: fork on request and report exit codes, until the server closes."""
     die_with_parent(server)
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-    os.setsid()  # a Ctrl-C is for the server, which then stops us
-    ours.close()
+    os.setsid()  # Ctrl-C is for the server, which then ends this process
+    server_end.close()
     running: dict[int, int] = {}
-    template = os.getpid()
+    fork_server = os.getpid()
     while True:
-        watched: list[socket.socket | int] = [theirs, *running]
+        watched: list[socket.socket | int] = [fork_end, *running]
         ready, _, _ = select.select(watched, [], [])
         for handle in [handle for handle in running if handle in ready]:
             pid = running.pop(handle)
             os.close(handle)
             _, status = os.waitpid(pid, 0)
             ended = {"pid": pid, "code": os.waitstatus_to_exitcode(status)}
-            theirs.send(json.dumps(ended).encode())
-        if theirs in ready:
-            asked = theirs.recv(_MAX_BYTES)
-            if not asked:
+            fork_end.send(json.dumps(ended).encode())
+        if fork_end in ready:
+            data = fork_end.recv(_MAX_BYTES)
+            if not data:
                 return
-            request = json.loads(asked)
+            request = json.loads(data)
             pid = os.fork()
             if pid == 0:
-                theirs.close()
+                fork_end.close()
                 for handle in running:
                     os.close(handle)
-                _apart(_become, template, request["arguments"], request["log"])
+                _run_and_exit(_become, fork_server, request["arguments"], request["log"])
             running[os.pidfd_open(pid)] = pid
-            theirs.send(json.dumps({"number": request["number"], "pid": pid}).encode())
+            fork_end.send(json.dumps({"number": request["number"], "pid": pid}).encode())
 
 
-def _become(template: int, arguments: Sequence[str], log: str) -> None:
-    """Be `isthmus ARGUMENTS`, with all output in the log."""
-    die_with_parent(template)
+def _become(fork_server: int, arguments: Sequence[str], log: str) -> None:
+    """Become `isthmus ARGUMENTS`, with all output in the log."""
+    die_with_parent(fork_server)
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)

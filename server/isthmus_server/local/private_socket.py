@@ -1,7 +1,8 @@
-"""Where an embedded run listens: a directory that only its own user enters, gone afterwards.
+"""Provide a Unix socket address in a directory that only its user may enter.
 
-It is in the system's temporary folder, whose paths are short enough for sockets and whose file
-system has them. What a run leaves that was killed, the next one takes away: its lock tells.
+The directory is in the system's temporary folder, whose paths are short enough for sockets and
+whose file system supports them. It is removed at the end. A run that was killed leaves it behind;
+the next run removes it if nothing holds its lock.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from isthmus.system.file_lock import file_lock
 _PREFIX = "isthmus-"
 _SOCKET, _LOCK = "link", "lock"
 _MAX_BYTES = 100
-"""That the address of a Unix socket may have: the kernel takes paths of up to 107."""
-_YOUNG_SECONDS = 60.0
-"""For so long a run may still be about to take its lock."""
+"""Maximum length of a Unix socket address: the kernel accepts paths of up to 107 bytes."""
+_MIN_AGE_SECONDS = 60.0
+"""Age below which the directory of a new run may not have its lock yet."""
 
 
 @contextlib.contextmanager
 def private_socket() -> Iterator[str]:
-    """An address to listen on, for as long as the block lasts.
+    """Provide an address to listen on while the block lasts.
 
     Raises:
         UserError: its path would be too long, or the temporary folder cannot be used.
     """
-    _take_away_the_dead()
+    _remove_stale_directories()
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as private:  # of mode 0700
         address = f"unix:{private}/{_SOCKET}"
         if len(os.fsencode(address)) > _MAX_BYTES:
@@ -44,15 +45,16 @@ def private_socket() -> Iterator[str]:
             yield address
 
 
-def _take_away_the_dead() -> None:
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, UserError):  # somebody's, or gone already
-            about, lock = left.lstat(), left / _LOCK
-            ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
-            old = time.time() - about.st_mtime > _YOUNG_SECONDS
-            held = {each.name for each in left.iterdir()} if ours and old else set()
-            if _LOCK in held and held <= {_SOCKET, _LOCK}:
+def _remove_stale_directories() -> None:
+    """Remove directories of killed runs, which contain nothing but a socket and a free lock."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError, UserError):  # of another user, or removed already
+            status, lock = directory.lstat(), directory / _LOCK
+            own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            old = time.time() - status.st_mtime > _MIN_AGE_SECONDS
+            entries = {entry.name for entry in directory.iterdir()} if own and old else set()
+            if _LOCK in entries and entries <= {_SOCKET, _LOCK}:
                 with file_lock(lock, "its run goes on"):
-                    (left / _SOCKET).unlink(missing_ok=True)
+                    (directory / _SOCKET).unlink(missing_ok=True)
                     lock.unlink()
-                    left.rmdir()
+                    directory.rmdir()

@@ -1,7 +1,7 @@
-"""The other roles on this machine: devices and a datacenter, each a process of its own.
+"""Start and supervise the devices and the datacenter of a local run, one process each.
 
-Every process runs the command a user would type, with its output in the run's `logs/`. One that
-dies is started again; when the server dies, however it dies, they die too.
+Every process runs the command that a user would type, with its output in the run's `logs/`. A
+process that dies is restarted. When the server dies, for any reason, its processes die too.
 """
 
 from __future__ import annotations
@@ -19,77 +19,86 @@ from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer, Program
 
 MAX_STARTS = 5
-"""A process that ends this many times is not started again."""
+"""A process that ended this many times is not restarted."""
 
-Gone = Callable[[str, link_pb2.Role, str], None]
+OnFailure = Callable[[str, link_pb2.Role, str], None]
+"""Called with the name, role and reason of a participant that is not restarted."""
 
 _GRACE_SECONDS = 5.0
 
 
-def participants_of(job: Job, server: str, directory: Path) -> dict[str, list[str]]:
-    """The arguments of `isthmus` for each participant that a job has on this machine."""
-    found: dict[str, list[str]] = {}
+def participant_commands(job: Job, server: str, directory: Path) -> dict[str, list[str]]:
+    """Return the arguments of `isthmus` for each local participant of a job, by name."""
+    commands: dict[str, list[str]] = {}
     tail = ["--server", server, "--die-with-parent"]
     if job.datacenter.ranks:
         name = "datacenter-0"
-        found[name] = ["datacenter", "launch", "--scheduler", "local", "--name", name]
-        found[name] += ["--ranks", str(job.datacenter.ranks)]
-        found[name] += ["--state", str(directory / "datacenter"), *tail]
+        commands[name] = ["datacenter", "launch", "--scheduler", "local", "--name", name]
+        commands[name] += ["--ranks", str(job.datacenter.ranks)]
+        commands[name] += ["--state", str(directory / "datacenter"), *tail]
     count = job.federated.clients
     for index in range(count):
         name = f"client-{index}"
-        found[name] = ["client", "start", "--name", name, "--shard", f"{index}/{count}", *tail]
-    return found
+        commands[name] = ["client", "start", "--name", name, "--shard", f"{index}/{count}", *tail]
+    return commands
 
 
-class Embedded:
-    """Starts, restarts and stops the processes of an embedded run."""
+class LocalProcesses:
+    """Starts, restarts and stops the processes of a local run."""
 
     def __init__(
         self,
         job: Job,
         address: str,
         directory: Path,
-        template: ParticipantForkServer,
-        on_gone: Gone,
+        fork_server: ParticipantForkServer,
+        on_failure: OnFailure,
     ) -> None:
-        """`on_gone(name, role, reason)` is told when a process is given up."""
+        """Start nothing yet.
+
+        Args:
+            job: decides which participants there are.
+            address: where the server listens.
+            directory: the run directory.
+            fork_server: starts the processes.
+            on_failure: called for a process that is not restarted.
+        """
         self.job = job
         self.address = address
         self.directory = directory.absolute()
-        self.template = template
-        self.on_gone = on_gone
-        self._keepers: list[asyncio.Task[None]] = []
+        self.fork_server = fork_server
+        self._on_failure = on_failure
+        self._supervisors: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start them all."""
+        """Start all processes."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
-        found = participants_of(self.job, self.address, self.directory)
-        for name, arguments in found.items():
-            self._keepers.append(asyncio.create_task(self._keep(name, arguments)))
+        commands = participant_commands(self.job, self.address, self.directory)
+        for name, arguments in commands.items():
+            self._supervisors.append(asyncio.create_task(self._supervise(name, arguments)))
 
     async def stop(self) -> None:
-        """Stop them all, and wait until they are gone."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        """Stop all processes, and wait until they have ended."""
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
 
-    async def _keep(self, name: str, arguments: Sequence[str]) -> None:
+    async def _supervise(self, name: str, arguments: Sequence[str]) -> None:
         log = self.directory / "logs" / f"{name}.log"
         for _ in range(MAX_STARTS):
             try:
-                program = await self.template.start(arguments, log)
+                program = await self.fork_server.start(arguments, log)
             except UserError as error:
-                self.on_gone(name, _role(arguments), str(error))
+                self._on_failure(name, _role(arguments), str(error))
                 return
             try:
                 code = await asyncio.shield(program.ended)
             except asyncio.CancelledError:
                 await _end(program)
                 raise
-            if code == 1:  # it said why, and would say so again
+            if code == 1:  # an error of the user, which would occur again
                 break
-        self.on_gone(name, _role(arguments), f"its process ended: {_last_words(log)}")
+        self._on_failure(name, _role(arguments), f"its process ended: {_last_line(log)}")
 
 
 def _role(arguments: Sequence[str]) -> link_pb2.Role:
@@ -107,6 +116,6 @@ async def _end(program: Program) -> None:
         await program.ended
 
 
-def _last_words(log: Path) -> str:
+def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it logged nothing"

@@ -1,4 +1,4 @@
-"""One embedded run from start to end: the link, the other roles' processes, the coordinator."""
+"""Run one job locally: the link, the processes of the other roles, the coordinator."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
-from isthmus_server.local.processes import Embedded
+from isthmus_server.local.processes import LocalProcesses, OnFailure
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import EventStream, ParticipantProgress
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
+from isthmus_server.transport.peer import ParticipantListener
 from isthmus_server.views.progress import ProgressView
 
 Address = tuple[str, int]
-"""Loopback host and port; port 0 takes a free one."""
+"""Loopback host and port; port 0 selects a free one."""
 
 
-class Session:
-    """A run directory and what it takes to run it here."""
+class LocalRun:
+    """A run on this machine, with its run directory."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     @classmethod
-    def new(cls, job: Job, base: Path, directory: Path) -> Session:
-        """A run that begins; `base` is where the job's relative paths start."""
+    def new(cls, job: Job, base: Path, directory: Path) -> LocalRun:
+        """Create a run; the job's relative paths start at `base`."""
         return cls(Store.create(directory, job, base))
 
     @classmethod
-    def resumed(cls, directory: Path) -> Session:
-        """A run that goes on."""
+    def resumed(cls, directory: Path) -> LocalRun:
+        """Open an existing run to continue it."""
         return cls(Store.open(directory))
 
     @property
@@ -48,55 +49,67 @@ class Session:
         return self.store.directory
 
     async def run(
-        self, address: Address | None, console: Console, template: ParticipantForkServer
+        self, address: Address | None, console: Console, fork_server: ParticipantForkServer
     ) -> FinalModel:
-        """Train to the end, in processes forked from a template; returns the final model.
+        """Train to the end, in processes of the fork server; returns the final model.
 
-        At an address others on this machine can take part; without one nobody else can.
+        With an address, other processes of this machine can take part too.
 
         Raises:
-            UserError: with the one sentence to show.
+            UserError: with the sentence to show.
         """
-        torch.set_num_threads(1)  # the devices and ranks beside it need the cores
+        torch.set_num_threads(1)  # the processes of devices and ranks need the cores
         store, link = self.store, Link(self.store.job.time.lease_seconds)
         events = EventStream()
-
-        def publish_progress(participant: str, progress: link_pb2.Progress) -> None:
-            events.publish(ParticipantProgress.from_message(participant, progress))
-
         with contextlib.closing(store), store.locked(), ProgressView(console) as view:
             events.subscribe(view)
-            link.on_progress = publish_progress
+            link.listeners.attach(_ProgressPublisher(events))
             coordinator = Coordinator(store, link, events)
-            async with participants(store.job, link, address, self.directory, template) as embedded:
-                embedded.on_gone = coordinator.roster.decline
+            async with running_participants(
+                store.job, link, address, self.directory, fork_server, coordinator.roster.decline
+            ):
                 return await coordinator.run()
 
 
+class _ProgressPublisher(ParticipantListener):
+    """Publishes the progress that participants report as events of the run."""
+
+    def __init__(self, events: EventStream) -> None:
+        self._events = events
+
+    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
+        self._events.publish(ParticipantProgress.from_message(name, progress))
+
+
 @asynccontextmanager
-async def participants(
-    job: Job, link: Link, address: Address | None, directory: Path, template: ParticipantForkServer
-) -> AsyncIterator[Embedded]:
-    """Listen, and have the job's devices and ranks running, for as long as the block lasts.
+async def running_participants(
+    job: Job,
+    link: Link,
+    address: Address | None,
+    directory: Path,
+    fork_server: ParticipantForkServer,
+    on_failure: OnFailure,
+) -> AsyncIterator[LocalProcesses]:
+    """Listen, and run the job's devices and ranks while the block lasts.
 
     Raises:
-        UserError: nobody can listen there.
+        UserError: the server cannot listen at the address.
     """
     with private_socket() if address is None else contextlib.nullcontext() as socket:
         try:
             server = await _listen(link, socket, address)
-            embedded = Embedded(job, server, directory, template, lambda name, role, reason: None)
+            processes = LocalProcesses(job, server, directory, fork_server, on_failure)
             try:
-                embedded.start()
-                yield embedded
+                processes.start()
+                yield processes
             finally:
-                await embedded.stop()
+                await processes.stop()
         finally:
             await link.stop()
 
 
 async def _listen(link: Link, socket: str | None, address: Address | None) -> str:
-    """Returns what participants dial."""
+    """Listen, and return the address for participants."""
     if socket is not None:
         await link.start_on_socket(socket)
         return socket

@@ -240,7 +240,7 @@ class BufferAttempt:
         """Cancel devices asked here that lack the model: it is not published after the round."""
         for training in self._started:
             peer = self._context.link.peers.get(training.name)
-            lacks_model = peer is not None and peer.given != self._spec.model.sha256
+            lacks_model = peer is not None and peer.last_blob != self._spec.model.sha256
             active = self._devices.training.get(training.name) is training
             if lacks_model and training.reply is None and active:
                 del self._devices.training[training.name]

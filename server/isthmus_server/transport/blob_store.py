@@ -1,4 +1,4 @@
-"""Contents that the server sends to whoever wants them, each from where it is wanted."""
+"""Send blobs to participants, each from the offset at which the participant needs it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Broadcast, Buffer, InFile
 from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
-from isthmus_server.transport.limits import PUMPS_EACH
+from isthmus_server.transport.limits import MAX_TRANSFERS_PER_PARTICIPANT
 from isthmus_server.transport.peer import Peer
 
 log = logging.getLogger(__name__)
 
 
-class Published:
-    """What is served now, by digest.
+class BlobStore:
+    """Blobs that participants can pull now, by SHA-256.
 
     Guarantees:
-      * a content is sent straight from its memory or file, and not any more once it is retracted:
-        who lacks some of it is told;
-      * no participant has more than `PUMPS_EACH` on their way to it.
+      * a blob is sent directly from its memory or file, and never after it was retracted; a
+        participant that lacks the rest of it is notified;
+      * no participant has more than `MAX_TRANSFERS_PER_PARTICIPANT` transfers at the same time.
     """
 
     def __init__(self) -> None:
@@ -31,39 +31,41 @@ class Published:
         return len(self._broadcasts)
 
     def get(self, sha256: bytes) -> Broadcast | None:
-        """A content, while it is served."""
+        """Return a published blob; None if there is none."""
         return self._broadcasts.get(sha256)
 
     def publish(self, blob: link_pb2.Blob, payload: Buffer | InFile) -> None:
-        """Serve a content until `retract`."""
+        """Offer a blob until `retract`."""
         self._broadcasts[blob.sha256] = Broadcast(blob.sha256, payload)
 
     def retract(self, blob: link_pb2.Blob) -> None:
-        """Stop serving a content; its memory is the caller's again."""
+        """Stop offering a blob; its memory belongs to the caller again."""
         self._broadcasts.pop(blob.sha256, None)
 
     def send(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
-        """Begin to send a content; one that is on its way starts anew from where it is wanted.
+        """Start to send a blob; a transfer of the same blob is restarted at the new offset.
 
         Raises:
-            UpdateError: too many are on their way.
+            UpdateError: too many transfers are in progress.
         """
-        before = peer.pumps.pop(pull.sha256, None)
-        if before is not None:
-            before.cancel()
-        if len(peer.pumps) >= PUMPS_EACH:
-            raise UpdateError(f"more than {PUMPS_EACH} transfers were asked for at a time")
-        pump = peer.pumps[pull.sha256] = stream.spawn(self._pump(peer, stream, pull))
-        running = peer.pumps
+        previous = peer.transfers.pop(pull.sha256, None)
+        if previous is not None:
+            previous.cancel()
+        if len(peer.transfers) >= MAX_TRANSFERS_PER_PARTICIPANT:
+            raise UpdateError(
+                f"more than {MAX_TRANSFERS_PER_PARTICIPANT} transfers were requested at a time"
+            )
+        transfer = peer.transfers[pull.sha256] = stream.spawn(self._transfer(peer, stream, pull))
+        transfers = peer.transfers
 
-        def ended(task: asyncio.Task[None]) -> None:
-            if running.get(pull.sha256) is task:
-                del running[pull.sha256]
+        def remove(task: asyncio.Task[None]) -> None:
+            if transfers.get(pull.sha256) is task:
+                del transfers[pull.sha256]
 
-        pump.add_done_callback(ended)
+        transfer.add_done_callback(remove)
 
-    async def _pump(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
-        broadcast, peer.given = self._broadcasts.get(pull.sha256), b""
+    async def _transfer(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
+        broadcast, peer.last_blob = self._broadcasts.get(pull.sha256), b""
         try:
             for message in () if broadcast is None else broadcast.messages(pull.offset):
                 if self._broadcasts.get(pull.sha256) is not broadcast:
@@ -72,10 +74,10 @@ class Published:
                 await stream.send(message)
                 peer.bytes_out += len(message)
         except OSError:
-            log.exception("a content cannot be sent to %s", peer.name)
+            log.exception("a blob cannot be sent to %s", peer.name)
             broadcast = None
         if broadcast is not None:
-            peer.given = pull.sha256
+            peer.last_blob = pull.sha256
             return
         absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))

@@ -1,4 +1,4 @@
-"""Several vectors in one content, one encoded behind the other."""
+"""Publish several encoded vectors as one blob."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ from isthmus_server.transport.link import Link
 async def published(
     link: Link, layout: TensorLayout, spool: Path, vectors: Iterable[torch.Tensor], count: int
 ) -> AsyncIterator[link_pb2.Blob]:
-    """Have so many vectors (N) for participants to fetch, for as long as the block lasts.
+    """Publish `count` encoded vectors for participants to pull while the block runs.
 
-    They lie in a file under `spool`, in the page cache and not in this process's own memory.
+    They are in a temporary file under `spool`, so they use the page cache and not the memory of
+    this process.
+
+    Args:
+        link: where the blob is published.
+        layout: encodes each vector.
+        spool: directory of the temporary file.
+        vectors: `count` vectors, each of shape (N,) for the N parameters of the layout.
+        count: number of vectors.
 
     Raises:
-        OSError: there is no room for it. A mapped page without room would end the process.
+        OSError: the disk has no room. The file is allocated in advance, because a page of the
+            mapping without room on the disk would end the process.
     """
     size = count * layout.nbytes
     with tempfile.TemporaryFile(dir=spool) as file:
@@ -44,9 +53,9 @@ async def published(
 def _fill(
     payload: memoryview, layout: TensorLayout, vectors: Iterable[torch.Tensor]
 ) -> link_pb2.Blob:
-    pieces = range(0, len(payload), layout.nbytes)
-    for at, vector in zip(pieces, vectors, strict=True):
-        piece = payload[at : at + layout.nbytes]
-        piece[: len(layout.header)] = layout.header
-        layout.decode(piece).copy_(vector)
+    offsets = range(0, len(payload), layout.nbytes)
+    for offset, vector in zip(offsets, vectors, strict=True):
+        encoded = payload[offset : offset + layout.nbytes]
+        encoded[: len(layout.header)] = layout.header
+        layout.decode(encoded).copy_(vector)
     return describe(payload)

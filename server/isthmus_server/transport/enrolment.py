@@ -1,11 +1,13 @@
-"""Who is let in, and who vouches for the identities that secure aggregation rests on.
+"""Admit participants, and sign the identities that secure aggregation relies on.
 
-`Enrolments` is for the embedded mode, on loopback: whoever dials in takes part, and the server
-process enrols it. `isthmus_server.control_plane.members` is for a server that others can reach.
+`Enrolments` is for runs on one machine, on loopback: every participant that connects is admitted
+and enrolled by the server process. `isthmus_server.control_plane.members` is for a server that can
+be reached over a network.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 
 from isthmus.errors import AdmissionRefused
@@ -13,43 +15,69 @@ from isthmus.identity.tls import Subject
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Authority
 
+log = logging.getLogger(__name__)
+
 VALID_SECONDS = 30 * 24 * 3600
-"""An enrolment is renewed with every connection."""
+"""Validity of an enrolment, which is renewed with every connection."""
 
 
 class Enrolments:
-    """Everybody is welcome, under an authority that lives as long as this process."""
+    """Admits every participant, and enrols it under an authority of this process."""
 
     def __init__(self, authority: Authority | None = None) -> None:
-        """`authority` signs enrolments; None makes one."""
+        """`authority` signs enrolments; None creates one."""
         self._authority = authority or Authority()
         self.revoked: set[bytes] = set()
-        """Identity keys that are not accepted any more; grows while the server runs."""
+        """Identity keys that are no longer accepted; grows while the server runs."""
 
     @property
     def authority(self) -> bytes:
-        """Its Ed25519 public key."""
+        """The authority's Ed25519 public key."""
         return self._authority.public
 
     def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> Subject | None:
-        """Let a participant in, whose verified certificate (PEM) is given if TLS asked for one.
+        """Check that a participant may connect.
+
+        Args:
+            hello: its first message.
+            certificate: its certificate (PEM), which TLS has verified; None without TLS.
+
+        Returns the subject of the certificate; None without TLS.
 
         Raises:
-            AdmissionRefused: it may not come in, with the reason.
+            AdmissionRefused: it may not connect, with the reason.
         """
         return None
 
     def enrol(self, name: str, identity: bytes, not_after: float | None = None) -> bytes:
-        """The encoded statement that `name` has that identity key; empty for an empty key."""
+        """Sign that `name` has an identity key; returns the statement, empty without a key."""
         if len(identity) != 32:
             return b""
         end = int(time.time() + VALID_SECONDS if not_after is None else not_after)
         return self._authority.enrol(name, identity, not_after=end).to_bytes()
 
+    async def renewed(
+        self, subject: Subject | None, request: bytes
+    ) -> tuple[link_pb2.Renewed, Subject | None]:
+        """Answer a participant's request for a new certificate.
+
+        Returns the message, with a certificate or the reason why there is none, and the
+        participant's subject from now on.
+        """
+        try:
+            if subject is None:
+                raise AdmissionRefused("this server issues no certificates")
+            certificate, subject = await self.renew(subject, request)
+        except AdmissionRefused as error:
+            return link_pb2.Renewed(reason=str(error)), subject
+        log.info("%s has a new certificate until %s", subject.name, time.ctime(subject.not_after))
+        enrolment = self.enrol(subject.name, subject.identity, subject.not_after)
+        return link_pb2.Renewed(certificate=certificate, enrolment=enrolment), subject
+
     async def renew(self, subject: Subject, request: bytes) -> tuple[bytes, Subject]:
-        """The participant's next certificate (PEM) for a signing request (DER).
+        """Issue a participant's next certificate (PEM) for a signing request (DER).
 
         Raises:
-            AdmissionRefused: it gets none.
+            AdmissionRefused: it may not be renewed.
         """
-        raise AdmissionRefused("nobody has certificates here")
+        raise AdmissionRefused("this server issues no certificates")

@@ -1,4 +1,4 @@
-"""What the link bears from those who dial in: how much, for how long, and which messages."""
+"""Limits on what participants and unknown callers may send, open and occupy."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from isthmus.transport.blobs import Piece
 from isthmus.transport.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
 
-MAX_FROM_PARTICIPANT = 4 << 20
-"""gRPC refuses a larger message before it is read: a chunk, or one's part in a protocol."""
-STREAMS_EACH = 4
-"""Open streams of one certificate: one at work, one that takes over, and two by mistake."""
-PUMPS_EACH = 4
-"""Contents on their way to one participant at a time."""
+MAX_MESSAGE_BYTES = 4 << 20
+"""gRPC refuses a larger message before it is read: a chunk, or one protocol message."""
+MAX_STREAMS_PER_CERTIFICATE = 4
+"""Open streams of one certificate: one in use, one that replaces it, and two by mistake."""
+MAX_TRANSFERS_PER_PARTICIPANT = 4
+"""Blobs that are sent to one participant at the same time."""
 HANDSHAKE_SECONDS = 10
-"""For a caller to show its certificate."""
-LONGEST_ID = 64
-"""Characters of a request's id, which a server makes, and participants repeat."""
+"""Time for a caller to complete the TLS handshake."""
+MAX_REQUEST_ID = 64
+"""Characters of a request's id, which a server creates and participants repeat."""
 
 HELLO_SECONDS = 30.0
-"""To say who one is, and to be told that one is welcome."""
+"""Time for a participant to identify itself, and for the server's answer to be read."""
 IDLE_SECONDS = 60.0
-"""For a connection without a call: one that only takes up room is closed, whoever's it is."""
-CUT_SECONDS = 1.0
-"""For a participant whose stream is ended to read why; nobody waits for it any longer."""
+"""A connection without a call is closed after this time, so that it does not take up a slot."""
+ABORT_SECONDS = 1.0
+"""Time for a participant to read why its stream is ended."""
 
 _MAX_RECEIVE = "grpc.max_receive_message_length"
 _TLS_FRAME_BYTES = 4096
-"""gRPC keeps a frame of TLS, 16 KB by itself, for each caller that is there, idle or not; smaller
-ones cost no time that could be measured down to here."""
-_SPARE_FILES = 256
-"""Open files that are never used up by callers."""
+"""gRPC keeps a TLS frame, 16 KB by default, for each connection, also an idle one. Smaller frames
+made no measurable difference in time down to this size."""
+_RESERVED_FILES = 256
+"""Open files of the process that connections never use up."""
 
-ANSWERS = {
+REPLY_KINDS = {
     "open": {"opened"},
     "train_local": {"trained"},
     "secure_step": {"secure_stepped"},
@@ -53,29 +53,34 @@ ANSWERS = {
     "export": {"exported"},
     "close": {"closed"},
 }
-"""What may come back for each kind of work, beside a failure."""
+"""Permitted replies to each kind of request, in addition to a failure."""
 
-SPOKEN = {"ping", "pull", "chunk", "reply", "progress", "renew"}
-"""What a participant may say after its hello."""
+PARTICIPANT_MESSAGES = {"ping", "pull", "chunk", "reply", "progress", "renew"}
+"""Messages that a participant may send after its hello."""
 
 
-def listening_options(
+def server_options(
     connections: int, message_bytes: int, idle_seconds: float
 ) -> tuple[tuple[str, int], ...]:
-    """What gRPC is told of callers it does not know: few connections, little time, small messages.
+    """Return gRPC options that bound connections, handshakes, idle time and message sizes.
 
-    All callers together get at most `connections`, and never the last open files of the process.
-    One without a call is closed after `idle_seconds`.
+    Args:
+        connections: open connections of all callers; fewer if the process may open fewer files.
+        message_bytes: the largest message that is read.
+        idle_seconds: a connection without a call is closed after this time.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    rest = [option for option in CHANNEL_OPTIONS if option[0] != _MAX_RECEIVE]
+    inherited = [option for option in CHANNEL_OPTIONS if option[0] != _MAX_RECEIVE]
     return (
-        *rest,
+        *inherited,
         (_MAX_RECEIVE, message_bytes),
-        ("grpc.max_allowed_incoming_connections", max(64, min(connections, files - _SPARE_FILES))),
+        (
+            "grpc.max_allowed_incoming_connections",
+            max(64, min(connections, files - _RESERVED_FILES)),
+        ),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", int(1000 * idle_seconds)),
-        ("grpc.max_concurrent_streams", STREAMS_EACH),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CERTIFICATE),
         ("grpc.tsi.max_frame_size", _TLS_FRAME_BYTES),
         ("grpc.so_reuseport", 0),
     )
@@ -88,7 +93,7 @@ async def listen(
     options: tuple[tuple[str, int], ...],
     calls: int,
 ) -> tuple[grpc.aio.Server, int]:
-    """Serve gRPC services at HOST:PORT (0: any) or on a socket; returns the server and its port.
+    """Serve gRPC services at HOST:PORT (0: any) or on a socket; returns server and port.
 
     Raises:
         UserError: the port is in use.
@@ -112,32 +117,32 @@ async def listen(
 
 
 def certificate_of(context: grpc.aio.ServicerContext) -> bytes | None:
-    """The certificate (PEM) that a caller has shown, if TLS asked for one."""
+    """Return the certificate (PEM) of a caller, if TLS requested one."""
     return next(iter(context.auth_context().get("x509_pem_cert", ())), None)
 
 
-def caller_of(context: grpc.aio.ServicerContext) -> bytes:
-    """Who a caller is, in a few bytes: the SHA-256 of its certificate; empty without TLS."""
+def certificate_digest(context: grpc.aio.ServicerContext) -> bytes:
+    """Return the SHA-256 of a caller's certificate; empty without TLS."""
     certificate = certificate_of(context)
     return b"" if certificate is None else hashlib.sha256(certificate).digest()
 
 
-async def end(context: grpc.aio.ServicerContext, refused: str | None) -> None:
-    """End a stream with the reason, which may never be read; None: another took its place."""
-    code, why = grpc.StatusCode.ABORTED, "this process has opened another stream"
-    if refused is not None:
-        code, why = grpc.StatusCode.PERMISSION_DENIED, refused
+async def abort_stream(context: grpc.aio.ServicerContext, refusal: str | None) -> None:
+    """End a stream with a reason, which may not be read; None: a newer stream replaces it."""
+    code, reason = grpc.StatusCode.ABORTED, "this process has opened another stream"
+    if refusal is not None:
+        code, reason = grpc.StatusCode.PERMISSION_DENIED, refusal
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CUT_SECONDS):
-            await context.abort(code, why)
+        async with asyncio.timeout(ABORT_SECONDS):
+            await context.abort(code, reason)
 
 
 def _versions(oldest: int, newest: int) -> str:
     return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
-def greet(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
-    """The version to speak, or why there is none."""
+def negotiate(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
+    """Return the link version for a hello, or 0 and why there is none."""
     if not isinstance(first, link_pb2.Envelope) or not first.HasField("hello"):
         return 0, "the first message must be a hello"
     hello = first.hello

@@ -1,4 +1,4 @@
-"""One participant, as the server's end of the link knows it."""
+"""State that the server keeps for one participant, and the interface that reports changes of it."""
 
 from __future__ import annotations
 
@@ -13,91 +13,165 @@ from isthmus.transport.stream import Stream, to_the_end
 from isthmus.wire import link_pb2
 
 MAX_OUTBOX = 64
-"""Last words on requests that are kept for one participant: as many as it may have open."""
-IN_A_THREAD = 512 << 10
-"""Bytes of a chunk from which on it is worth a thread's while to hash and write it."""
+"""Receipts and cancellations kept for one participant: as many as it may have open requests."""
+THREAD_CHUNK_BYTES = 512 << 10
+"""Size from which a chunk is hashed and written in a thread instead of on the event loop."""
 
 
 @dataclasses.dataclass
 class Fetch:
-    """A content on its way in from one participant."""
+    """A blob that is being received from a participant."""
 
     assembly: Assembly
     done: asyncio.Future[None]
-    taking: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    """ConstrainedAnswer while a chunk is being written."""
+    writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Locked while a chunk is being written."""
 
-    async def take(self, chunk: link_pb2.Chunk | Piece) -> None:
+    async def add(self, chunk: link_pb2.Chunk | Piece) -> None:
         """Write the next chunk; returns when its memory is not needed any more."""
-        await to_the_end(self._take(chunk))
+        await to_the_end(self._add(chunk))
 
-    async def _take(self, chunk: link_pb2.Chunk | Piece) -> None:
-        async with self.taking:
+    async def _add(self, chunk: link_pb2.Chunk | Piece) -> None:
+        async with self.writing:
             if self.done.done():
                 return
             try:
-                if len(chunk.data) < IN_A_THREAD:
+                if len(chunk.data) < THREAD_CHUNK_BYTES:
                     self.assembly.add(chunk)
                 else:
                     await asyncio.to_thread(self.assembly.add, chunk)
                 if self.assembly.complete and not self.done.done():
                     self.done.set_result(None)
             except (UpdateError, OSError) as error:
-                if not self.done.done():  # it may have been lost meanwhile
+                if not self.done.done():  # the participant may have been lost meanwhile
                     self.done.set_exception(error)
 
     async def idle(self) -> None:
         """Return when no chunk is being written."""
-        async with self.taking:
+        async with self.writing:
             pass
 
 
 class Peer:
-    """One participant, as long as its process lives, across its streams."""
+    """One process of a participant, across its streams."""
 
     def __init__(self, hello: link_pb2.Hello, subject: Subject | None = None) -> None:
         self.subject = subject
-        """Who its certificate says it is; None without TLS."""
+        """Subject of its certificate; None without TLS."""
         self.name = hello.name
         self.role = hello.role
         self.instance = hello.instance
         self.stream: Stream | None = None
-        self.asked: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
+        self.serving: asyncio.Task[None] | None = None
+        """The task that serves the stream."""
+        self.lease: asyncio.TimerHandle | None = None
+        """Expires the participant, while it has no stream."""
+        self.is_new = True
+        """Whether listeners have not been notified of it yet."""
+        self.refusal: str | None = None
+        """Why its stream is being ended; None while it is admitted."""
+        self.pending: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
+        """Requests without a reply, by id."""
         self.unacknowledged: set[str] = set()
-        """Requests whose reply is in use."""
-        self.fetches: dict[bytes, Fetch] = {}
+        """Requests whose reply has arrived and whose receipt has not been sent yet."""
         self.outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
-        """Last words on its requests (receipts, cancellations), oldest first."""
-        self.given = b""
-        """Name of the content that was sent to it last, and to the end."""
+        """Receipts and cancellations, oldest first; sent again on every new stream."""
+        self.fetches: dict[bytes, Fetch] = {}
+        """Blobs that are being received from it, by SHA-256."""
+        self.transfers: dict[bytes, asyncio.Task[None]] = {}
+        """Blobs that are being sent to it on its present stream, by SHA-256."""
+        self.last_blob = b""
+        """SHA-256 of the blob whose transmission to it was completed last."""
         self.bytes_in = 0
         self.bytes_out = 0
-        self.lease: asyncio.TimerHandle | None = None
-        self.fresh = True
-        self.serving: asyncio.Task[None] | None = None
-        self.refused: str | None = None
-        """Why its stream is being cut."""
-        self.pumps: dict[bytes, asyncio.Task[None]] = {}
-        """Contents on their way to it, on its present stream."""
 
-    def tell(self, message: link_pb2.Envelope) -> None:
-        """Say the last word on a request: now, and again on every stream that is opened anew.
+    def send_and_keep(self, message: link_pb2.Envelope) -> None:
+        """Send a receipt or cancellation now, and again on every stream that is opened later.
 
-        What was sent into a stream that was breaking, or while there was none, is not lost so; a
-        participant that has heard it passes over what it hears again.
+        A message that is sent into a breaking stream, or while there is none, is therefore not
+        lost. Participants ignore repetitions.
         """
         data = message.SerializeToString()
         self.outbox.append(data)
         if self.stream is not None:
             self.stream.spawn(self.stream.send_quietly(data))
 
-    def lose(self, reason: str) -> None:
-        """Everything that was pending with this participant fails."""
+    async def resume(self, stream: Stream) -> None:
+        """On a new stream, repeat receipts, cancellations, pending requests and pulls."""
+        for message in list(self.outbox):
+            await stream.send(message)
+        for request, _ in list(self.pending.values()):
+            await stream.send(link_pb2.Envelope(request=request))
+        for sha256, fetch in list(self.fetches.items()):
+            await fetch.idle()
+            pull = link_pb2.Pull(sha256=sha256, offset=fetch.assembly.offset)
+            await stream.send(link_pb2.Envelope(pull=pull))
+
+    async def add_chunk(self, chunk: link_pb2.Chunk | Piece) -> None:
+        """Add a chunk to the blob that it belongs to; a chunk that was not requested is dropped."""
+        fetch = self.fetches.get(chunk.sha256)
+        if fetch is None or fetch.done.done():
+            return
+        self.bytes_in += len(chunk.data)
+        if not chunk.absent:
+            await fetch.add(chunk)
+            return
+        fetch.done.set_exception(UpdateError(f"{self.name} does not hold the blob it named"))
+
+    def fail_pending(self, reason: str) -> None:
+        """Fail all requests and transfers that wait for this participant."""
         error = ParticipantLost(reason)
         waiting: list[asyncio.Future[link_pb2.Reply] | asyncio.Future[None]] = [
-            future for _, future in self.asked.values()
+            future for _, future in self.pending.values()
         ]
         waiting += [fetch.done for fetch in self.fetches.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
+
+
+class ParticipantListener:
+    """Receives changes of a link's participants; override what is needed.
+
+    Methods are called on the event loop and must return quickly.
+    """
+
+    def joined(self, peer: Peer) -> None:
+        """A new process of a participant was admitted."""
+
+    def left(self, peer: Peer, reason: str) -> None:
+        """A participant was lost, or removed."""
+
+    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
+        """A participant reported progress of a pending request."""
+
+
+class ListenerGroup(ParticipantListener):
+    """Forwards changes to any number of listeners."""
+
+    def __init__(self) -> None:
+        self._listeners: list[ParticipantListener] = []
+
+    def attach(self, listener: ParticipantListener) -> None:
+        """Notify a listener of all changes from now on."""
+        self._listeners.append(listener)
+
+    def detach(self, listener: ParticipantListener) -> None:
+        """Stop notifying a listener; without effect if it is not attached."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def joined(self, peer: Peer) -> None:
+        """Notify all listeners; see `ParticipantListener`."""
+        for listener in list(self._listeners):
+            listener.joined(peer)
+
+    def left(self, peer: Peer, reason: str) -> None:
+        """Notify all listeners; see `ParticipantListener`."""
+        for listener in list(self._listeners):
+            listener.left(peer, reason)
+
+    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
+        """Notify all listeners; see `ParticipantListener`."""
+        for listener in list(self._listeners):
+            listener.progressed(name, progress)

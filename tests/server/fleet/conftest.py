@@ -39,13 +39,14 @@ class Fleet:
         self.server = ControlPlaneServer(
             self.state, lease_seconds=lease_seconds, authority=authority
         )
+        services = {}
         if queue:
             self.runner = Runner(self.server, self.state, Console(file=io.StringIO()))
             self.stack.callback(self.runner.queue.close)
             self.control = Control(self.server.members, self.runner)
-            self.server.link.beside[SERVICE] = self.control.methods()
+            services[SERVICE] = self.control.methods()
             self.guests.append(asyncio.create_task(self.runner.run()))
-        await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0))
+        await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0, services))
         self.link = self.server.link
         self.url = f"localhost:{self.server.join_port}"
         self.address = f"localhost:{self.server.link_port}"

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 from cryptography import x509
+from tests.server.listeners import attached
 from tests.server.work import answering, payload_of, train, waiting
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
@@ -19,7 +20,7 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
 from isthmus_server.control_plane.authority import Authority, initialise
 from isthmus_server.transport import link
-from isthmus_server.transport.limits import STREAMS_EACH
+from isthmus_server.transport.limits import MAX_STREAMS_PER_CERTIFICATE
 from isthmus_server.transport.link import Link
 
 
@@ -241,8 +242,7 @@ async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
     guest = await fleet.join("phone-0", waiting(answering(), asyncio.Event()))
     await fleet.join("phone-1", answering(examples=5))
     stream = fleet.link.peers["phone-1"].stream
-    left = []
-    fleet.link.on_leave = lambda peer, reason: left.append((peer.name, reason))
+    listener = attached(fleet.link)
     asking = asyncio.create_task(fleet.link.ask("phone-0", train(fleet.link)))
     await fleet.until(lambda: guest.asked)
     fleet.registry().revoke("phone-0")
@@ -252,7 +252,7 @@ async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
         AdmissionRefused, match="the server refused 'phone-0': 'phone-0' has been revoked"
     ):
         await guest.link
-    assert left == [("phone-0", "'phone-0' has been revoked")]
+    assert listener.left_reasons == [("phone-0", "'phone-0' has been revoked")]
     assert fleet.link.peers.keys() == {"phone-1"}
     # For the others nothing has changed.
     assert fleet.link.peers["phone-1"].stream is stream
@@ -296,10 +296,10 @@ async def test_one_certificate_gets_a_few_streams(fleet):
     credentials = member.channel_credentials()
     async with grpc.aio.secure_channel(fleet.address, credentials) as one:
         method = "/isthmus.link.v1.Link/Connect"
-        calls = [one.stream_stream(method)() for _ in range(STREAMS_EACH)]
+        calls = [one.stream_stream(method)() for _ in range(MAX_STREAMS_PER_CERTIFICATE)]
         for call in calls:
             await call.wait_for_connection()
-        await fleet.until(lambda: sum(fleet.link._streams.values()) == STREAMS_EACH)
+        await fleet.until(lambda: sum(fleet.link._streams.values()) == MAX_STREAMS_PER_CERTIFICATE)
         async with fleet.raw(member) as (call, _, _):
             code, sentence = await refusal(call)
             assert (code, sentence) == (

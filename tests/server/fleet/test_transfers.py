@@ -43,7 +43,7 @@ async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
         for body in record:
             await send(**body)
         late = await receive("receipt")
-        assert (late.accepted, late.reason) == (False, "too late: nobody waits for it")
+        assert (late.accepted, late.reason) == (False, "too late: the request has ended")
         assert fleet.link.peers["phone-0"].bytes_in == counted
 
 

@@ -192,7 +192,7 @@ async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name
     assert result.train_metrics_clientapp == expected.train_metrics_clientapp
     assert result.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
     assert set(result.evaluate_metrics_clientapp) == {1, 2}
-    assert not fleet.link._published
+    assert not fleet.link.published_blobs
 
 
 async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fleet):
@@ -236,13 +236,13 @@ async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them
     await net.until(lambda: late.cancelled)
 
     async def go(guest, request, model):
-        fleet.link._expire(fleet.link.peers["gone"], "lost")
+        fleet.link.disconnect("gone", "lost")
         await asyncio.Event().wait()
 
     await net.join("gone", go)
     reply = await fleet.ask("train", "gone")
     assert reply.error == flower_messages.Error(5, "lost")
-    assert not fleet.link._published
+    assert not fleet.link.published_blobs
 
 
 async def test_replies_are_bounded_before_memory_is_taken(fleet, net):

@@ -1,4 +1,4 @@
-"""The process that embedded participants are forked from, in a process of its own."""
+"""The fork server of local runs, used in a process of its own."""
 
 import subprocess
 import sys
@@ -8,45 +8,45 @@ import asyncio, os, signal, sys
 from pathlib import Path
 
 from isthmus.errors import UserError
-from isthmus_server.local.fork_server import Template
+from isthmus_server.local.fork_server import ParticipantForkServer
 
 
-async def main(template):
+async def main(fork_server):
     log = Path("log")
-    program = await template.start(["job", "schema"], log)
+    program = await fork_server.start(["job", "schema"], log)
     print(await program.ended, '"title": "Job"' in log.read_text())
-    program = await template.start(["job", "check", "nowhere.toml"], Path("mistake"))
+    program = await fork_server.start(["job", "check", "nowhere.toml"], Path("mistake"))
     print(await program.ended, Path("mistake").read_text().strip())
-    waiting = await template.start(
+    waiting = await fork_server.start(
         ["client", "start", "--server", "127.0.0.1:9", "--name", "a", "--die-with-parent"], log
     )
     for line in Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
         os.kill(int(line), signal.SIGKILL)
         os.waitid(os.P_PID, int(line), os.WEXITED | os.WNOWAIT)
     try:
-        await template.start(["job", "schema"], log)  # before anybody has heard of it
+        await fork_server.start(["job", "schema"], log)  # before the signal is noticed
     except UserError as error:
         print(error)
     print(await waiting.ended)
     try:
-        await template.start(["job", "schema"], log)
+        await fork_server.start(["job", "schema"], log)
     except UserError as error:
         print(error)
 
 
-with Template.fork(ranks=False) as template:
-    asyncio.run(main(template))
+with ParticipantForkServer.fork(ranks=False) as fork_server:
+    asyncio.run(main(fork_server))
 """
 
 
-def test_programs_are_forked_and_end_with_the_template(tmp_path):
+def test_programs_are_forked_and_end_with_the_fork_server(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.splitlines() == [
         "0 True",
         "1 isthmus: there is no job file nowhere.toml",
-        "the process that others are forked from was killed",
+        "the process that participants are forked from was killed",
         "-9",
-        "the process that others are forked from was killed",
+        "the process that participants are forked from was killed",
     ]

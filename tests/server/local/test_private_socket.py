@@ -19,26 +19,26 @@ with private_socket() as address:
 
 @pytest.fixture
 def folder(tmp_path_factory, monkeypatch):
-    """The system's temporary folder, with nothing of others in it."""
-    found = tmp_path_factory.mktemp("t")
-    monkeypatch.setenv("TMPDIR", str(found))
+    """An empty temporary folder of the system."""
+    path = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    return found
+    return path
 
 
-def test_what_a_killed_run_left_is_taken_away_by_the_next(folder):
+def test_the_directory_of_a_killed_run_is_removed_by_the_next(folder):
     subprocess.run([sys.executable, "-c", KILLED], check=False)
-    (left,) = folder.iterdir()
-    assert {each.name for each in left.iterdir()} == {"link", "lock"}
+    (stale,) = folder.iterdir()
+    assert {each.name for each in stale.iterdir()} == {"link", "lock"}
     with private_socket():
-        assert left.exists()  # one that begins might not have its lock yet
-    os.utime(left, (0, 0))
+        assert stale.exists()  # one that begins might not have its lock yet
+    os.utime(stale, (0, 0))
     with private_socket():
-        assert not left.exists()
+        assert not stale.exists()
     assert not list(folder.iterdir())
 
 
-def test_nothing_else_is_taken_away(folder):
+def test_nothing_else_is_removed(folder):
     """Another run's that goes on, and folders that only have such a name."""
     (folder / "isthmus-notes").mkdir()
     (folder / "isthmus-backup").mkdir()
