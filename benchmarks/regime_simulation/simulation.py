@@ -207,10 +207,10 @@ async def _simulate(
         accuracy=accuracy,
         rounds=dict(world.rounds),
         comparisons=world.comparisons,
-        cost=coordinator.at.spent,
+        cost=coordinator.state.spent,
         ended=world.ended,
         seconds=time.monotonic() - started,
-        trace=(*trace, Point(coordinator.at.spent, world.transfers, accuracy))
+        trace=(*trace, Point(coordinator.state.spent, world.transfers, accuracy))
         if trace_every
         else (),
     )

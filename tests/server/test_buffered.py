@@ -15,7 +15,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import RoundPlanned
+from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.transport import peer
 from isthmus_server.views.report import read_report
 
@@ -292,8 +292,8 @@ async def test_a_whole_run_in_buffers(place, secure):
         if next(asked) in (4, 5):
             await over.wait()
 
-    def committed(kind, data):
-        if kind == "committed":
+    def end_waits(event):
+        if isinstance(event, RoundCommitted):
             over.set()
 
     place.hold = hold
@@ -306,7 +306,9 @@ async def test_a_whole_run_in_buffers(place, secure):
         "rounds=6",
         "federated.local_epochs=2",
     )
-    await Coordinator(store, place.link, committed).run()
+    coordinator = Coordinator(store, place.link)
+    coordinator.events.subscribe(end_waits)
+    await coordinator.run()
     report = read_report(store).to_json()
     rows = report["rounds"]
     assert [row["participants"]["accepted"] for row in rows] == [3] * 6

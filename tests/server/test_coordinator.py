@@ -14,6 +14,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.model import mmap_buffer
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.rounds import trainer
+from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import (
     EventStream,
@@ -401,8 +402,10 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks
     assert final.model_sha256 == read_report(again).to_json()["rounds"][1]["model_sha256"]
 
 
-async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(place, net):
-    """They may have opened its sum, and refuse another one of nearly the same devices."""
+async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(
+    place, net, monkeypatch
+):
+    """They may have unmasked its sum, and refuse another one of nearly the same devices."""
     names = ("a", "b", "c", "d")
     await place.listen(names=names)
     fewer = (
@@ -421,9 +424,9 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     def die(*_):
         raise place.Killed
 
-    coordinator.roster.require = require
-    coordinator._commit = die  # the sum is open by then
-    with pytest.raises(place.Killed):
+    monkeypatch.setattr(coordinator.roster, "require", require)
+    with monkeypatch.context() as patched, pytest.raises(place.Killed):
+        patched.setattr(AttemptLog, "commit", die)  # the sum is unmasked by then
         await coordinator.run()
     place.link.disconnect("d", "it is away")
     published = []

@@ -117,7 +117,7 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
     assert comparison["price"] == found["price"] == pytest.approx(4 * 3 * 0.02)
     assert row["cost"]["price"] == pytest.approx(3 + comparison["price"])
     assert comparison["receipts"][0]["bytes_out"] == 2 * LAYOUT.nbytes
-    assert coordinator.at.spent == pytest.approx(9 + comparison["price"])
+    assert coordinator.state.spent == pytest.approx(9 + comparison["price"])
 
 
 async def test_a_policy_finds_its_comparison_among_the_past(place, asking):
@@ -159,7 +159,7 @@ async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(pla
     rows, others = read_report(again).to_json()["rounds"], whole["rounds"]
     results = [[one["result"] for one in row["comparisons"]] for row in rows]
     assert results == [[one["result"] for one in row["comparisons"]] for row in others]
-    assert resumed.at.spent == pytest.approx(sum(row["cost"]["price"] for row in others))
+    assert resumed.state.spent == pytest.approx(sum(row["cost"]["price"] for row in others))
     attempts = [comparison["attempt"] for comparison in rows[1]["comparisons"]]
     assert attempts == ([2] if when == "asked" else [1])
 
@@ -224,7 +224,7 @@ async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw
     name = f"waiting_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(WAITING)
     store = place.create("run", f"strategy.policy={name}:Waiting", "budget=9")
-    monkeypatch.setattr(coordinator_module, "NOTED_EVERY", 0.01)
+    monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
     coordinator = Coordinator(store, place.link)
     now = coordinator.clock.now
     coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
@@ -253,7 +253,7 @@ async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp
     brief = WAITING.replace("3600.0", "0.02").replace("< 50", "< 0.1")
     (tmp_path / f"{name}.py").write_text(brief)
     store = place.create("run", f"strategy.policy={name}:Waiting", "budget=9")
-    monkeypatch.setattr(coordinator_module, "NOTED_EVERY", 0.01)
+    monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
 
     def full(elapsed):
         raise sqlite3.OperationalError("database or disk is full")

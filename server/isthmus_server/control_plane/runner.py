@@ -202,7 +202,7 @@ class Runner:
             if not self._cancelled:
                 raise AdmissionRefused(f"{id_} has ended just now")
             if self._coordinator is not None:
-                self._coordinator.over = True
+                self._coordinator.abandon()
         self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
         return "cancelled"
 

@@ -59,7 +59,7 @@ async def compare_policies(
                     coordinator = Coordinator(store, link)
                     current.roster = coordinator.roster
                     final = await coordinator.run()
-                    spent, rounds = coordinator.at.spent, coordinator.at.round
+                    spent, rounds = coordinator.state.spent, coordinator.state.round
                 finally:
                     store.close()
                 results[policy].append({"rounds": rounds, "cost": spent, **final.metrics})

@@ -1,4 +1,4 @@
-"""The time a run goes by: the machine's, or one that a simulation moves."""
+"""The clock of a run: the machine's, or a simulated one."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import asyncio
 import time
 
 _LONGEST_SLEEP = 60.0
-"""Between two looks at what clocks show."""
+"""Seconds between two reads of the clocks."""
 
 
 class Clock:
-    """Wall time, in two: what durations are counted by never jumps, and hours go by what does.
+    """A monotonic clock for durations and the wall clock for hours of the day.
 
-    A run lasts for months; meanwhile somebody sets the machine's clock, or the machine sleeps.
+    A run can last for months, in which the wall clock may be set or the machine suspended.
     """
 
     def __init__(self) -> None:
         self._start = time.time() - time.monotonic()
 
     def now(self) -> float:
-        """Seconds since 1970-01-01 00:00 UTC, if the clock was right at the start; goes evenly."""
+        """Seconds since 1970-01-01 00:00 UTC by the wall clock at the start; never jumps."""
         return self._start + time.monotonic()
 
     def utc(self) -> float:
-        """Seconds since 1970-01-01 00:00 UTC, as the machine's clock shows them now."""
+        """Seconds since 1970-01-01 00:00 UTC, by the wall clock now."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
-        """Return when so many seconds have gone by, or clocks show that they have."""
-        even, shown = self.now() + seconds, self.utc() + seconds
+        """Return when that many seconds have passed on either clock."""
+        monotonic_end, wall_end = self.now() + seconds, self.utc() + seconds
         await asyncio.sleep(min(seconds, _LONGEST_SLEEP))
-        while (left := min(even - self.now(), shown - self.utc())) > 0:  # noqa: ASYNC110 - nobody tells
+        while (left := min(monotonic_end - self.now(), wall_end - self.utc())) > 0:  # noqa: ASYNC110 - clocks send no events
             await asyncio.sleep(min(left, _LONGEST_SLEEP))

@@ -179,7 +179,7 @@ def comparison_settings(question: Compare, federated: FederatedSection) -> Feder
 
 def _comparison(question: Compare, scores: PairedScores, price: float) -> Comparison:
     """The answer to a policy's question."""
-    means, differences, errors = paired_scores.results(scores.mean, devices=scores.devices)
+    means, differences, errors = paired_scores.comparison(scores.mean, devices=scores.devices)
     return Comparison(
         models=question.models,
         devices=scores.devices,
@@ -206,7 +206,7 @@ async def _secure_scores(
         round=work.comparison,
         attempt=work.attempt,
         model_hash=work.models.sha256,
-        size=paired_scores.length(len(work.candidates)),
+        size=paired_scores.vector_size(len(work.candidates)),
         **margins(settings),
         clip=1.0,
     )
@@ -265,5 +265,5 @@ class _PlaintextComparison:
                     raise UpdateError(f"it scored {len(scores)} models of {candidates}")
                 if not all(0 <= score <= 1 for score in scores):
                     raise UpdateError(f"its scores {scores} are not all from 0 to 1")
-                self._figures[name] = paired_scores.figures(scores)
+                self._figures[name] = paired_scores.score_vector(scores)
                 self._receipts.record(name, "accepted", sent=True, bytes_out=self._work.models.size)

@@ -98,8 +98,7 @@ class Coordinator:
         self.job = store.job
         self.events = events or EventStream()
         self.clock = clock or Clock()
-        self.finished = False
-        """The run has ended and will not be resumed."""
+        self._final = False
         data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
@@ -171,7 +170,7 @@ class Coordinator:
                     )
                     break
             final = await self._finish(reason)
-            self.finished = True
+            self._final = True
         except (IsthmusError, OSError, sqlite3.Error) as error:
             failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
             with contextlib.suppress(OSError, sqlite3.Error):  # a full disk cannot store it
@@ -181,8 +180,12 @@ class Coordinator:
         finally:
             await self.federated.stop()
             saving_elapsed.cancel()
-            await self.roster.stop(self.finished)
+            await self.roster.stop(self._final)
         return final
+
+    def abandon(self) -> None:
+        """The run will not be resumed: datacenters may delete its checkpoints when it ends."""
+        self._final = True
 
     async def _save_elapsed(self) -> None:
         """Store the elapsed time regularly, so that a crash does not lose long waits."""
