@@ -133,9 +133,7 @@ async def test_a_device_says_itself_when_it_may_be_asked(place, net):
 
 @pytest.mark.parametrize("hours", [["20:00-06:00"] * 33, ["20:00-06:00" + " " * 64]])
 def test_hours_are_bounded_before_they_are_read(hours):
-    with pytest.raises(
-        UpdateError, match="its hours have more than 32 entries, or one of more than"
-    ):
+    with pytest.raises(UpdateError, match="its hours have more than 32 entries, or one of"):
         _hours(link_pb2.Opened(hours=hours))
 
 

@@ -421,13 +421,14 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     async def require(regime):
         assert await coordinator.roster.wait_for(devices=names)
 
-    def die(*_):
+    def die(*_, **fields):
         raise place.Killed
 
     monkeypatch.setattr(coordinator.roster, "require", require)
-    with monkeypatch.context() as patched, pytest.raises(place.Killed):
+    with monkeypatch.context() as patched:
         patched.setattr(AttemptLog, "commit", die)  # the sum is unmasked by then
-        await coordinator.run()
+        with pytest.raises(place.Killed):
+            await coordinator.run()
     place.link.disconnect("d", "it is away")
     published = []
     again = Coordinator(place.reopen(store), place.link)
