@@ -47,8 +47,8 @@ CASES = {
         LLAMA | {"num_key_value_heads": 1},
         {"tensor_parallel": 2},
         "'decoder.model.layers.0.self_attn' and 1 more cannot be sharded by heads into "
-        "tensor_parallel=2 equal parts (queries are 16 wide, keys 4): each of its layers is "
-        "gathered on its own",
+        "tensor_parallel=2 equal parts (queries are 16 wide, keys 4): the output "
+        "of each of its layers is gathered separately",
     ),
     "transposed": ("gpt2", GPT2, {"tensor_parallel": 2}, ""),
 }
