@@ -84,7 +84,9 @@ def opening(base, kind, model, section):
 def test_every_layout_trains_as_one_process_does(base):
     openings = [opening(base, *case[:3]) for case in CASES.values()]
     with Ranks(2) as ranks:
-        found, again = ranks.run(ON_RANKS, "beside_one_process", openings, STEPS, BATCH, str(base))
+        found, again = ranks.run(
+            ON_RANKS, "compare_with_one_process", openings, STEPS, BATCH, str(base)
+        )
     assert found == again
     for (name, case), (difference, said) in zip(CASES.items(), found, strict=True):
         assert difference < 1e-5, name
