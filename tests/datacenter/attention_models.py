@@ -70,13 +70,13 @@ class FusedAttention(nn.Module):
         self.order, self.width, self.heads = order, WIDTH, WIDTH // HEAD
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        made = self.c_attn(hidden)
+        outputs = self.c_attn(hidden)
         if self.order == "in sequence":
-            parts = [each.unflatten(-1, (-1, HEAD)) for each in made.split(self.width, -1)]
+            parts = [each.unflatten(-1, (-1, HEAD)) for each in outputs.split(self.width, -1)]
         elif self.order == "interleaved":
-            parts = made.unflatten(-1, (-1, 3 * HEAD)).chunk(3, -1)
+            parts = outputs.unflatten(-1, (-1, 3 * HEAD)).chunk(3, -1)
         else:
-            parts = made.unflatten(-1, (HEAD, self.heads, 3)).transpose(-2, -3).unbind(-1)
+            parts = outputs.unflatten(-1, (HEAD, self.heads, 3)).transpose(-2, -3).unbind(-1)
         q, k, v = (each.transpose(1, 2) for each in parts)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))

@@ -17,7 +17,7 @@ from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
+from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -175,7 +175,7 @@ def compare_state(
 
 
 def _restore(engine: Engine, state: str, step: int) -> None:
-    engine.checkpoints = Checkpoints(Path(state))
+    engine.checkpoints = ShardedCheckpoints(Path(state))
     engine.invalidate_state()
     engine.restore_step(step)
 

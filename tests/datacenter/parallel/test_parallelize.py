@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.job.datacenter import DatacenterSection
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model, evaluate, losses
 from isthmus_datacenter.training.data import ExampleOrder
@@ -213,18 +211,6 @@ def test_every_layout_trains_like_one_process(
     assert values[0]["evaluation"] == pytest.approx(figures, abs=2e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_fused_outputs_are_exchanged_by_heads(ranks: int, on_ranks: Any) -> None:
-    assert on_ranks(ranks, "exchange_fused_outputs", 3) == [True] * ranks
-
-
-def test_all_reduce_sums_the_gradients_of_replicas(on_ranks: Any) -> None:
-    """In one message or several, also where only one replica uses a parameter."""
-    for sums, gradients in on_ranks(2, "sum_gradients"):
-        assert sums == [[3.0] * 6, [6.0] * 4, [9.0] * 4, [12.0] * 20, [15.0] * 2]
-        assert gradients == {"both": [3.0], "one": [2.0], "none": None}
-
-
 HALF_PRECISION = {
     "dp2-bf16": ("Gpt", SGD, layout(2, stage=3, precision="bf16")),
     "dp2-zero0-bf16": (
@@ -378,24 +364,3 @@ def test_impossible_layouts_are_refused_with_the_reason(
     assert messages[0] == messages[1]
     for (_, sentence), message in zip(cases, messages[0], strict=True):
         assert sentence in message
-
-
-@pytest.mark.parametrize(
-    ("section", "sentence"),
-    [
-        (
-            {"ranks": 6, "tensor_parallel": 4},
-            "tensor_parallel=4 x pipeline_parallel=1 takes 4 ranks or a multiple, and there are 6",
-        ),
-        ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be cut into 4 equal pieces"),
-        (
-            {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},
-            "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch",
-        ),
-    ],
-)
-def test_an_impossible_section_is_refused_with_the_job(
-    section: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        DatacenterSection.model_validate(section)
