@@ -1,4 +1,4 @@
-"""Sharded checkpoints of one run: parameters, buffers and optimizer state, loadable by any sharding.
+"""Sharded checkpoints of a run: parameters, buffers and optimizer state, for any sharding.
 
 A checkpoint is written in the background into a new directory, and becomes `step-N` by moving one
 symbolic link when every rank has written its part: a crash leaves the old checkpoint or the new
