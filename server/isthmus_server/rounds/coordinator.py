@@ -52,6 +52,7 @@ from isthmus_server.storage.records import (
     FailedAttempt,
     FinalModel,
     Participants,
+    PlannedAttempt,
     Receipt,
     RoundRecord,
 )
@@ -167,9 +168,7 @@ class Coordinator:
                 if stop is not None:
                     reason = stop.reason
                     self._publish(
-                        RunStopped(
-                            round=self.at.round + 1, reason=reason, observation=decision.observation
-                        )
+                        RunStopped(round=self.at.round + 1, reason=reason, decision=decision)
                     )
                     break
             final = await self._finish(reason)
@@ -244,7 +243,15 @@ class Coordinator:
         work = resolve_plan(
             self.job, self.at, self.roster, self.cohorts, self.federated.busy, plan, attempt
         )
-        self.store.plan(round_, attempt, work.to_json(), decision.observation)
+        self.store.plan(
+            PlannedAttempt(
+                round=round_,
+                attempt=attempt,
+                decision=decision,
+                invited=sorted(work.cohort),
+                datacenters=work.datacenters,
+            )
+        )
         self._publish(
             RoundPlanned(
                 round=round_,
@@ -285,10 +292,10 @@ class Coordinator:
         )
 
     async def _decide(self) -> Decision:
-        if (cut_short := self.at.decided) is not None:
-            await self.cohorts.go_on(self.at.round + 1, cut_short["plan"].get("invited", ()))
-            self.at = dataclasses.replace(self.at, decided=None)
-            return Decision.from_log(cut_short["plan"], cut_short["observation"])
+        if (cut_short := self.at.cut_short) is not None:
+            await self.cohorts.go_on(self.at.round + 1, cut_short.invited)
+            self.at = dataclasses.replace(self.at, cut_short=None)
+            return cut_short.decision
         return await decide(
             self.policy,
             self.job.strategy.policy,
