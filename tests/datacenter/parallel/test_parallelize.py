@@ -335,7 +335,7 @@ def test_impossible_layouts_are_refused_with_the_reason(
         (make_setup("Gpt", **section, microbatches=2), "microbatches=2 is for pipelines"),
         (
             make_setup("Language", **section, pipeline_parallel=2, schedule="interleaved"),
-            "cannot be cut into 4 pipeline stages: its longest Sequential or ModuleList has 2",
+            "cannot be split into 4 pipeline stages: its longest Sequential or ModuleList has 2",
         ),
         (
             make_setup("Skipping", **section, pipeline_parallel=2),
