@@ -124,7 +124,7 @@ class EngineLoop:
     def train(self, steps: int) -> float:
         """Train a number of steps; return the seconds they took."""
         command = Command(
-            op="train", run_id="run", from_step=self.step, until_step=self.step + steps
+            op="train_steps", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
         values = train_round(

@@ -288,7 +288,7 @@ def compare_with_one_process(
             file.write_bytes(layout.header + bytes(4 * layout.size))
         header = layout.header.decode("latin-1")
         engine = build_engine(rank, {**open_command, "layout": header}, f"{file}.d")
-        command = {"op": "train", "run_id": "run", "until_step": steps, "result": str(file)}
+        command = {"op": "train_steps", "run_id": "run", "until_step": steps, "result": str(file)}
         _train(engine, command)
         order = dataclasses.replace(engine.order, replicas=1, batch_size=batch)
         _train_by_hand(task, model, order, steps)

@@ -165,7 +165,7 @@ def trained(make_setup: Any, on_ranks: Any, tmp_path_factory: pytest.TempPathFac
             result = directory / name
             result.write_bytes(prepared.layout.header + bytes(4 * prepared.layout.size))
             command = {
-                "op": "train",
+                "op": "train_steps",
                 "run_id": "run",
                 "until_step": STEPS,
                 "evaluate": True,
@@ -234,7 +234,12 @@ def test_half_precision_differs_only_by_rounding(
             prepared = make_setup(task, extra, **section)
             result = tmp_path / name
             result.write_bytes(prepared.layout.header + bytes(4 * prepared.layout.size))
-            command = {"op": "train", "run_id": "run", "until_step": STEPS, "result": str(result)}
+            command = {
+                "op": "train_steps",
+                "run_id": "run",
+                "until_step": STEPS,
+                "result": str(result),
+            }
             operations.append((prepared.open_command(), command, str(tmp_path / f"{name}.state")))
             setups.append(prepared)
         values = on_ranks(ranks, "train", operations)[0]

@@ -75,7 +75,7 @@ def test_the_gradient_equals_that_of_one_process(
         source.write_bytes(seeded(prepared.layout))
         result.write_bytes(prepared.layout.header + bytes(4 * prepared.layout.size))
         command = {
-            "op": "gradient",
+            "op": "mean_gradient",
             "run_id": "run",
             "from_step": FIRST,
             "until_step": UNTIL,
