@@ -52,7 +52,7 @@ ci: test docs
 
 # The suite tries a few pairs for each layout; the pairs are printed.
 pairs: .venv/ready-dev
-	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/test_layouts.py -k others_load
+	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/parallel/test_parallelize.py -k other_layouts
 
 # Traced processes start slowly: this takes about twice as long as the tests alone.
 coverage: .venv/ready-dev

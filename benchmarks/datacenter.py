@@ -1,20 +1,20 @@
-"""The datacenter's training loop against plain PyTorch, and a regime switch against copying memory.
+"""The datacenter's training loop compared with plain PyTorch, and a regime switch with copying.
 
-  * Throughput: our loop and one written by hand with DDP or FSDP (datacenter_ranks.py) train the
-    same model on the same data with the same ranks, in turn, in the same processes; on CPUs with
-    two gloo ranks and a small transformer, on a GPU, where one is, with one rank, bf16 and
+  * Throughput: the engine and a plain loop with DDP or FSDP (datacenter_ranks.py) train the same
+    model on the same data with the same ranks, in turn, in the same processes; on CPUs with two
+    gloo ranks and a small transformer, on a GPU, if there is one, with one rank, bf16 and
     compilation, a GPT-2 of 124M parameters and one of a billion.
-  * A regime switch: a model goes from the file that the link fills to the sharded parameters of
-    the ranks and from them into the file that the link reads, against two copies of as many bytes
-    in memory by as many processes. Beside it, a whole request through the service: with the
-    checkpoint of the step and the digest that names the model on the link.
+  * A regime switch: a model is loaded from the file that the link writes into the sharded
+    parameters of the ranks, and stored in the file that the link reads, compared with two copies of
+    as many bytes in memory by as many processes. Also a whole request through the service,
+    with the checkpoint of the step and the digest that names the model on the link.
 
-Every ratio is the median over neighbours in time, which a busy machine slows down alike; in
-brackets, the middle half of them. On CPUs there is also one of the time that the processors took.
+Every ratio is the median over pairs of neighbouring intervals, which a busy machine slows down
+alike; in brackets, the middle half of them. On CPUs there is also a ratio of CPU times.
 
-Figures: `throughput_ratio/<device>/<model>` (above 1, ours is faster), `cpu_time_ratio/...`,
+Figures: `throughput_ratio/<device>/<model>` (above 1, the engine is faster), `cpu_time_ratio/...`,
 `tokens_per_s/...`, `mfu/...` (GPUs whose peak is known), `switch_over_memcpy/<parameters>` and
-`switch_request_over_memcpy/<parameters>`. `--only gpu` leaves out what needs no GPU.
+`switch_request_over_memcpy/<parameters>`. `--only gpu` omits the parts that need no GPU.
 """
 
 from __future__ import annotations
@@ -56,34 +56,42 @@ PARTS = ("cpu", "gpu", "switch")
 
 def main() -> None:
     """Measure, print, write."""
-    asked = figures.options(__doc__ or "", more=_only)
-    parts = PARTS if asked.only is None else (asked.only,)
-    if asked.only == "gpu" and not torch.cuda.is_available():
-        raise SystemExit("--only gpu: no GPU is here")
-    found: dict[str, float] = {}
+    options = figures.options(__doc__ or "", more=_only)
+    parts = PARTS if options.only is None else (options.only,)
+    if options.only == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("--only gpu: this machine has no GPU")
+    measured: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="datacenter-") as scratch:
         cases = [
-            *(_cpu_cases(asked.quick) if "cpu" in parts else ()),
-            *(_gpu_cases(asked.quick) if "gpu" in parts else ()),
+            *(_cpu_cases(options.quick) if "cpu" in parts else ()),
+            *(_gpu_cases(options.quick) if "gpu" in parts else ()),
         ]
         rows = []
         for case in cases:
             timing = Timing(**on_ranks(case.ranks, compare, case, device=case.device)[0])
-            rows.append(_row(case, timing, found))
+            rows.append(_row(case, timing, measured))
             print(f"{case.device} {case.name}: {rows[-1][-2]}", flush=True)
-            figures.write(asked.json, "datacenter", _machine(), found)  # the next may take long
-        header = ("model, device, peer", "tokens/s", "by hand", "MFU", "of by hand", "CPU time")
+            # Written after each case, because the next one may take long.
+            figures.write(options.json, "datacenter", _machine(), measured)
+        header = (
+            "model, device, peer",
+            "tokens/s",
+            "plain",
+            "MFU",
+            "throughput ratio",
+            "CPU time ratio",
+        )
         if rows:
             print(figures.table(header, rows))
         if "gpu" in parts and not torch.cuda.is_available():
-            print("no GPU is here: the GPU part was left out")
+            print("this machine has no GPU: the GPU part was omitted")
         if "switch" in parts:
-            print(_switch(Path(scratch), 5 if asked.quick else 15, found))
-    figures.write(asked.json, "datacenter", _machine(), found)
+            print(_switch(Path(scratch), 5 if options.quick else 15, measured))
+    figures.write(options.json, "datacenter", _machine(), measured)
 
 
 def _only(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    parser.add_argument("--only", choices=PARTS, help="run only this part")
 
 
 def _machine() -> dict[str, str | int | float]:
@@ -94,7 +102,7 @@ def _machine() -> dict[str, str | int | float]:
 
 
 def _cpu_cases(quick: bool) -> list[Case]:
-    shape = {"device": "cpu", "ranks": 2, "steps": 5, "stretches": 7 if quick else 24}
+    shape = {"device": "cpu", "ranks": 2, "steps": 5, "intervals": 7 if quick else 24}
     return [
         Case(
             name=f"small-{peer}",
@@ -109,7 +117,7 @@ def _cpu_cases(quick: bool) -> list[Case]:
 def _gpu_cases(quick: bool) -> list[Case]:
     if not torch.cuda.is_available():
         return []
-    shape = {"device": "cuda", "peer": "single", "ranks": 1, "stretches": 4 if quick else 8}
+    shape = {"device": "cuda", "peer": "single", "ranks": 1, "intervals": 4 if quick else 8}
     fast = {"accelerate": True}
     return [
         Case(name="gpt2-124m", job=_job({**GPT2, **fast}, batch_size=64), steps=20, **shape),
@@ -125,29 +133,29 @@ def _job(settings: Mapping[str, Any], **datacenter: Any) -> dict[str, Any]:
     }
 
 
-def _row(case: Case, timing: Timing, found: dict[str, float]) -> tuple[str, ...]:
-    """One line of the table, its figures added to those found."""
+def _row(case: Case, timing: Timing, measured: dict[str, float]) -> tuple[str, ...]:
+    """Return one line of the table, and add its figures to `measured`."""
     key = f"{case.device if case.device == 'cpu' else _gpu()}/{case.name}"
-    ratios = _by_pairs(timing.theirs, timing.ours)
+    ratios = _by_pairs(timing.plain, timing.engine)
     ratio = statistics.median(ratios)
-    ours, theirs = statistics.median(timing.ours), statistics.median(timing.theirs)
-    found[f"throughput_ratio/{key}"] = ratio
-    found[f"tokens_per_s/{key}"] = timing.words / ours
+    engine, plain = statistics.median(timing.engine), statistics.median(timing.plain)
+    measured[f"throughput_ratio/{key}"] = ratio
+    measured[f"tokens_per_s/{key}"] = timing.words / engine
     mfu = cpu = "-"
     if case.device == "cpu":
-        found[f"cpu_time_ratio/{key}"] = statistics.median(
-            _by_pairs(timing.theirs_cpu, timing.ours_cpu)
+        measured[f"cpu_time_ratio/{key}"] = statistics.median(
+            _by_pairs(timing.plain_cpu, timing.engine_cpu)
         )
-        cpu = f"{found[f'cpu_time_ratio/{key}']:.3f}x"
+        cpu = f"{measured[f'cpu_time_ratio/{key}']:.3f}x"
     elif (peak := DENSE_BF16.get(_gpu().upper())) is not None:
-        found[f"mfu/{key}"] = timing.flops / ours / peak
-        found[f"peak_gib/{key}"] = timing.peak_bytes / 2**30
-        mfu = f"{100 * timing.flops / ours / peak:.1f} %"
+        measured[f"mfu/{key}"] = timing.flops / engine / peak
+        measured[f"peak_gib/{key}"] = timing.peak_bytes / 2**30
+        mfu = f"{100 * timing.flops / engine / peak:.1f} %"
     low, _, high = statistics.quantiles(ratios, n=4)
     return (
         f"{case.name}, {key.partition('/')[0]}, {case.peer}",
-        f"{timing.words / ours:,.0f}",
-        f"{timing.words / theirs:,.0f}",
+        f"{timing.words / engine:,.0f}",
+        f"{timing.words / plain:,.0f}",
         mfu,
         f"{ratio:.3f}x [{low:.3f}..{high:.3f}]",
         cpu,
@@ -155,8 +163,8 @@ def _row(case: Case, timing: Timing, found: dict[str, float]) -> tuple[str, ...]
 
 
 def _by_pairs(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Ratios of neighbours in time."""
-    return [one / other for one, other in zip(over, under, strict=True)]
+    """Ratios of measurements that are neighbours in time."""
+    return [numerator / denominator for numerator, denominator in zip(over, under, strict=True)]
 
 
 def _gpu() -> str:
@@ -169,24 +177,24 @@ def _gpu() -> str:
 # -- the switch -----------------------------------------------------------------------------------
 
 
-def _switch(scratch: Path, repeats: int, found: dict[str, float]) -> str:
-    """A table of a model's way through the service, into the ranks alone, and through memory."""
-    size, blob, through = asyncio.run(_through_the_service(scratch, repeats))
+def _switch(scratch: Path, repeats: int, measured: dict[str, float]) -> str:
+    """Return a table of a model sent through the service, only through the ranks, and copied."""
+    size, blob, request_seconds = asyncio.run(_measure_requests(scratch, repeats))
     file = scratch / "model"
     file.write_bytes(blob)
     Path(f"{file}.back").write_bytes(blob)
-    taken = on_ranks(2, exchange, 2, _switched_job(), str(file), repeats)[0]
-    floor = statistics.median(taken["copied"])
-    inside = statistics.median(_by_pairs(taken["exchanged"], taken["copied"]))
-    found[f"switch_over_memcpy/{size / 1e6:.0f}M"] = inside
-    found[f"switch_request_over_memcpy/{size / 1e6:.0f}M"] = through / floor
+    timings = on_ranks(2, exchange, 2, _switched_job(), str(file), repeats)[0]
+    floor = statistics.median(timings["copied"])
+    inside = statistics.median(_by_pairs(timings["exchanged"], timings["copied"]))
+    measured[f"switch_over_memcpy/{size / 1e6:.0f}M"] = inside
+    measured[f"switch_request_over_memcpy/{size / 1e6:.0f}M"] = request_seconds / floor
     return "\n" + figures.table(
-        (f"{size / 1e6:.0f}M parameters to 2 ranks and back", "seconds", "of the floor"),
+        (f"{size / 1e6:.0f}M parameters to 2 ranks and back", "seconds", "ratio to copying"),
         [
             (what, f"{seconds:.4f}", figures.times(ratio))
             for what, seconds, ratio in (
-                ("a request, with checkpoint and digest", through, through / floor),
-                ("into the ranks and out", statistics.median(taken["exchanged"]), inside),
+                ("a request, with checkpoint and digest", request_seconds, request_seconds / floor),
+                ("into the ranks and back", statistics.median(timings["exchanged"]), inside),
                 ("copied in memory", floor, 1.0),
             )
         ],
@@ -197,8 +205,8 @@ def _switched_job() -> dict[str, Any]:
     return _job(SWITCHED, ranks=2, batch_size=1, zero_stage=2)
 
 
-async def _through_the_service(scratch: Path, repeats: int) -> tuple[int, bytes, float]:
-    """Parameters, a model, and median seconds from a request with it to a reply with another."""
+async def _measure_requests(scratch: Path, repeats: int) -> tuple[int, bytes, float]:
+    """Return the number of parameters, a model, and the median seconds of a request with it."""
     job = Job.model_validate(_switched_job())
     task = load_task(job.task.source, job.task.settings, base=HERE)
     model = build_model(task, job.seed)
@@ -212,18 +220,18 @@ async def _through_the_service(scratch: Path, repeats: int) -> tuple[int, bytes,
             run_id="run", job=job.model_dump_json(), base=str(HERE), layout=layout.header
         )
         await ask(link_pb2.Request(id="open", open=opening), None)
-        taken = []
+        seconds = []
         for number in range(repeats + 1):
             work = link_pb2.TrainSteps(run_id="run", hand_back=True)
             request = link_pb2.Request(id=str(number), train_steps=work)
-            taken.append(await ask(request, blob))
+            seconds.append(await ask(request, blob))
     finally:
         service.close()
-    return layout.size, blob, statistics.median(taken[1:])
+    return layout.size, blob, statistics.median(seconds[1:])
 
 
 async def _ask(service: DatacenterService, request: link_pb2.Request, model: bytes | None) -> float:
-    """Seconds from the request with its model to the reply with another one."""
+    """Send a request with a model; return the seconds until the reply with another one."""
     buffer = None
     if model is not None:
         buffer = service.buffer(request, len(model))

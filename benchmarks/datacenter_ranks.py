@@ -1,11 +1,11 @@
-"""What the ranks of benchmarks/datacenter.py do: our loop and one written by hand, in turn.
+"""Functions that benchmarks/datacenter.py runs on each rank: the engine and a plain PyTorch loop.
 
-The hand-written loop is what a PyTorch user writes from its tutorials: a DistributedSampler and a
+The plain loop is what a PyTorch user writes from its tutorials: a DistributedSampler and a
 DataLoader, DDP or `fully_shard` per block, a mean loss, `backward`, `step`, `zero_grad`. Both loops
-hold a model of their own in the same processes and take turns in stretches of a few steps, each
-begun together and timed until the device is done. Ours is `Engine.train` with the time it reports
-itself: checkpoints, once a round, are written by neither. Beside the time by the clock stands that
-of the processors, which other programs on the machine change less.
+have a model of their own in the same processes and take turns in intervals of a few steps, each
+begun on all ranks together and timed until the device is done. The engine runs `train_round`, which
+measures its time itself; neither writes the checkpoint of a round. CPU time is measured as well as
+wall-clock time, because other programs on the machine influence it less.
 """
 
 from __future__ import annotations
@@ -44,58 +44,58 @@ class Case:
 
     name: str
     peer: str
-    """`single`, `ddp` or `fsdp`: what the hand-written loop wraps its model in."""
+    """How the plain loop wraps its model: `single` (not at all), `ddp` or `fsdp`."""
     device: Device
     ranks: int
     steps: int
-    """In one stretch."""
-    stretches: int
-    """Of each loop, after one of each that is not counted."""
+    """In one interval."""
+    intervals: int
+    """Of each loop, after a first one of each that is not counted."""
     job: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of each stretch of a case, as its slowest rank saw them."""
+    """Seconds of each interval of a case on its slowest rank."""
 
-    ours: list[float]
-    theirs: list[float]
-    ours_cpu: list[float]
-    """The same in seconds of processors, user and system, of all ranks together."""
-    theirs_cpu: list[float]
+    engine: list[float]
+    plain: list[float]
+    engine_cpu: list[float]
+    """CPU seconds, user and system, of all ranks together."""
+    plain_cpu: list[float]
     words: int
-    """Trained on in one stretch by all ranks."""
+    """Trained on by all ranks in one interval."""
     flops: float
-    """Of one stretch on all ranks, by the usual count."""
+    """Of one interval on all ranks, by the usual formula."""
     peak_bytes: int
-    """Of the first device's memory, with both models; 0 on a CPU."""
+    """Peak memory of the first device, with both models; 0 on a CPU."""
 
 
 def compare(rank: int, case: Case) -> dict[str, Any]:
-    """The `Timing` of a case, as a dictionary, on one of its ranks."""
+    """Measure a case on one of its ranks; return the `Timing` as a dictionary."""
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
     with tempfile.TemporaryDirectory() as state:
         job = Job.model_validate(case.job)
         task = load_task(job.task.source, job.task.settings, base=HERE)
         model = build_model(task, job.seed)
-        flops_per_word: int = model.flops_per_word()  # type: ignore[assignment, operator]  # of our own Gpt
-        ours = Ours(case, job, model, device, rank, Path(state))
-        theirs = ByHand(case, job, task, model, device, rank)
+        flops_per_word: int = model.flops_per_word()  # type: ignore[assignment, operator]  # of class Gpt
+        engine = EngineLoop(case, job, model, device, rank, Path(state))
+        plain = PlainLoop(case, job, task, model, device, rank)
         seconds: dict[str, list[float]] = {
-            name: [] for name in ("ours", "theirs", "ours_cpu", "theirs_cpu")
+            name: [] for name in ("engine", "plain", "engine_cpu", "plain_cpu")
         }
-        for stretch in range(case.stretches + 1):
-            # Who begins changes: what came before is never the same for only one of them.
-            turns = [("ours", ours), ("theirs", theirs)]
-            for name, loop in turns if stretch % 2 else reversed(turns):
+        for interval in range(case.intervals + 1):
+            # The order alternates, so that neither loop always runs after the other.
+            turns = [("engine", engine), ("plain", plain)]
+            for name, loop in turns if interval % 2 else reversed(turns):
                 dist.barrier()
-                busy = time.process_time()
-                took = torch.tensor(loop.train(case.steps), dtype=torch.float64)
-                cpu = torch.tensor(time.process_time() - busy, dtype=torch.float64)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
+                cpu_started = time.process_time()
+                seconds_taken = torch.tensor(loop.train(case.steps), dtype=torch.float64)
+                cpu = torch.tensor(time.process_time() - cpu_started, dtype=torch.float64)
+                dist.all_reduce(seconds_taken, dist.ReduceOp.MAX)
                 dist.all_reduce(cpu)
-                if stretch:
-                    seconds[name].append(float(took))
+                if interval:
+                    seconds[name].append(float(seconds_taken))
                     seconds[f"{name}_cpu"].append(float(cpu))
     words = case.steps * case.ranks * job.datacenter.batch_size * job.task.settings["length"]
     flops = float(words * flops_per_word)
@@ -103,13 +103,13 @@ def compare(rank: int, case: Case) -> dict[str, Any]:
     return dataclasses.asdict(Timing(**seconds, words=words, flops=flops, peak_bytes=peak))
 
 
-class Ours:
-    """The engine, as a rank of the service drives it."""
+class EngineLoop:
+    """The engine, driven as by a rank of the service."""
 
     def __init__(
         self, case: Case, job: Job, model: nn.Module, device: torch.device, rank: int, state: Path
     ) -> None:
-        """`model` is only looked at: the engine makes its own."""
+        """`model` gives the layout; the engine builds its own."""
         header = TensorLayout.of(model).header.decode("latin-1")
         command = Command(
             op="open", run_id="run", job=job.model_dump_json(), base=str(HERE), layout=header
@@ -118,13 +118,13 @@ class Ours:
             rank=rank, ranks=case.ranks, device=device, participant="benchmark", state=state
         )
         self.engine = Engine(command, placement)
-        self.engine.checkpoints.begin_save = lambda *_: None  # type: ignore[method-assign]  # the peer writes none
+        self.engine.checkpoints.begin_save = lambda *_: None  # type: ignore[method-assign]  # the plain loop writes none
         self.step = 0
 
     def train(self, steps: int) -> float:
-        """Seconds that so many more steps took."""
+        """Train a number of steps; return the seconds they took."""
         command = Command(
-            op="train", run_id="run", from_step=self.step, until_step=self.step + steps
+            op="train_steps", run_id="run", from_step=self.step, until_step=self.step + steps
         )
         self.step += steps
         values = train_round(
@@ -133,8 +133,8 @@ class Ours:
         return float(values["seconds"])  # type: ignore[arg-type]  # an object to mypy
 
 
-class ByHand:
-    """Plain PyTorch."""
+class PlainLoop:
+    """A training loop in plain PyTorch."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class ByHand:
         if case.peer == "ddp":
             self.model = DistributedDataParallel(model)
         elif case.peer == "fsdp":
-            for block in model.blocks:  # type: ignore[union-attr]  # of our own Gpt
+            for block in model.blocks:  # type: ignore[union-attr]  # of class Gpt
                 fully_shard(block, reshard_after_forward=False)
             fully_shard(model, reshard_after_forward=False)
         participant = Participant(name="benchmark", regime="datacenter")
@@ -167,7 +167,7 @@ class ByHand:
         self.batches = self._endless()
 
     def train(self, steps: int) -> float:
-        """Seconds that so many more steps took."""
+        """Train a number of steps; return the seconds they took."""
         started = time.monotonic()
         self.model.train()
         for _ in range(steps):
@@ -191,18 +191,19 @@ class ByHand:
 def exchange(
     rank: int, ranks: int, job_: dict[str, Any], model: str, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of loading a model into a sharded one and storing it again, on one of the ranks.
+    """Measure loading and storing a model file on one of the ranks, alternating with memory copies.
 
-    And, in turn with it, of copying as many bytes twice in memory, each rank its share.
+    Returns the seconds of each repetition, `exchanged` and `copied`: copies of as many bytes in
+    memory, two per repetition, each rank its part.
     """
     job = Job.model_validate(job_)
     task = load_task(job.task.source, job.task.settings, base=HERE)
-    case = Case(name="", peer="", device="cpu", ranks=ranks, steps=0, stretches=0, job=job_)
+    case = Case(name="", peer="", device="cpu", ranks=ranks, steps=0, intervals=0, job=job_)
     with tempfile.TemporaryDirectory() as state:
-        engine = Ours(case, job, build_model(task, job.seed), CPU, rank, Path(state)).engine
+        engine = EngineLoop(case, job, build_model(task, job.seed), CPU, rank, Path(state)).engine
         source = torch.ones(engine.layout.size // ranks)
         target = torch.zeros_like(source)
-        taken: dict[str, list[float]] = {"exchanged": [], "copied": []}
+        seconds: dict[str, list[float]] = {"exchanged": [], "copied": []}
         for repeat in range(repeats + 2):
             dist.barrier()
             started = time.monotonic()
@@ -214,6 +215,6 @@ def exchange(
             source.copy_(target)
             dist.barrier()
             if repeat > 1:
-                taken["exchanged"].append(between - started)
-                taken["copied"].append(time.monotonic() - between)
-    return taken
+                seconds["exchanged"].append(between - started)
+                seconds["copied"].append(time.monotonic() - between)
+    return seconds

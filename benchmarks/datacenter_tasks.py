@@ -1,6 +1,6 @@
 """The models that benchmarks/datacenter.py trains: GPTs on random words, as one isthmus Task.
 
-Random words have nothing to learn, and cost what real ones do: only times are read here.
+Random words contain nothing to learn, and take as long as real ones: only times are measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isthmus import Participant, Task
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Pre-norm attention and MLP with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Words(Dataset[Any]):
-    """Random sequences, and the same one word further on."""
+    """Random sequences, with the same sequence shifted by one word as the target."""
 
     def __init__(self, words: int, length: int, examples: int) -> None:
         generator = torch.Generator().manual_seed(0)

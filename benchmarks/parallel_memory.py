@@ -1,12 +1,13 @@
-"""Bytes per rank of parameters, gradients and optimizer state, by layout, beside the formula.
+"""Bytes per rank of parameters, gradients and optimizer state, by layout, compared with a formula.
 
 The formula for P float32 parameters: 4 P bytes of parameters, as many of gradients and twice as
 many of Adam's moments, each divided by tensor_parallel x pipeline_parallel, and by data_parallel
 where the ZeRO stage is above 0. PyTorch's `fully_shard` keeps gradients and parameters sharded
 between steps in stages 1 and 2 as well; the stages differ in what is gathered during one.
 
-Then what the exchange of the whole model takes at its peak, as a shard of the model: memory of a
-rank's own beyond what it held, and pages of the file that it looked at, which the kernel may drop.
+Also the peak memory of the exchange of the whole model, as a fraction of the model's size: private
+memory of a rank in addition to what it had before, and mapped pages of the file, which the kernel
+may drop.
 
     python benchmarks/parallel_memory.py --quick
 """
@@ -56,7 +57,7 @@ FULL = [
 
 
 class Stack(Task):
-    """Blocks of two matrices, as an MLP of a transformer."""
+    """A stack of transformer MLPs, two matrices each."""
 
     def model(self) -> nn.Module:
         width = self.settings["width"]
@@ -84,7 +85,7 @@ class Stack(Task):
 def measure(
     rank: int, layouts: list[tuple[int, int, int, int]], width: int, directory: str
 ) -> list[list[int]]:
-    """On one rank: bytes of each kind after one step in each layout, and of the exchange."""
+    """Measure on one rank the bytes of each kind in each layout after a step, and the exchange."""
     return [
         _measure(rank, layout, width, Path(directory) / f"{len(layouts)}-{at}")
         for at, layout in enumerate(layouts)
@@ -133,7 +134,7 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
 
 @contextlib.contextmanager
 def _peaks() -> Iterator[tuple[list[int], list[int]]]:
-    """Most bytes that this process's own and its mapped memory grow by in the block."""
+    """Measure the peak growth of the process's private and mapped memory in the block, in bytes."""
     own, mapped, done = [0], [0], threading.Event()
     page = os.sysconf("SC_PAGE_SIZE")
 
@@ -141,14 +142,15 @@ def _peaks() -> Iterator[tuple[list[int], list[int]]]:
         _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
         return page * (resident - shared), page * shared
 
-    def look() -> None:
+    def sample() -> None:
         while not done.is_set():
             for peak, before, size in zip((own, mapped), start, now(), strict=True):
                 peak[0] = max(peak[0], size - before)
-            time.sleep(0.0002)  # a peak shorter than this is missed; more often costs the ranks
+            # Shorter peaks are missed; sampling more often would slow the ranks down.
+            time.sleep(0.0002)
 
     start = now()
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         yield own, mapped
@@ -158,12 +160,12 @@ def _peaks() -> Iterator[tuple[list[int], list[int]]]:
 
 
 def main() -> None:
-    """Measure every layout, and fail where one is off by more than a tenth."""
+    """Measure every layout, and fail if one differs from the formula by more than a tenth."""
     options = figures.options(__doc__ or "")
     width = 256 if options.quick else 512
     count = sum(each.numel() for each in Stack({"width": width}).model().parameters())
     layouts = QUICK if options.quick else FULL
-    rows, found = [], {}
+    rows, measured = [], {}
     for ranks in sorted({dp * tp * pp for dp, tp, pp, _ in layouts}):
         group = [each for each in layouts if each[0] * each[1] * each[2] == ranks]
         with tempfile.TemporaryDirectory() as directory:
@@ -175,10 +177,10 @@ def main() -> None:
             for kind, sizes in zip(KINDS, kinds, strict=True):
                 formula = FACTORS[kind] * count / (tp * pp * (dp if stage else 1))
                 ratio = max(sizes) / formula
-                found[f"{kind}_over_formula/{name}"] = ratio
+                measured[f"{kind}_over_formula/{name}"] = ratio
                 cells += [f"{max(sizes) / 2**20:.2f}", f"{formula / 2**20:.2f}", f"{ratio:.3f}"]
             for what, sizes in (("own", own), ("mapped", mapped)):
-                found[f"exchange_{what}_over_model/{name}"] = max(sizes) / (4 * count)
+                measured[f"exchange_{what}_over_model/{name}"] = max(sizes) / (4 * count)
                 cells.append(f"{max(sizes) / (4 * count):.3f}")
             rows.append((name, *cells))
     header = [
@@ -189,11 +191,11 @@ def main() -> None:
     ]
     print(f"largest rank, {count:,} float32 parameters, AdamW, after one step\n")
     print(figures.table(header, rows))
-    figures.write(options.json, "parallel_memory", figures.machine(), found)
-    off = [name for name, ratio in found.items() if "formula" in name and abs(ratio - 1) > 0.1]
+    figures.write(options.json, "parallel_memory", figures.machine(), measured)
+    off = [name for name, ratio in measured.items() if "formula" in name and abs(ratio - 1) > 0.1]
     if off:
         sys.exit(f"more than 10 % off the formula: {', '.join(off)}")
-    copies = [name for name, share in found.items() if "exchange_own" in name and share > 0.1]
+    copies = [name for name, share in measured.items() if "exchange_own" in name and share > 0.1]
     if copies:
         sys.exit(f"the exchange copies the model: {', '.join(copies)}")
 

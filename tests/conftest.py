@@ -16,7 +16,7 @@ settings.load_profile("unhurried")
 SLOWEST_FIRST = (
     "docs",
     "end_to_end",
-    "datacenter/test_layouts",
+    "datacenter/parallel/test_parallelize",
     "datacenter",
     "examples",
     "privacy",

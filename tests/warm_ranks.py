@@ -28,10 +28,10 @@ _SECONDS = 500.0
 
 
 class Ranks:
-    """A group that meets when it is first asked for something, and then stays warm."""
+    """A group of ranks that starts with the first call of `run`, and then stays warm."""
 
     def __init__(self, count: int) -> None:
-        """Of `count` ranks."""
+        """Prepare `count` ranks; `run` starts them."""
         self.count = count
         self._members: list[tuple[ForkServerProcess, Connection]] = []
         self._store: TCPStore | None = None
@@ -45,26 +45,26 @@ class Ranks:
     def run(self, source: Path, function: str, *arguments: Any) -> list[Any]:
         """Call `function(rank, *arguments)` of the file `source` on each rank.
 
-        Returns what each returned, by rank.
+        Returns the results by rank.
 
         Raises:
-            RuntimeError: some rank raised, died or took too long; with its traceback. The others
-                may be waiting for it: the next call is on new ranks.
+            RuntimeError: some rank raised, died or timed out; with its traceback. Other ranks may
+                be waiting for it: the next call starts new ranks.
         """
         if not self._members:
             self._start()
         try:
-            for _, ours in self._members:
-                ours.send((source, function, arguments))
-            return [_result(rank, ours) for rank, (_, ours) in enumerate(self._members)]
+            for _, parent_end in self._members:
+                parent_end.send((source, function, arguments))
+            return [_result(rank, parent_end) for rank, (_, parent_end) in enumerate(self._members)]
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End all ranks."""
-        for process, ours in self._members:
-            ours.close()
+        for process, parent_end in self._members:
+            parent_end.close()
             process.kill()
             process.join()
             process.close()
@@ -74,19 +74,19 @@ class Ranks:
         context = forked.context()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, self.count, self._store.port)
+            parent_end, child_end = context.Pipe()
+            arguments = (child_end, rank, self.count, self._store.port)
             process = context.Process(target=_member, args=arguments)
             process.start()
-            theirs.close()
-            self._members.append((process, ours))
+            child_end.close()
+            self._members.append((process, parent_end))
 
 
-def _result(rank: int, ours: Connection) -> Any:
-    if not ours.poll(_SECONDS):
+def _result(rank: int, parent_end: Connection) -> Any:
+    if not parent_end.poll(_SECONDS):
         raise RuntimeError(f"rank {rank} took longer than {_SECONDS:.0f} s")
     try:
-        error, result = ours.recv()
+        error, result = parent_end.recv()
     except EOFError:
         raise RuntimeError(f"rank {rank} died") from None
     if error is not None:
@@ -94,7 +94,7 @@ def _result(rank: int, ours: Connection) -> Any:
     return result
 
 
-def _member(theirs: Connection, rank: int, ranks: int, port: int) -> None:
+def _member(child_end: Connection, rank: int, ranks: int, port: int) -> None:
     faulthandler.enable()
     die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -109,15 +109,15 @@ def _member(theirs: Connection, rank: int, ranks: int, port: int) -> None:
     modules: dict[Path, ModuleType] = {}
     while True:
         try:
-            source, function, arguments = theirs.recv()
+            source, function, arguments = child_end.recv()
         except (EOFError, OSError):
             os._exit(0)
         try:
             if source not in modules:
                 modules[source] = _loaded(source)
-            theirs.send((None, getattr(modules[source], function)(rank, *arguments)))
-        except Exception:  # noqa: BLE001 - it is raised again on the other side of the pipe
-            theirs.send((traceback.format_exc(), None))
+            child_end.send((None, getattr(modules[source], function)(rank, *arguments)))
+        except Exception:  # noqa: BLE001 - the parent raises it again
+            child_end.send((traceback.format_exc(), None))
 
 
 def _loaded(source: Path) -> ModuleType:

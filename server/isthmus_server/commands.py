@@ -179,18 +179,19 @@ def report(run_dir: Path | None, as_json: bool, as_schema: bool) -> None:
 @click.argument("number", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the decisions as one document.")
 def why(run_dir: Path, number: int | None, as_json: bool) -> None:
-    """Say why each round of the run in the directory RUN was trained as it was.
+    """Explain the decisions of the run in the directory RUN, round by round.
 
-    With ROUND, everything that one decision was made of.
+    With ROUND, print everything that the decision on one round was based on.
     """
-    from isthmus_server.views.explain import explanation, show
+    from isthmus_server.views.explain import explain
+    from isthmus_server.views.explanation_page import show
 
     with _opened(run_dir) as store:
-        found = explanation(store, number)
+        explanation = explain(store, number)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(explanation.to_json(), indent=1))
     else:
-        show(found, Console())
+        show(explanation, Console())
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the ranks of these tests do."""
+"""Functions that the tests run on each rank of a group (`on_ranks`)."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
+from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -30,8 +30,11 @@ from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
 from isthmus_datacenter.training.round import train_round
 
+Operation = tuple[dict[str, Any], dict[str, Any], str]
+"""The command that opens a run, the command to execute, and the state directory."""
 
-def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
+
+def build_engine(rank: int, open_command: dict[str, Any], state: str) -> Engine:
     placement = RankPlacement(
         rank=rank,
         ranks=dist.get_world_size(),
@@ -39,11 +42,11 @@ def engine(rank: int, command: dict[str, Any], state: str) -> Engine:
         participant="test",
         state=Path(state),
     )
-    return Engine(Command(**command), placement)
+    return Engine(Command(**open_command), placement)
 
 
-def shard_everything() -> None:
-    """Have each block be a unit of its own, however small; no fp16 step overflows at first."""
+def shard_every_block() -> None:
+    """Make each block a sharding unit, however small; avoid overflow in the first fp16 steps."""
     isthmus_datacenter.training.optimizer.INITIAL_LOSS_SCALE = 256.0
 
     isthmus_datacenter.training.engine.parallelize = functools.partial(
@@ -51,180 +54,251 @@ def shard_everything() -> None:
     )
 
 
-def train(
-    rank: int, works: list[tuple[dict[str, Any], dict[str, Any], str]]
-) -> list[dict[str, object]]:
-    """Train several runs, one after the other: `(how to open it, what to do, state)`."""
-    shard_everything()
-    return [
-        train_round(
-            engine(rank, opened, state),
-            Command(**command),
-            lambda report: None,
-            lambda: ControlSignal.CONTINUE,
-        )
-        for opened, command, state in works
-    ]
+def train(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
+    """Train several runs one after the other; return the values of each."""
+    shard_every_block()
+    return [_train(build_engine(rank, each, state), command) for each, command, state in operations]
 
 
-def gradients(
-    rank: int, works: list[tuple[dict[str, Any], dict[str, Any], str]]
-) -> list[dict[str, object]]:
-    """Mean gradients: `(how to open the run, what to do, state)`."""
-    shard_everything()
+def _train(engine: Engine, command: dict[str, Any]) -> dict[str, object]:
+    return train_round(
+        engine, Command(**command), lambda report: None, lambda: ControlSignal.CONTINUE
+    )
+
+
+def gradients(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
+    """Compute several mean gradients; return the values of each."""
+    shard_every_block()
     return [
         mean_gradient(
-            engine(rank, opened, state), Command(**command), lambda: ControlSignal.CONTINUE
+            build_engine(rank, open_command, state),
+            Command(**command),
+            lambda: ControlSignal.CONTINUE,
         )
-        for opened, command, state in works
+        for open_command, command, state in operations
     ]
 
 
-def round_trip(rank: int, opened: dict[str, Any], source: str, target: str) -> list[int]:
-    """Load a model and write it again; the size of each local shard."""
-    shard_everything()
-    made = engine(rank, opened, target + ".state")
-    load_shards(Path(source), made.layout, made.shard)
-    store_shards(Path(target), made.layout, made.shard)
+def round_trip(rank: int, open_command: dict[str, Any], source: str, target: str) -> list[int]:
+    """Load a model file and store it in another; return the number of elements of each shard."""
+    shard_every_block()
+    engine = build_engine(rank, open_command, target + ".state")
+    load_shards(Path(source), engine.layout, engine.shard)
+    store_shards(Path(target), engine.layout, engine.shard)
     dist.barrier()
     return [
         getattr(parameter, "_local_tensor", parameter).numel()
-        for parameter in made.shard.parameters().values()
+        for parameter in engine.shard.parameters().values()
     ]
 
 
-def dealt(rank: int, pieces: int) -> bool:
-    """Whether a rank gets its part of each piece of what all make, and their gradients go back."""
+def exchange_fused_outputs(rank: int, pieces: int) -> bool:
+    """Whether a rank receives its part of each piece, and gradients return to their producers."""
     ranks = dist.get_world_size()
-    whole = torch.arange(2.0 * 3 * pieces * ranks * 2).reshape(2, 3, -1)
-    shard = whole.chunk(ranks, -1)[rank].clone().requires_grad_()
-    mine = FusedOutputExchange(dist.group.WORLD, pieces)(shard)
-    (mine * mine.detach()).sum().backward()  # type: ignore[no-untyped-call]
-    expected = heads_of_part(whole, part=rank, degree=ranks, pieces=pieces)
-    return torch.equal(mine, expected) and torch.equal(shard.grad, shard.detach())  # type: ignore[arg-type]
+    outputs = torch.arange(2.0 * 3 * pieces * ranks * 2).reshape(2, 3, -1)
+    shard = outputs.chunk(ranks, -1)[rank].clone().requires_grad_()
+    heads = FusedOutputExchange(dist.group.WORLD, pieces)(shard)
+    (heads * heads.detach()).sum().backward()  # type: ignore[no-untyped-call]
+    expected = heads_of_part(outputs, part=rank, degree=ranks, pieces=pieces)
+    return torch.equal(heads, expected) and torch.equal(shard.grad, shard.detach())  # type: ignore[arg-type]
 
 
-def added_up(rank: int) -> tuple[list[list[float]], dict[str, list[float] | None]]:
-    """Sums of tensors of several sizes, types and strides; gradients that not all replicas have."""
-    mine = rank + 1
+def sum_gradients(rank: int) -> tuple[list[list[float]], dict[str, list[float] | None]]:
+    """Sum tensors of several sizes, types and strides, and gradients that one replica lacks."""
+    factor = rank + 1
     tensors = [
-        torch.full((2, 3), 1.0 * mine),
-        torch.full((4, 2), 2.0 * mine)[:, 0],
-        torch.full((4,), 3.0 * mine, dtype=torch.float64),
-        torch.full((20,), 4.0 * mine),
-        torch.full((2,), 5.0 * mine),
+        torch.full((2, 3), 1.0 * factor),
+        torch.full((4, 2), 2.0 * factor)[:, 0],
+        torch.full((4,), 3.0 * factor, dtype=torch.float64),
+        torch.full((20,), 4.0 * factor),
+        torch.full((2,), 5.0 * factor),
     ]
     GradientAllReduce(dist.group.WORLD, bucket_bytes=64).sum(tensors)
     stage = nn.ParameterDict({name: torch.zeros(1) for name in ("both", "one", "none")})
-    names = {name: name for name in stage}
     shard = ModelShard(
         ParallelDims(ranks=2, zero_stage=0),
         {0: stage},
-        {0: names},
+        {0: {name: name for name in stage}},
         all_reduce=GradientAllReduce(dist.group.WORLD),
     )
-    (stage["both"] * mine + (stage["one"] * mine if rank else 0.0)).sum().backward()
+    (stage["both"] * factor + (stage["one"] * factor if rank else 0.0)).sum().backward()
     gradients = shard.gradients()
     shard.sum_over_replicas(gradients)
-    left = {name: None if each.grad is None else each.grad.tolist() for name, each in stage.items()}
-    assert {name: each.tolist() for name, each in gradients.items()} == {
-        name: each for name, each in left.items() if each is not None
+    by_name = {
+        name: None if each.grad is None else each.grad.tolist() for name, each in stage.items()
     }
-    return [each.flatten().tolist() for each in tensors], left
+    assert {name: each.tolist() for name, each in gradients.items()} == {
+        name: each for name, each in by_name.items() if each is not None
+    }
+    return [each.flatten().tolist() for each in tensors], by_name
 
 
-def store_state(rank: int, opened: dict[str, Any], states: list[str], step: int, to: str) -> None:
-    """Write parameters and optimizer state of a step of each directory into `to`, by name."""
-    made = engine(rank, opened, states[0])
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def store_state(
+    rank: int, open_command: dict[str, Any], states: list[str], step: int, directory: str
+) -> None:
+    """Write parameters and optimizer state of a step of each state directory, by name."""
+    engine = build_engine(rank, open_command, states[0])
     for state in states:
-        _load(made, state, step)
+        _restore(engine, state, step)
         torch.save(
-            {name: _fields(made, parameter) for name, parameter in made.shard.parameters().items()},
-            f"{to}/{Path(state).name}",
+            {name: _fields(engine, each) for name, each in engine.shard.parameters().items()},
+            f"{directory}/{Path(state).name}",
         )
 
 
 def compare_state(
-    rank: int, readers: list[tuple[dict[str, Any], list[str]]], step: int, wholes: str
+    rank: int, readers: list[tuple[dict[str, Any], list[str]]], step: int, directory: str
 ) -> list[list[tuple[int, list[str]]]]:
-    """What each way to open a run makes of each of its directories.
+    """Restore a step in several layouts and compare it with what `store_state` wrote.
 
-    Beside what `store_state` wrote of the directory, into one of the same name in `wholes`. Returns
-    for each the number of elements that are the same here, and the names of what differs.
+    Args:
+        rank: this rank.
+        readers: commands that open a run, each with the state directories to restore from.
+        step: the step to restore.
+        directory: given to `store_state`.
+
+    Returns:
+        For each reader and state directory, the number of elements on this rank, and the names
+        of the tensors that differ.
     """
-    shard_everything()
+    shard_every_block()
     return [
-        [_compared(made, state, step, f"{wholes}/{Path(state).name}") for state in states]
-        for made, states in (
-            (engine(rank, opened, states[0]), states) for opened, states in readers
+        [_compare(engine, state, step, f"{directory}/{Path(state).name}") for state in states]
+        for engine, states in (
+            (build_engine(rank, open_command, states[0]), states)
+            for open_command, states in readers
         )
     ]
 
 
-def _load(made: Engine, state: str, step: int) -> None:
-    made.checkpoints = Checkpoints(Path(state))
-    made.invalidate_state()
-    made.restore_step(step)
+def _restore(engine: Engine, state: str, step: int) -> None:
+    engine.checkpoints = ShardedCheckpoints(Path(state))
+    engine.invalidate_state()
+    engine.restore_step(step)
 
 
-def _fields(made: Engine, parameter: torch.nn.Parameter) -> dict[str, Any]:
-    return {"value": parameter.detach(), **made.optimizer.inner.state[parameter]}
+def _fields(engine: Engine, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """A parameter's value and optimizer state."""
+    return {"value": parameter.detach(), **engine.optimizer.inner.state[parameter]}
 
 
-def _compared(made: Engine, state: str, step: int, whole: str) -> tuple[int, list[str]]:
-    _load(made, state, step)
-    expected = torch.load(whole)
-    same, differing = 0, []
-    for name, parameter in made.shard.parameters().items():
-        fields = _fields(made, parameter)
-        if fields.keys() != expected[name].keys():
+def _compare(engine: Engine, state: str, step: int, file: str) -> tuple[int, list[str]]:
+    _restore(engine, state, step)
+    stored = torch.load(file)
+    elements, differing = 0, []
+    for name, parameter in engine.shard.parameters().items():
+        fields = _fields(engine, parameter)
+        if fields.keys() != stored[name].keys():
             differing.append(f"{name}: {sorted(fields)}")
         for key, value in fields.items():
-            wanted = expected[name][key]
+            expected = stored[name][key]
             if isinstance(value, DTensor):
                 sizes, offsets = compute_local_shape_and_global_offset(
                     value.shape, value.device_mesh, value.placements
                 )
                 for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                    wanted = wanted.narrow(dim, min(offset, wanted.shape[dim] - size), size)
+                    expected = expected.narrow(dim, min(offset, expected.shape[dim] - size), size)
                 value = value.to_local()
-            same += value.numel()
-            if not torch.equal(value, wanted):
+            elements += value.numel()
+            if not torch.equal(value, expected):
                 differing.append(f"{name}: {key}")
-    return same, differing
+    return elements, differing
 
 
-def beside_one_process(
-    rank: int, openeds: list[dict[str, Any]], steps: int, batch: int, directory: str
-) -> list[tuple[float, str]]:
-    """Train each on these ranks, and alone by hand on the same `batch` examples in each step.
+def save_until_killed(rank: int, open_command: dict[str, Any], state: str, progress: str) -> None:
+    """Save step after step, with the step as the value of every number in its checkpoint.
 
-    Returns the largest difference between their parameters, and what was said of the layout. The
-    commands come without the models' layouts: only here what the models need is imported.
+    The last complete step is written into the file `progress`.
     """
-    shard_everything()
-    found = []
-    for number, opened in enumerate(openeds):
-        job = Job.model_validate_json(opened["job"])
-        base, data = Path(opened["base"]), Path(opened["data"])
+    engine = build_engine(rank, open_command, state)
+    step = 0
+    while True:
+        step += 1
+        _fill(engine, float(step))
+        engine.checkpoints.begin_save(step, engine.shard, engine.optimizer)
+        engine.checkpoints.finish_save()
+        if rank == 0:
+            Path(progress).write_text(str(step))
+            engine.checkpoints.keep_only({step - 1, step})
+
+
+def _fill(engine: Engine, value: float) -> None:
+    for parameter in engine.shard.parameters().values():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.optimizer.inner.step()  # creates the optimizer's state
+    with torch.no_grad():
+        for parameter in engine.shard.parameters().values():
+            for each in _fields(engine, parameter).values():
+                each.fill_(value)
+
+
+def read_checkpoints(
+    rank: int, open_command: dict[str, Any], states: list[str]
+) -> list[dict[int, set[float]]]:
+    """Return the steps saved in each directory, with the distinct numbers in each checkpoint."""
+    engine = build_engine(rank, open_command, states[0])
+    contents = []
+    for state in states:
+        numbers: dict[int, set[float]] = {}
+        for link in Path(state).glob("step-*"):
+            step = int(link.name.removeprefix("step-"))
+            _restore(engine, state, step)
+            numbers[step] = {
+                float(number)
+                for parameter in engine.shard.parameters().values()
+                for each in _fields(engine, parameter).values()
+                for number in (each.min(), each.max())
+            }
+        contents.append(numbers)
+    return contents
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+def compare_with_one_process(
+    rank: int, open_commands: list[dict[str, Any]], steps: int, batch: int, directory: str
+) -> list[tuple[float, str]]:
+    """Train each run on these ranks, and by hand in one process on the same examples.
+
+    Args:
+        rank: this rank.
+        open_commands: without the models' layouts: the libraries of the models are imported only
+            in the ranks.
+        steps: number of steps.
+        batch: examples of all replicas in one step.
+        directory: for models and state.
+
+    Returns:
+        For each run the largest difference of parameters, and the engine's note on its layout.
+    """
+    shard_every_block()
+    results = []
+    for number, open_command in enumerate(open_commands):
+        job = Job.model_validate_json(open_command["job"])
+        base, data = Path(open_command["base"]), Path(open_command["data"])
         task = load_task(job.task.source, job.task.settings, base=base, data=data)
         model = build_model(task, job.seed)
         layout = TensorLayout.of(model)
-        result = Path(directory) / f"{number}"
+        file = Path(directory) / f"{number}"
         if rank == 0:
-            result.write_bytes(layout.header + bytes(4 * layout.size))
-        made = engine(rank, {**opened, "layout": layout.header.decode("latin-1")}, f"{result}.d")
-        command = Command(op="train", run_id="run", until_step=steps, result=str(result))
-        train_round(made, command, lambda report: None, lambda: ControlSignal.CONTINUE)
-        _train_alone(
-            task, model, dataclasses.replace(made.order, replicas=1, batch_size=batch), steps
-        )
-        together = layout.decode(bytearray(result.read_bytes()))
-        found.append((float((together - layout.gather(model)).abs().max()), made.note))
-    return found
+            file.write_bytes(layout.header + bytes(4 * layout.size))
+        header = layout.header.decode("latin-1")
+        engine = build_engine(rank, {**open_command, "layout": header}, f"{file}.d")
+        command = {"op": "train_steps", "run_id": "run", "until_step": steps, "result": str(file)}
+        _train(engine, command)
+        order = dataclasses.replace(engine.order, replicas=1, batch_size=batch)
+        _train_by_hand(task, model, order, steps)
+        parameters = layout.decode(bytearray(file.read_bytes()))
+        difference = float((parameters - layout.gather(model)).abs().max())
+        results.append((difference, engine.note))
+    return results
 
 
-def _train_alone(task: Task, model: nn.Module, order: ExampleOrder, steps: int) -> None:
+def _train_by_hand(task: Task, model: nn.Module, order: ExampleOrder, steps: int) -> None:
     participant = Participant(name="test", regime="datacenter")
     optimizer = task.optimizer(model.parameters(), participant)
     data: Any = task.local_data(participant)
@@ -236,56 +310,13 @@ def _train_alone(task: Task, model: nn.Module, order: ExampleOrder, steps: int) 
         optimizer.zero_grad()
 
 
-def refusals(rank: int, openeds: list[dict[str, Any]], state: str) -> list[str]:
-    """Why each way to open a run cannot be; empty where it can."""
-    said = []
-    for opened in openeds:
+def refusals(rank: int, open_commands: list[dict[str, Any]], state: str) -> list[str]:
+    """Return the error message of each command that opens a run; empty if it succeeds."""
+    messages = []
+    for open_command in open_commands:
         try:
-            engine(rank, opened, state)
-            said.append("")
+            build_engine(rank, open_command, state)
+            messages.append("")
         except ConsensusError as error:
-            said.append(str(error))
-    return said
-
-
-def save_for_ever(rank: int, opened: dict[str, Any], state: str, told: str) -> None:
-    """Save step after step, every number of it that of the step; `told` is the last safe one."""
-    made = engine(rank, opened, state)
-    step = 0
-    while True:
-        step += 1
-        _fill(made, float(step))
-        made.checkpoints.begin_save(step, made.shard, made.optimizer)
-        made.checkpoints.finish_save()
-        if rank == 0:
-            Path(told).write_text(str(step))
-            made.checkpoints.keep_only({step - 1, step})
-
-
-def _fill(made: Engine, value: float) -> None:
-    for parameter in made.shard.parameters().values():
-        parameter.grad = torch.zeros_like(parameter)
-    made.optimizer.inner.step()  # so that there is state
-    with torch.no_grad():
-        for parameter in made.shard.parameters().values():
-            for each in _fields(made, parameter).values():
-                each.fill_(value)
-
-
-def read_back(rank: int, opened: dict[str, Any], states: list[str]) -> list[dict[int, set[float]]]:
-    """Of each directory: the steps that are there, and the numbers in each."""
-    made = engine(rank, opened, states[0])
-    found = []
-    for state in states:
-        numbers: dict[int, set[float]] = {}
-        for link in Path(state).glob("step-*"):
-            step = int(link.name.removeprefix("step-"))
-            _load(made, state, step)
-            numbers[step] = {
-                float(number)
-                for parameter in made.shard.parameters().values()
-                for each in _fields(made, parameter).values()
-                for number in (each.min(), each.max())
-            }
-        found.append(numbers)
-    return found
+            messages.append(str(error))
+    return messages

@@ -1,4 +1,4 @@
-"""Tasks that the ranks of these tests train: small, and able to misbehave when told to."""
+"""Small tasks that the tests' ranks train; `Faulty` fails at a chosen point."""
 
 import abc
 import functools
@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.datacenter.task_models import (
+    Decoder,
+    DecoderBlock,
+    FusedDecoderBlock,
+    SkippingDecoder,
+    TiedTransformer,
+)
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -21,7 +28,7 @@ from torch.utils.data import Dataset, TensorDataset
 import isthmus_datacenter.training.engine
 import isthmus_datacenter.training.round
 from isthmus import Participant, Task
-from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
+from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 
 CLASSES = 3
 WORDS = 11
@@ -32,7 +39,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Small(Task):
-    """What the tasks here share; `settings` choose the optimizer, and how much is `held_out`."""
+    """Base of the tasks; `settings` choose the optimizer and the number of `held_out` examples."""
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
@@ -55,7 +62,7 @@ class _Small(Task):
 
 
 class Table(_Small):
-    """An MLP on random tables; odd sizes, so that no shard is even."""
+    """An MLP on random tables; its odd sizes make all shards uneven."""
 
     def model(self) -> nn.Module:
         dropout = nn.Dropout(self.settings.get("dropout", 0.0))
@@ -76,35 +83,40 @@ class Table(_Small):
 
 
 class Diverging(Table):
-    """Leaves the finite numbers on one rank, whatever the kernels of this processor round to.
+    """Becomes infinite or NaN on one rank, independently of the processor's rounding.
 
-    what: `loss`, the one of each example; or `model`, after the step of that number.
+    Settings: `rank` is the failing rank; `what` is `loss`, for the loss of each example, or
+    `model`, for a parameter after optimizer step number `step`.
     """
 
     @property
-    def _is_it(self) -> bool:
+    def _is_failing_rank(self) -> bool:
         return os.environ.get("RANK") == self.settings["rank"]
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         values = super().loss(output, target)
-        return values * math.nan if self._is_it and self.settings["what"] == "loss" else values
+        return (
+            values * math.nan
+            if self._is_failing_rank and self.settings["what"] == "loss"
+            else values
+        )
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
-        made = super().optimizer(parameters, participant)
+        optimizer = super().optimizer(parameters, participant)
         steps = itertools.count(1)
 
-        def stepped(*_: Any) -> None:
-            if next(steps) == self.settings.get("step") and self._is_it:
-                made.param_groups[0]["params"][0].data.fill_(math.inf)
+        def corrupt(*_: Any) -> None:
+            if next(steps) == self.settings.get("step") and self._is_failing_rank:
+                optimizer.param_groups[0]["params"][0].data.fill_(math.inf)
 
-        made.register_step_post_hook(stepped)
-        return made
+        optimizer.register_step_post_hook(corrupt)
+        return optimizer
 
 
 class Halved(Table):
-    """Does with its inputs what its model does not."""
+    """Has a forward() that changes the inputs before the model."""
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = model(inputs / 2)
@@ -112,7 +124,7 @@ class Halved(Table):
 
 
 class _Noisy(Dataset[Any]):
-    """Gives no example the same way twice."""
+    """Adds random noise to each example whenever it is read."""
 
     def __init__(self, rows: TensorDataset) -> None:
         self.rows = rows
@@ -126,10 +138,10 @@ class _Noisy(Dataset[Any]):
 
 
 class Language(_Small):
-    """A transformer with tied embeddings; padding is not scored, so ranks score unequally."""
+    """A transformer with tied embeddings; padding is not scored, so ranks have unequal units."""
 
     def model(self) -> nn.Module:
-        return _Transformer()
+        return TiedTransformer(WORDS)
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         scored = target >= 0
@@ -144,33 +156,16 @@ class Language(_Small):
         return TensorDataset(words, target)
 
 
-class _Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 12)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(12)
-        self.head = nn.Linear(12, WORDS, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden = self.words(words)
-        for block in self.blocks:
-            hidden = block(hidden)
-        output: torch.Tensor = self.head(self.norm(hidden))
-        return output
-
-
 class Gpt(_Small):
-    """A decoder whose matrices divide: tied embedding, attention by heads, an MLP, at most five
-    scored words. `plan` has it give plans of its own, `together` make queries, keys and values in
-    one layer, and call all layers by keyword; `blocks` is how many it has, of two."""
+    """A decoder with tied embeddings whose widths are divisible; at most five words are scored.
+
+    Settings: `plan` gives plans of the task; `together` has one layer compute queries, keys and
+    values, and calls all layers by keyword; `blocks` is the number of blocks, by default two.
+    """
 
     def model(self) -> nn.Module:
-        kind = _Together if self.settings.get("together") else _Block
-        return _Gpt(self.settings.get("blocks", 2), tied=True, kind=kind)
+        kind = FusedDecoderBlock if self.settings.get("together") else DecoderBlock
+        return Decoder(self.settings.get("blocks", 2), tied=True, kind=kind)
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         scored = target >= 0
@@ -191,7 +186,7 @@ class Gpt(_Small):
         words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         head = ColwiseParallel(output_layouts=Replicate())
         plan = {"embed.words": words, "head": head, "blocks.*.up": into, "blocks.*.down": out}
-        if self.settings["plan"] == "wrong":  # what comes out of `into` is put together nowhere
+        if self.settings["plan"] == "wrong":  # the outputs of `into` are never gathered
             return {**plan, "blocks.*.out": into}
         if self.settings["plan"] == "half":
             return {"head": head}
@@ -210,7 +205,7 @@ class Gpt(_Small):
         if "plan" not in self.settings:
             return None
         blocks = list(model.blocks)
-        if n == len(blocks) + 2:  # what is around them has stages of its own
+        if n == len(blocks) + 2:  # embedding and head have their own stages
             parts = [[], *([block] for block in blocks), []]
         else:
             size = len(blocks) // n
@@ -222,89 +217,11 @@ class Gpt(_Small):
         return [nn.Sequential(*part) for part in parts]
 
 
-class _Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(12, 8)
-        self.places = nn.Embedding(6, 8)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.words(words) + self.places(torch.arange(words.shape[1]))
-        return output
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.make()
-        self.out = nn.Linear(8, 8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def make(self) -> None:
-        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
-
-    def made(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
-        return self.q(hidden), self.k(hidden), self.v(hidden)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        made = self.made(self.first(hidden))
-        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in made)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden = hidden + self.call(self.out, mixed.transpose(1, 2).flatten(-2))
-        up = self.call(self.up, self.second(hidden))
-        return hidden + self.call(self.down, nn.functional.gelu(up))
-
-    def call(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = layer(given)
-        return output
-
-
-class _Together(_Block):
-    def make(self) -> None:
-        self.c_attn = nn.Linear(8, 24)
-        self.split_size = 8
-
-    def made(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
-        return self.call(self.c_attn, hidden).split(self.split_size, -1)
-
-    def call(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = layer(input=given)
-        return output
-
-
-class _Gpt(nn.Module):
-    def __init__(self, blocks: int, tied: bool, kind: type[_Block] = _Block) -> None:
-        super().__init__()
-        self.embed = _Embed()
-        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 12, bias=False)
-        if tied:
-            self.head.weight = self.embed.words.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(words=words)
-        for block in self.blocks:
-            hidden = block(hidden=hidden)
-        output: torch.Tensor = self.head(self.norm(hidden))
-        return output
-
-
 class Skipping(Gpt):
-    """Cannot be cut from the outside: every block sees the embedding."""
+    """Cannot be split at its blocks: every block also takes the embedding."""
 
     def model(self) -> nn.Module:
-        return _Skipping(2, tied=False)
-
-
-class _Skipping(_Gpt):
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        first = hidden = self.embed(words)
-        for block in self.blocks:
-            hidden = block(hidden) + first
-        output: torch.Tensor = self.head(self.norm(hidden))
-        return output
+        return SkippingDecoder(2, tied=False)
 
 
 class Pictures(_Small):
@@ -332,13 +249,16 @@ class Pictures(_Small):
 
 
 class Faulty(Table):
-    """Does once, or always, what `settings` say, on one rank at certain places.
+    """Fails at chosen points on one rank or all, once or always.
 
-    fault: kill, stop, exit, raise; at: one place or several: `model`, `data`, the number of a loss,
-    `forward`, `backward` or `step` and the number of a forward or backward pass or of a step of the
-    optimizer, `load` or `store` of a model that is exchanged, `save` and the step whose checkpoint
-    is being written; rank; once: what the names of files begin with that are made when it happened.
-    unhurried: a file until which it takes its time.
+    Settings:
+      * fault: kill, stop, exit, raise or crash;
+      * at: one point or several: `model`, `data`, the number of a loss, `forward`, `backward` or
+        `step` and the number of a pass or of an optimizer step, `load` or `store` of a model file,
+        `save` and the step of a checkpoint that is being written;
+      * rank: the rank that fails; by default all;
+      * once: prefix of files that record a failure, so that it is not repeated;
+      * unhurried: a file; while it does not exist, forward passes take up to a second longer.
     """
 
     def __init__(self, settings: Any, data: Path | None = None) -> None:
@@ -349,23 +269,25 @@ class Faulty(Table):
             self._fail_before(isthmus_datacenter.training.round, "load_shards", "load")
             for module in (isthmus_datacenter.training.engine, isthmus_datacenter.training.round):
                 self._fail_before(module, "store_shards", "store")
-            begin = getattr(Checkpoints.begin_save, "__wrapped__", Checkpoints.begin_save)
+            begin = getattr(
+                ShardedCheckpoints.begin_save, "__wrapped__", ShardedCheckpoints.begin_save
+            )
 
             @functools.wraps(begin)
-            def failing(checkpoints: Checkpoints, step: int, *more: Any) -> None:
-                begin(checkpoints, step, *more)  # it is written in the background
+            def failing(checkpoints: ShardedCheckpoints, step: int, *more: Any) -> None:
+                begin(checkpoints, step, *more)  # writing continues in the background
                 self.maybe_fail(f"save {step}")
 
-            Checkpoints.begin_save = failing  # type: ignore[method-assign]  # the engine makes its own
+            ShardedCheckpoints.begin_save = failing  # type: ignore[method-assign]  # the engine constructs its own
 
-    def _fail_before(self, owner: Any, name: str, place: str) -> None:
-        """Where the task has no code of its own."""
+    def _fail_before(self, owner: Any, name: str, point: str) -> None:
+        """Patch a function of the engine, at points where no code of the task runs."""
         whole = getattr(owner, name)
         whole = getattr(whole, "__wrapped__", whole)
 
         @functools.wraps(whole)
         def failing(*arguments: Any) -> None:
-            self.maybe_fail(place)
+            self.maybe_fail(point)
             whole(*arguments)
 
         setattr(owner, name, failing)
@@ -382,7 +304,7 @@ class Faulty(Table):
 
     def _before_forward(self) -> None:
         if "unhurried" in self.settings and not Path(self.settings["unhurried"]).exists():
-            # So that there are steps left when machines are taken away: about a second each.
+            # Some steps must remain when machines are taken away: about a second each.
             time.sleep(min(0.1 * self.forwards, 1.0))
         self.forwards += 1
         self.maybe_fail(f"forward {self.forwards}")
@@ -391,27 +313,27 @@ class Faulty(Table):
         self.losses += 1
         self.maybe_fail(str(self.losses))
         if output.requires_grad:
-            place = f"backward {self.losses}"
-            output.register_hook(lambda gradient: self.maybe_fail(place))
+            point = f"backward {self.losses}"
+            output.register_hook(lambda gradient: self.maybe_fail(point))
         return super().loss(output, target)
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
-        made = super().optimizer(parameters, participant)
+        optimizer = super().optimizer(parameters, participant)
         steps = itertools.count(1)
-        made.register_step_pre_hook(lambda *_: self.maybe_fail(f"step {next(steps)}"))
-        return made
+        optimizer.register_step_pre_hook(lambda *_: self.maybe_fail(f"step {next(steps)}"))
+        return optimizer
 
-    def maybe_fail(self, place: str) -> None:
-        places = self.settings.get("at", [])
-        if place not in ([places] if isinstance(places, str) else places):
+    def maybe_fail(self, point: str) -> None:
+        points = self.settings.get("at", [])
+        if point not in ([points] if isinstance(points, str) else points):
             return
         if os.environ.get("RANK", "none") != self.settings.get("rank", os.environ.get("RANK")):
             return
         once = self.settings.get("once")
         if once is not None:
-            happened = Path(f"{once}-{place}")
+            happened = Path(f"{once}-{point}")
             if happened.exists():
                 return
             happened.touch()

@@ -1,4 +1,4 @@
-"""A datacenter inside a simulation trains as one rank does."""
+"""A simulated datacenter trains exactly as one rank does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isthmus.wire import link_pb2
 from isthmus_datacenter.virtual import VirtualDatacenter
 
 
-def ask(worker: VirtualDatacenter, model: bytes | None = None, **work: Any) -> bytes:
+def send(worker: VirtualDatacenter, model: bytes | None = None, **work: Any) -> bytes:
     request = link_pb2.Request(id="request", **work)
     buffer = None if model is None else bytearray(model)
     _, payload = asyncio.run(worker.work(request, buffer, lambda progress: None))
@@ -22,28 +22,28 @@ def train(worker: VirtualDatacenter, first: int, until: int, model: bytes | None
     work = link_pb2.TrainSteps(run_id="run", from_step=first, until_step=until, hand_back=True)
     if model is not None:
         work.model.CopyFrom(describe(model))
-    return ask(worker, model, train_steps=work)
+    return send(worker, model, train_steps=work)
 
 
-def test_it_trains_as_one_rank_does(
+def test_a_simulated_datacenter_trains_as_one_rank_does(
     make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
 ) -> None:
     setup = make_setup("Table", ranks=1, optimizer_on_load="keep")
     result = tmp_path / "result"
     result.write_bytes(setup.layout.header + bytes(4 * setup.layout.size))
-    command = {"op": "train", "run_id": "run", "until_step": 6, "result": str(result)}
+    command = {"op": "train_steps", "run_id": "run", "until_step": 6, "result": str(result)}
     on_ranks(1, "train", [(setup.open_command(), command, str(tmp_path / "state"))])
 
     worker = VirtualDatacenter()
-    ask(worker, open=setup.open_request("run"))
-    begun = train(worker, 0, 3)
+    send(worker, open=setup.open_request("run"))
+    middle = train(worker, 0, 3)
     whole = train(worker, 3, 6)
     expected = decode(result.read_bytes(), setup.layout)
     assert (decode(whole, setup.layout) - expected).abs().max() < 1e-6
-    # Of the round before it remembers how it began.
+    # It keeps the state before its last command.
     assert train(worker, 3, 6) == whole
-    # A model that comes at a step that it was away for goes on with the optimizer it has.
-    assert train(worker, 10, 13, begun) != train(worker, 10, 13, whole)
+    # After an absence, training from a model uses the current optimizer state.
+    assert train(worker, 10, 13, middle) != train(worker, 10, 13, whole)
     late = VirtualDatacenter()
-    ask(late, open=setup.open_request("run"))
-    assert train(late, 10, 13, begun) != begun
+    send(late, open=setup.open_request("run"))
+    assert train(late, 10, 13, middle) != middle

@@ -47,8 +47,8 @@ CASES = {
         LLAMA | {"num_key_value_heads": 1},
         {"tensor_parallel": 2},
         "'decoder.model.layers.0.self_attn' and 1 more cannot be sharded by heads into "
-        "tensor_parallel=2 equal parts (queries are 16 wide, keys 4): each of its layers is "
-        "gathered on its own",
+        "tensor_parallel=2 equal parts (queries are 16 wide, keys 4): the output "
+        "of each of its layers is gathered separately",
     ),
     "transposed": ("gpt2", GPT2, {"tensor_parallel": 2}, ""),
 }
@@ -84,7 +84,9 @@ def opening(base, kind, model, section):
 def test_every_layout_trains_as_one_process_does(base):
     openings = [opening(base, *case[:3]) for case in CASES.values()]
     with Ranks(2) as ranks:
-        found, again = ranks.run(ON_RANKS, "beside_one_process", openings, STEPS, BATCH, str(base))
+        found, again = ranks.run(
+            ON_RANKS, "compare_with_one_process", openings, STEPS, BATCH, str(base)
+        )
     assert found == again
     for (name, case), (difference, said) in zip(CASES.items(), found, strict=True):
         assert difference < 1e-5, name

@@ -9,7 +9,7 @@ from isthmus.errors import JobError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import StreamingUpdate
+from isthmus_server.model.update_decoding import StreamingUpdate
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime

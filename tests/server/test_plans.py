@@ -221,7 +221,7 @@ async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, pl
     theirs = 50 * ranks.rate
     weighted = start - ends["model-000001.safetensors"]
     fleet = (weighted - 0.25 * theirs) / 0.75
-    expected = 0.75 * fleet + 0.25 * merge.project(theirs.clone(), fleet)
+    expected = 0.75 * fleet + 0.25 * merge.remove_conflict(theirs.clone(), fleet)
     projected = start - ends["model-000002.safetensors"]
     torch.testing.assert_close(projected, expected, atol=1e-6, rtol=1e-4)
     one, other = read_report(store).to_json()["rounds"]

@@ -243,8 +243,8 @@ async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw
         event for event in read_report(again).to_json()["events"] if event["kind"] == "stopped"
     ]
     assert (stopped["reason"], stopped["round"]) == ("it is late", 1)
-    assert 100 <= stopped["observation"]["elapsed"] < 150
-    assert stopped["observation"]["budget"] == 9
+    assert 100 <= stopped["decision"]["observation"]["elapsed"] < 150
+    assert stopped["decision"]["observation"]["budget"] == 9
 
 
 async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Checkpoints of one run: parameters, buffers and optimizer state, loadable by any sharding.
+"""Sharded checkpoints of a run: parameters, buffers and optimizer state, for any sharding.
 
 A checkpoint is written in the background into a new directory, and becomes `step-N` by moving one
 symbolic link when every rank has written its part: a crash leaves the old checkpoint or the new
@@ -80,7 +80,7 @@ class _PendingSave:
     stager: AsyncStager
 
 
-class Checkpoints:
+class ShardedCheckpoints:
     """The checkpoints of one run, in a directory that all ranks see.
 
     Guarantees: a checkpoint that `has` reports is complete and is loaded as it was saved; this does

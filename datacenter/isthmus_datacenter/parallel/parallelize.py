@@ -207,7 +207,7 @@ def _tensor_plan(
     )
     if not plan:
         raise TaskError(
-            f"no linear layer or embedding of the model can be cut into tensor_parallel="
+            f"no linear layer or embedding of the model can be divided into tensor_parallel="
             f"{dims.tensor} equal parts; lower it or give the task a tensor_parallel_plan(model)"
         )
     return resolve_plan(model, plan), notes

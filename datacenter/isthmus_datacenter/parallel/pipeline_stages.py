@@ -65,7 +65,7 @@ def split_into_stages(
             return stages, check_stages(stages, expected, sample)
         except Exception as error:
             raise TaskError(
-                f"the model cannot be cut into {dims.stages} pipeline stages without help, "
+                f"the model cannot be split into {dims.stages} pipeline stages without help, "
                 f"because its forward() does more than call its blocks in order "
                 f"({first_line(error)}); give the task a pipeline_stages(model, n)"
             ) from error
@@ -128,7 +128,7 @@ def _longest_container(model: nn.Module, stages: int) -> tuple[list[str], nn.Mod
             best = (_parameter_count(module), name, module)
     if best is None:
         raise TaskError(
-            f"the model cannot be cut into {stages} pipeline stages: its longest Sequential or "
+            f"the model cannot be split into {stages} pipeline stages: its longest Sequential or "
             f"ModuleList has {longest} blocks with parameters; lower pipeline_parallel or give the "
             "task a pipeline_stages(model, n)"
         )

@@ -27,7 +27,8 @@ class Incarnation:
 class Command:
     """An operation that all ranks perform together."""
 
-    op: Literal["open", "train", "gradient", "export", "close"]
+    op: Literal["open", "train_steps", "mean_gradient", "export", "close"]
+    """Named as the work of the link's request."""
     run_id: str
     job: str = ""
     """open: the validated job as JSON."""
@@ -40,19 +41,19 @@ class Command:
     frozen: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     """open: some values of each parameter that is not exchanged."""
     from_step: int = 0
-    """train, export: the step whose state is needed first; gradient: the first step whose batch is
-    used."""
+    """train_steps, export: the step whose state is needed first; mean_gradient: the first step
+    whose batch is used."""
     until_step: int = 0
-    """train: the absolute step to stop at, so that a repetition is exact; gradient: the first step
-    whose batch is not used."""
+    """train_steps: the absolute step to stop at, so that a repetition is exact; mean_gradient: the
+    first step whose batch is not used."""
     model: str | None = None
-    """train, gradient: file of a model to load first."""
+    """train_steps, mean_gradient: file of a model to load first."""
     model_digest: str = ""
-    """train: SHA-256 of that model, in hexadecimal digits."""
+    """train_steps: SHA-256 of that model, in hexadecimal digits."""
     evaluate: bool = False
-    """train: evaluate the model afterwards."""
+    """train_steps: evaluate the model afterwards."""
     result: str | None = None
-    """train, export, gradient: file to write the model, or the gradient, into."""
+    """train_steps, export, mean_gradient: file to write the model, or the gradient, into."""
 
 
 class ControlSignal(enum.IntEnum):

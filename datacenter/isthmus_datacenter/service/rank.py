@@ -84,7 +84,7 @@ def main(settings: str) -> None:
         rank.serve()
     except BaseException as error:  # noqa: BLE001 - the rank's process has no caller to raise to
         if rank is not None and rank.joined and _is_lost_peer(error):
-            # The other rank's exit is the cause. The agent would report ours if it came first.
+            # The other rank's exit is the cause, and the agent reports the first exit it detects.
             print(f"lost another rank: {error}", file=sys.stderr, flush=True)
             time.sleep(_EXIT_DELAY_SECONDS)
         traceback.print_exc()
@@ -172,10 +172,10 @@ class _Rank:
             return {}
         assert self.engine is not None
         assert self.run_id == command.run_id  # the service opens runs before it uses them
-        if command.op == "train":
+        if command.op == "train_steps":
             values = train_round(self.engine, command, self._send_progress, self._read_signal)
             return {**values, "profile": self.engine.figures}
-        if command.op == "gradient":
+        if command.op == "mean_gradient":
             return mean_gradient(self.engine, command, self._read_signal)
         self.engine.export(command)
         return {}

@@ -149,7 +149,7 @@ class RequestHandler:
         if model is not None:
             check_model(model, run.layout)
         command = Command(
-            op="train",
+            op="train_steps",
             run_id=run.run_id,
             from_step=train.from_step,
             until_step=train.until_step,
@@ -192,7 +192,7 @@ class RequestHandler:
         check_model(model, run.layout)
         started = time.monotonic()
         command = Command(
-            op="gradient",
+            op="mean_gradient",
             run_id=run.run_id,
             from_step=gradient.from_step,
             until_step=gradient.until_step,

@@ -17,7 +17,7 @@ from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.scoring import build_same_model, count_examples
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_datacenter.checkpointing.checkpoints import Checkpoints
+from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import store_shards
 from isthmus_datacenter.parallel import auto_layout
 from isthmus_datacenter.parallel.model_shard import ModelShard
@@ -68,7 +68,7 @@ class Engine:
         self.job = Job.model_validate_json(command.job)
         self.layout = TensorLayout.from_header(command.layout.encode("latin-1"))
         self.frozen = command.frozen
-        self.checkpoints = Checkpoints(placement.state)
+        self.checkpoints = ShardedCheckpoints(placement.state)
         self.note = ""
         """Decisions made here that the user may want to know."""
         with fail_together():

@@ -173,7 +173,8 @@ def _check_splittable(batch: Any) -> None:
     sizes = {len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
     if len(sizes) != 1:
         raise TaskError(
-            "to train a batch in pieces, every tensor of its targets must have one row per example"
+            "to accumulate gradients or to use a pipeline, every tensor of a batch's targets must "
+            "have one row per example"
         )
 
 

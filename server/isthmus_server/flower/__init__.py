@@ -1,6 +1,6 @@
-"""Flower as a guest: its strategies make the next model of a federated round's updates.
+"""Flower integration: Flower strategies aggregate the updates of federated rounds.
 
-Loaded only for jobs that name one (`[federated.flower]`).
+Imported only for jobs with a `[federated.flower]` section.
 """
 
-import isthmus.integrations.flower.messages  # noqa: F401 - before anything of flwr: it keeps it from phoning home
+import isthmus.integrations.flower.messages  # noqa: F401 - before any flwr import: it disables telemetry

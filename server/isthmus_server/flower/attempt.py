@@ -15,8 +15,8 @@ from flwr.app import Message
 
 from isthmus.errors import RoundFailed, UpdateError
 from isthmus.integrations.flower.messages import node_of
-from isthmus_server.flower.grid import Answer, LinkGrid
-from isthmus_server.flower.replies import check, odd_ones
+from isthmus_server.flower.grid import LinkGrid, NodeReply
+from isthmus_server.flower.replies import check_reply, inconsistent_replies
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.plaintext import ENOUGH
@@ -56,17 +56,17 @@ class FlowerAttempt:
         settings = self._spec.settings
         messages = await asyncio.to_thread(self._configure)
 
-        def end_reason(answers: Sequence[Answer]) -> str:
-            usable = sum(not answer.failure for answer in answers)
+        def end_reason(node_replies: Sequence[NodeReply]) -> str:
+            usable = sum(not node_reply.failure for node_reply in node_replies)
             if usable >= settings.cohort:
                 return ENOUGH
-            outstanding = len(messages) - len(answers)
+            outstanding = len(messages) - len(node_replies)
             return UNREACHABLE if usable + outstanding < settings.needed else ""
 
         seconds = self._context.job.time.round_seconds
-        answers = await self._grid.exchange(messages, seconds, end_reason)
-        replies = await asyncio.to_thread(self._usable_replies, answers)
-        receipts = self.cancelled("the strategy did not ask it")
+        node_replies = await self._grid.exchange(messages, seconds, end_reason)
+        replies = await asyncio.to_thread(self._usable_replies, node_replies)
+        receipts = self.cancelled("the strategy did not select it")
         if len(replies) < settings.needed:
             raise AttemptFailed(
                 f"{len(replies)} of {len(receipts)} answers were accepted and the quorum is "
@@ -93,45 +93,51 @@ class FlowerAttempt:
         messages = self._strategy.configure(self._grid)
         places = {node: place for place, node in enumerate(self._names)}
         if any(message.metadata.dst_node_id not in places for message in messages):
-            raise RoundFailed(f"{self._strategy.name} asks nodes that are not in the cohort")
+            raise RoundFailed(f"{self._strategy.name} selected nodes that are not in the cohort")
         return sorted(messages, key=lambda message: places[message.metadata.dst_node_id])
 
-    def _usable_replies(self, answers: Sequence[Answer]) -> list[Message]:
-        """Check each answer and write its receipt; returns the replies for the strategy."""
+    def _usable_replies(self, node_replies: Sequence[NodeReply]) -> list[Message]:
+        """Check each reply and write its receipt; returns the replies for the strategy."""
         adapter = self._strategy.adapter
         scratch = torch.empty_like(self._strategy.start)
-        failures = {answer.node: answer.failure for answer in answers}
+        failures = {node_reply.node: node_reply.failure for node_reply in node_replies}
         weights: dict[int, int] = {}
-        for answer in answers:
-            if not answer.failure:
+        for node_reply in node_replies:
+            if not node_reply.failure:
                 try:
-                    weights[answer.node] = check(
-                        answer.reply.content,
+                    weights[node_reply.node] = check_reply(
+                        node_reply.reply.content,
                         adapter.layout,
                         scratch,
                         weighted_by=self._strategy.weighted_by,
                         max_examples=adapter.settings.max_examples,
                     )
                 except UpdateError as error:
-                    failures[answer.node] = str(error)
-        usable = {a.node: a.reply.content for a in answers if a.node in weights}
-        for node in odd_ones(usable):
-            failures[node] = "its records or figures have other names than most devices'"
+                    failures[node_reply.node] = str(error)
+        usable = {
+            node_reply.node: node_reply.reply.content
+            for node_reply in node_replies
+            if node_reply.node in weights
+        }
+        for node in inconsistent_replies(usable):
+            failures[node] = "its records or metrics have other names than most devices'"
             del weights[node]
-        for answer in answers:
-            self._record(answer, failures[answer.node], weights.get(answer.node, 0))
-        return [answer.reply for answer in answers if not failures[answer.node]]
+        for node_reply in node_replies:
+            self._record(node_reply, failures[node_reply.node], weights.get(node_reply.node, 0))
+        return [node_reply.reply for node_reply in node_replies if not failures[node_reply.node]]
 
-    def _record(self, answer: Answer, failure: str, examples: int) -> None:
-        status: Status = "accepted" if not failure else "rejected" if answer.sent else "dropped"
+    def _record(self, node_reply: NodeReply, failure: str, examples: int) -> None:
+        status: Status = (
+            "accepted" if not failure else "rejected" if node_reply.answered else "dropped"
+        )
         self._receipts.record(
-            self._names[answer.node],
+            self._names[node_reply.node],
             status,
             failure,
-            started=answer.started,
-            sent=answer.sent,
+            started=node_reply.started,
+            sent=node_reply.answered,
             examples=examples,
-            seconds=answer.seconds,
-            bytes_in=answer.bytes_in,
-            bytes_out=answer.bytes_out,
+            seconds=node_reply.seconds,
+            bytes_in=node_reply.bytes_in,
+            bytes_out=node_reply.bytes_out,
         )

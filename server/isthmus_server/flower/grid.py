@@ -1,10 +1,10 @@
-"""Flower's `Grid` over the link: a strategy's messages to ClientApps on our devices.
+"""Flower's `Grid` over Isthmus connections: send a strategy's messages to ClientApps on devices.
 
     strategy.start(LinkGrid(link, loop, run_id, nodes), initial_arrays=arrays, num_rounds=3)
 
-in a thread runs an unmodified Flower strategy on the devices of `nodes`. A round of a job goes
-through `exchange` in the same way. Messages are pushed, not polled for; records that many devices
-get are encoded once and travel as one content.
+called in a thread, runs an unmodified Flower strategy on the devices in `nodes`. The rounds of a
+job use `exchange`. Messages are pushed and not polled for. Records for several devices are encoded
+once and sent as one blob.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isthmus.integrations.flower.messages import SERVER_NODE, ErrorCode, identif
 from isthmus.integrations.flower.records import decode, encode
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
-from isthmus_server.flower.one_run import OneRun
+from isthmus_server.flower.run_scoped_grid import RunScopedGrid
 from isthmus_server.regimes.call import CallFailed, call
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import in_a_line
@@ -33,33 +33,33 @@ _BROKEN = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What became of one message."""
+class NodeReply:
+    """The outcome of one message to a node."""
 
     node: int
     reply: Message
-    """With records, or with an error."""
+    """Has records or an error."""
     bytes_out: int = 0
     bytes_in: int = 0
     seconds: float = 0.0
-    """The app's own time."""
+    """Running time of the app."""
     started: bool = True
-    """It was here when it was asked."""
-    sent: bool = False
-    """It answered."""
+    """The node was connected when the message was sent."""
+    answered: bool = False
+    """The node sent a reply, valid or not."""
 
     @property
     def failure(self) -> str:
-        """Why there are no records; empty where there are."""
+        """Why the reply has no records; empty if it has."""
         return (self.reply.error.reason or "no reason") if self.reply.has_error() else ""
 
 
-class LinkGrid(OneRun):
-    """One run's devices, as the nodes of a Flower strategy.
+class LinkGrid(RunScopedGrid):
+    """The devices of a run as the nodes of a Flower strategy.
 
     Guarantees:
-      * every message that is sent has one reply, an error where a device is lost or late;
-      * who a reply is from, and what it answers, is what the link knows, not what the app says;
+      * every message has exactly one reply, which is an error if the device is lost or late;
+      * sender and message id of a reply come from the connection and not from the app;
       * the replies to one batch of messages take at most `max_bytes` together.
     """
 
@@ -73,15 +73,15 @@ class LinkGrid(OneRun):
         max_bytes: int = 4 << 30,
         seconds: float = 600.0,
     ) -> None:
-        """Be asked from other threads than the loop's.
+        """Create a grid, to be called from other threads than the event loop's.
 
         Args:
-            link: where the devices are; the run is open on them.
-            loop: the link's.
+            link: connects the devices, on which the run is open.
+            loop: the event loop of the link.
             run_id: the run.
-            names: the devices that are there now.
-            max_bytes: for all replies to what is sent at once.
-            seconds: for a reply, where nobody says how long to wait.
+            names: returns the names of the connected devices.
+            max_bytes: limit for all replies to one batch of messages.
+            seconds: default timeout for a reply.
         """
         identify()
         self.link = link
@@ -91,180 +91,186 @@ class LinkGrid(OneRun):
         self.max_bytes = max_bytes
         self.seconds = seconds
         self._ids = itertools.count(1)
-        self._sent: dict[str, asyncio.Task[Answer]] = {}
+        self._tasks: dict[str, asyncio.Task[NodeReply]] = {}
         self._published: Counter[bytes] = Counter()
 
-    # -- what a Grid is ----------------------------------------------------------------------------
+    # -- the Grid interface ------------------------------------------------------------------------
 
     def get_node_ids(self) -> Iterable[int]:
-        """Of the devices that are there, in an order that does not change."""
+        """Ids of the connected devices, in ascending order."""
         return sorted(self._nodes())
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send; returns the id of each."""
-        listed = list(messages)  # a strategy may make them as they are asked for: in its thread
+        """Send messages and return their ids."""
+        listed = list(messages)  # in this thread: it may be a generator of the strategy
 
         async def push() -> list[str]:
             batch = self._send(listed, self.seconds)
-            self._sent.update(batch)
+            self._tasks.update(batch)
             return list(batch)
 
         return asyncio.run_coroutine_threadsafe(push(), self.loop).result()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The replies that are there; each is given once."""
+        """The replies that have arrived; each is returned once."""
         ids = list(message_ids)
 
         async def pull() -> list[Message]:
-            done = [id_ for id_ in ids if id_ in self._sent and self._sent[id_].done()]
-            return [self._sent.pop(id_).result().reply for id_ in done]
+            done = [id_ for id_ in ids if id_ in self._tasks and self._tasks[id_].done()]
+            return [self._tasks.pop(id_).result().reply for id_ in done]
 
         return asyncio.run_coroutine_threadsafe(pull(), self.loop).result()
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send, and wait for every reply; whoever is late has answered an error."""
+        """Send messages and wait for all replies; late ones are errors."""
         listed = list(messages)
-        waiting = self.exchange(listed, self.seconds if timeout is None else timeout)
-        answers = asyncio.run_coroutine_threadsafe(waiting, self.loop).result()
-        return [answer.reply for answer in answers]
+        exchange = self.exchange(listed, self.seconds if timeout is None else timeout)
+        node_replies = asyncio.run_coroutine_threadsafe(exchange, self.loop).result()
+        return [node_reply.reply for node_reply in node_replies]
 
-    # -- how it is done ----------------------------------------------------------------------------
+    # -- sending and receiving ---------------------------------------------------------------------
 
     async def exchange(
         self,
         messages: Sequence[Message],
         seconds: float,
-        over: Callable[[Sequence[Answer]], str] = lambda answers: "",
-    ) -> list[Answer]:
-        """Send messages and wait for what becomes of each, in their order.
+        end_reason: Callable[[Sequence[NodeReply]], str] = lambda node_replies: "",
+    ) -> list[NodeReply]:
+        """Send messages and wait for their replies, which are returned in the same order.
 
-        The wait ends early when `over` gives a reason to, of the answers so far; it is why there is
-        none from the others, who are told that nobody waits any more.
+        Args:
+            messages: to send.
+            seconds: timeout for each reply.
+            end_reason: called with the replies so far; returns a reason to stop waiting, or "".
+                Outstanding messages are then cancelled and fail with this reason.
         """
         tasks = list(self._send(messages, seconds).values())
-        answers: list[Answer] = []
-        why = ""
+        node_replies: list[NodeReply] = []
+        reason = ""
         try:
             for done in asyncio.as_completed(tasks):
-                answers.append(await done)
-                if why := over(answers):
+                node_replies.append(await done)
+                if reason := end_reason(node_replies):
                     break
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [
-            _failed(asked, _LATE, why) if task.cancelled() else task.result()
-            for asked, task in zip(messages, tasks, strict=True)
+            _failed(outgoing, _LATE, reason) if task.cancelled() else task.result()
+            for outgoing, task in zip(messages, tasks, strict=True)
         ]
 
-    def _send(self, messages: Sequence[Message], seconds: float) -> dict[str, asyncio.Task[Answer]]:
-        """Begin to send; on the loop."""
-        share = self.max_bytes // max(len(messages), 1)
+    def _send(
+        self, messages: Sequence[Message], seconds: float
+    ) -> dict[str, asyncio.Task[NodeReply]]:
+        """Start to send messages; runs on the event loop. Returns the tasks by message id."""
+        max_bytes = self.max_bytes // max(len(messages), 1)
         names = self._nodes()
         encoded: dict[int, tuple[link_pb2.Blob, bytes]] = {}
         batch = {}
-        for asked in messages:
-            key = id(asked.content)  # strategies put one object into all messages of a round
+        for outgoing in messages:
+            # Strategies share one object between the messages of a round.
+            key = id(outgoing.content)
             if key not in encoded:
-                payload = encode(asked.content)
+                payload = encode(outgoing.content)
                 encoded[key] = describe(payload), payload
             id_ = f"{self.run_id}/{next(self._ids)}"
-            name = names.get(asked.metadata.dst_node_id)
-            work = self._ask(name, id_, asked, *encoded[key], share, seconds)
-            batch[id_] = asyncio.create_task(work)
+            name = names.get(outgoing.metadata.dst_node_id)
+            coroutine = self._call(name, id_, outgoing, *encoded[key], max_bytes, seconds)
+            batch[id_] = asyncio.create_task(coroutine)
         return batch
 
-    async def _ask(
+    async def _call(
         self,
         name: str | None,
         id_: str,
-        asked: Message,
+        outgoing: Message,
         records: link_pb2.Blob,
         payload: bytes,
-        share: int,
+        max_bytes: int,
         seconds: float,
-    ) -> Answer:
-        """One message, to its answer; never raises but when cancelled."""
+    ) -> NodeReply:
+        """Send one message and await its reply. Raises only when cancelled."""
         if name is None:
-            return _failed(asked, _LOST, f"there is no node {asked.metadata.dst_node_id}")
+            return _failed(outgoing, _LOST, f"there is no node {outgoing.metadata.dst_node_id}")
         request = link_pb2.Request(
             id=self.link.new_id(),
             flower=link_pb2.FlowerMessage(
                 run_id=self.run_id,
                 id=id_,
-                kind=asked.metadata.message_type,
-                group=asked.metadata.group_id,
-                node=asked.metadata.dst_node_id,
+                kind=outgoing.metadata.message_type,
+                group=outgoing.metadata.group_id,
+                node=outgoing.metadata.dst_node_id,
                 records=records,
             ),
         )
         if not self._published[records.sha256]:
             self.link.publish(records, memoryview(payload))
         self._published[records.sha256] += 1
-        answer: Answer | None = None
+        node_reply: NodeReply | None = None
         try:
             async with call(self.link, name, request, "flower_replied", seconds=seconds) as reply:
-                answer = await self._read(name, id_, asked, reply.flower_replied, share)
-                if answer.failure:
-                    raise UpdateError(answer.failure)
+                node_reply = await self._read(name, id_, outgoing, reply.flower_replied, max_bytes)
+                if node_reply.failure:
+                    raise UpdateError(node_reply.failure)
         except CallFailed as failed:
-            if answer is not None:
-                return dataclasses.replace(answer, bytes_out=records.size)
+            if node_reply is not None:
+                return dataclasses.replace(node_reply, bytes_out=records.size)
             rejected = failed.status == "rejected"
             code = _BROKEN if rejected else _LATE if failed.timed_out else _LOST
             return dataclasses.replace(
-                _failed(asked, code, failed.reason), started=failed.reached, sent=rejected
+                _failed(outgoing, code, failed.reason), started=failed.reached, answered=rejected
             )
         finally:
             self._published[records.sha256] -= 1
             if not self._published[records.sha256]:
                 self.link.retract(records)
-        return dataclasses.replace(answer, bytes_out=records.size)
+        return dataclasses.replace(node_reply, bytes_out=records.size)
 
     async def _read(
-        self, name: str, id_: str, asked: Message, replied: link_pb2.FlowerReply, share: int
-    ) -> Answer:
+        self, name: str, id_: str, outgoing: Message, replied: link_pb2.FlowerReply, max_bytes: int
+    ) -> NodeReply:
         if replied.error or replied.error_code:
-            answer = _failed(asked, replied.error_code, in_a_line(replied.error))
-            return dataclasses.replace(answer, sent=True, seconds=replied.seconds)
-        if replied.records.size > share:
+            node_reply = _failed(outgoing, replied.error_code, in_a_line(replied.error))
+            return dataclasses.replace(node_reply, answered=True, seconds=replied.seconds)
+        if replied.records.size > max_bytes:
             raise UpdateError(
-                f"its reply has {replied.records.size} bytes, and the share of each is {share} "
-                "(federated.flower.max_bytes)"
+                f"its reply has {replied.records.size} bytes, and the limit for each reply is "
+                f"{max_bytes} (federated.flower.max_bytes)"
             )
         payload = bytearray(replied.records.size)
         await self.link.fetch(name, replied.records, into(payload))
         records = await asyncio.to_thread(decode, payload)
-        return Answer(
-            node=asked.metadata.dst_node_id,
-            reply=_reply(asked, records, None, answers=id_),
+        return NodeReply(
+            node=outgoing.metadata.dst_node_id,
+            reply=_reply(outgoing, records, None, answers=id_),
             bytes_in=replied.records.size,
             seconds=replied.seconds,
-            sent=True,
+            answered=True,
         )
 
     def _nodes(self) -> Mapping[int, str]:
         return {node_of(name): name for name in self.names()}
 
 
-def _failed(asked: Message, code: int, reason: str) -> Answer:
-    reply = _reply(asked, None, Error(code, reason))
-    return Answer(node=asked.metadata.dst_node_id, reply=reply)
+def _failed(outgoing: Message, code: int, reason: str) -> NodeReply:
+    reply = _reply(outgoing, None, Error(code, reason))
+    return NodeReply(node=outgoing.metadata.dst_node_id, reply=reply)
 
 
 def _reply(
-    asked: Message, records: RecordDict | None, error: Error | None, answers: str = ""
+    outgoing: Message, records: RecordDict | None, error: Error | None, answers: str = ""
 ) -> Message:
     return message(
         records,
-        kind=asked.metadata.message_type,
-        source=asked.metadata.dst_node_id,
+        kind=outgoing.metadata.message_type,
+        source=outgoing.metadata.dst_node_id,
         to=SERVER_NODE,
         id_=f"reply to {answers}",
         answers=answers,
-        group=asked.metadata.group_id,
+        group=outgoing.metadata.group_id,
         error=error,
     )

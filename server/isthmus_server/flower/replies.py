@@ -1,7 +1,7 @@
-"""What devices' apps answer, looked at before a strategy sees all of it together.
+"""Validate the replies of ClientApps before a strategy aggregates them.
 
-Flower's strategies take a round's replies or none: one that does not fit the others fails the
-round for everybody, so it is refused here, and only whoever sent it loses by it.
+Flower's strategies accept all replies of a round or none: a single malformed reply would fail the
+round. Such replies are refused here, so that only their sender is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 K = TypeVar("K")
 
 
-def check(
+def check_reply(
     records: RecordDict,
     layout: TensorLayout,
     scratch: torch.Tensor,
@@ -29,37 +29,37 @@ def check(
     weighted_by: str,
     max_examples: int,
 ) -> int:
-    """Refuse a reply that would spoil everybody's; returns its weight.
+    """Check one reply and return its weight.
 
-    Its arrays are put into the order of the layout: strategies match those of a round by place.
+    Reorders the reply's arrays as in the layout, because strategies match arrays by position.
 
     Args:
-        records: what came.
-        layout: the model's.
+        records: the reply's records.
+        layout: the model's layout.
         scratch: float32 (N), overwritten.
-        weighted_by: name of the figure that is its weight.
-        max_examples: the most that this may be.
+        weighted_by: name of the metric that is the reply's weight.
+        max_examples: the largest allowed weight.
 
     Raises:
-        UpdateError: not one record of the model's arrays, float and finite, or not one of finite
-            figures with a weight from 0 to `max_examples`.
+        UpdateError: there is not exactly one record with the model's arrays, float and finite, or
+            not exactly one record of finite metrics with a weight from 0 to `max_examples`.
     """
-    arrays, figures = list(records.array_records.values()), list(records.metric_records.values())
-    if len(arrays) != 1 or len(figures) != 1:
+    arrays, metrics = list(records.array_records.values()), list(records.metric_records.values())
+    if len(arrays) != 1 or len(metrics) != 1:
         raise UpdateError(
-            f"it holds {len(arrays)} records of arrays and {len(figures)} of figures, "
-            "not one of each"
+            f"it holds {len(arrays)} array records and {len(metrics)} metric "
+            "records, not one of each"
         )
     read_record(arrays[0], layout.parts(scratch))
     for entry in layout.entries:
         arrays[0][entry.name] = arrays[0].pop(entry.name)
     for name, array in arrays[0].items():
         if not array.dtype.startswith("float"):
-            raise UpdateError(f"the array {name!r} is {array.dtype}, and no float")
-    for name, value in figures[0].items():
+            raise UpdateError(f"the array {name!r} is {array.dtype}, not a float type")
+    for name, value in metrics[0].items():
         if not all(map(math.isfinite, value if isinstance(value, list) else [value])):
-            raise UpdateError(f"the figure {name!r} is not finite")
-    weight = figures[0].get(weighted_by)
+            raise UpdateError(f"the metric {name!r} is not finite")
+    weight = metrics[0].get(weighted_by)
     if not isinstance(weight, int | float) or not 0 <= weight <= max_examples:
         raise UpdateError(
             f"its {weighted_by}={weight!r} is not a number from 0 to "
@@ -68,22 +68,22 @@ def check(
     return int(weight)
 
 
-def odd_ones(replies: Mapping[K, RecordDict]) -> set[K]:
-    """Whose records or figures have other names than most of them; of two halves, the later.
+def inconsistent_replies(replies: Mapping[K, RecordDict]) -> set[K]:
+    """Find replies whose records or metrics have other names than most; on a tie, the later ones.
 
-    Strategies want the same names of all, and which these are is the app's affair.
+    Strategies need the same names in all replies; the app chooses which.
     """
-    forms = {key: _form(records) for key, records in replies.items()}
-    if not forms:
+    schemas = {key: _schema(records) for key, records in replies.items()}
+    if not schemas:
         return set()
-    ((usual, _),) = Counter(forms.values()).most_common(1)
-    return {key for key, form in forms.items() if form != usual}
+    ((majority, _),) = Counter(schemas.values()).most_common(1)
+    return {key for key, schema in schemas.items() if schema != majority}
 
 
-def _form(records: RecordDict) -> tuple[object, ...]:
-    figures = (
+def _schema(records: RecordDict) -> tuple[object, ...]:
+    metrics = (
         (name, key, len(value) if isinstance(value, list) else None)
         for name, record in records.metric_records.items()
         for key, value in record.items()
     )
-    return frozenset(records.array_records), frozenset(figures)
+    return frozenset(records.array_records), frozenset(metrics)

@@ -1,11 +1,11 @@
-"""Our server as a Flower ServerApp, for a SuperLink of Flower's own runtime.
+"""Run a job as a Flower ServerApp, on a SuperLink of Flower's own runtime.
 
 In the app's module::
 
     app = server_app(Path(__file__).with_name("job.toml"))
 
-A job's federated rounds, with its strategy, server optimizer and central evaluation. What Flower's
-runtime has nothing for stays with our own: resumption, receipts, datacenters, secure aggregation.
+It runs a job's federated rounds with its strategy, server optimizer and central evaluation. Other
+features need Isthmus' own server: resumption, receipts, datacenters, secure aggregation.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from isthmus.integrations.flower.job_limits import DIRECTORY, hosted_job
 from isthmus.job import Job
 from isthmus.job.federated import FlowerSection
 from isthmus.task import load_task
-from isthmus_server.flower.replies import check, odd_ones
+from isthmus_server.flower.replies import check_reply, inconsistent_replies
 from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, StrategyRound
 from isthmus_server.model.global_model import GlobalModel
 
-log = logging.getLogger("flwr")  # what is said there is what `flwr log` shows
+log = logging.getLogger("flwr")  # `flwr log` shows this logger
 
 _POLL_SECONDS = 0.5
-"""Between two looks at who is there: Flower's runtime does not say when somebody comes."""
+"""Interval between two reads of the connected nodes: a Grid sends no events."""
 
 
 def server_app(job_file: Path) -> ServerApp:
-    """An app that runs a job's rounds on whatever SuperNodes are connected."""
+    """Create an app that runs a job's rounds on the connected SuperNodes."""
     app = ServerApp()
 
     @app.main()
@@ -45,7 +45,7 @@ def server_app(job_file: Path) -> ServerApp:
         """Train, and write `model.safetensors` and `report.json` into the config's `directory`.
 
         Raises:
-            UserError: the job cannot be used, or a round failed as often as it may.
+            UserError: the job is invalid, or a round failed in all its attempts.
         """
         job = hosted_job(job_file, context.run_config)
         directory = Path(str(context.run_config.get(DIRECTORY) or "."))
@@ -55,13 +55,13 @@ def server_app(job_file: Path) -> ServerApp:
 
 
 class FlowerServerRun:
-    """One run of a job on somebody else's runtime."""
+    """One run of a job on Flower's runtime."""
 
     def __init__(self, job: Job, base: Path) -> None:
         """Load the task, the model and the strategy.
 
         Raises:
-            UserError: one of them cannot be used.
+            UserError: one of them is invalid.
         """
         self.job = job
         data = job.task.data_in(base)
@@ -75,7 +75,7 @@ class FlowerServerRun:
         )
 
     def run(self, grid: Grid, directory: Path) -> None:
-        """All rounds, and the files at the end."""
+        """Run all rounds, then write `model.safetensors` and `report.json` into `directory`."""
         rows = []
         for round_ in range(1, self.job.rounds + 1):
             row = self._round(grid, round_)
@@ -88,13 +88,13 @@ class FlowerServerRun:
         (directory / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 
     def _round(self, grid: Grid, round_: int) -> Mapping[str, Any]:
-        """Try a round until it succeeds, or the job's attempts are used up."""
+        """Run a round, with as many attempts as the job allows."""
         started = time.monotonic()
         for attempt in range(1, self.job.attempts + 1):
             self._wait_for_nodes(grid)
-            begun = self.adapter.begin(round_, self.model.vector, self.federated)
+            strategy_round = self.adapter.begin(round_, self.model.vector, self.federated)
             try:
-                accepted = self._attempt(grid, begun)
+                accepted = self._attempt(grid, strategy_round)
                 break
             except RoundFailed as error:
                 log.warning("round %d, attempt %d: %s", round_, attempt, error)
@@ -103,56 +103,61 @@ class FlowerServerRun:
                         f"round {round_} failed {attempt} times; the last time because: {error}"
                     ) from None
         every = self.job.evaluation.every
-        evaluates = round_ % every == 0 or round_ == self.job.rounds
+        evaluated = round_ % every == 0 or round_ == self.job.rounds
         return {
             "round": round_,
             "accepted": accepted,
-            "training": begun.figures,
-            "metrics": self.model.evaluate(self.job.evaluation.batch_size) if evaluates else {},
+            "training": strategy_round.figures,
+            "metrics": self.model.evaluate(self.job.evaluation.batch_size) if evaluated else {},
             "seconds": time.monotonic() - started,
         }
 
-    def _attempt(self, grid: Grid, begun: StrategyRound) -> int:
-        """Ask, and step on what comes; returns how many answers were used."""
-        messages = begun.configure(grid)
-        waits = self.job.time.round_seconds
+    def _attempt(self, grid: Grid, strategy_round: StrategyRound) -> int:
+        """Train one attempt, step the model, and return how many replies were used."""
+        messages = strategy_round.configure(grid)
         scratch = torch.empty_like(self.model.vector)
-        refused: list[str] = []
-        good: dict[int, Message] = {}
-        for reply in grid.send_and_receive(messages, timeout=waits):
+        refusals: list[str] = []
+        accepted: dict[int, Message] = {}
+        for reply in grid.send_and_receive(messages, timeout=self.job.time.round_seconds):
             node = reply.metadata.src_node_id
             try:
                 if reply.has_error():
                     raise UpdateError(reply.error.reason or "no reason")
-                check(
+                check_reply(
                     reply.content,
                     self.model.layout,
                     scratch,
-                    weighted_by=begun.weighted_by,
+                    weighted_by=strategy_round.weighted_by,
                     max_examples=self.adapter.settings.max_examples,
                 )
-                good[node] = reply
+                accepted[node] = reply
             except UpdateError as error:
-                refused.append(f"node {node}: {error}")
-        for node in odd_ones({node: reply.content for node, reply in good.items()}):
-            del good[node]
-            refused.append(f"node {node}: its records have other names than most nodes'")
-        if len(good) < self.federated.needed:
+                refusals.append(f"node {node}: {error}")
+        contents = {node: reply.content for node, reply in accepted.items()}
+        for node in inconsistent_replies(contents):
+            del accepted[node]
+            refusals.append(f"node {node}: its records have other names than most nodes'")
+        if len(accepted) < self.federated.needed:
             raise RoundFailed(
-                f"{len(good)} of {len(messages)} answers were accepted and the quorum is "
-                f"{self.federated.needed} ({'; '.join(sorted(refused)[:3])})"
+                f"{len(accepted)} of {len(messages)} answers were accepted and the quorum is "
+                f"{self.federated.needed} ({'; '.join(sorted(refusals)[:3])})"
             )
-        self.model.step(begun.aggregate([good[node] for node in sorted(good)]))
+        self.model.step(strategy_round.aggregate([accepted[node] for node in sorted(accepted)]))
         self.model.average()
-        self.adapter.commit(begun.state)
-        return len(good)
+        self.adapter.state = strategy_round.state
+        return len(accepted)
 
     def _wait_for_nodes(self, grid: Grid) -> None:
-        wanted, until = self.federated.invited, time.monotonic() + self.job.time.join_seconds
-        while (here := len(list(grid.get_node_ids()))) < wanted:
-            if time.monotonic() > until:
+        """Wait until a whole cohort is connected.
+
+        Raises:
+            UserError: too few nodes connected in time.
+        """
+        needed, deadline = self.federated.invited, time.monotonic() + self.job.time.join_seconds
+        while (connected := len(list(grid.get_node_ids()))) < needed:
+            if time.monotonic() > deadline:
                 raise UserError(
-                    f"{here} SuperNodes are connected and a round asks {wanted} "
+                    f"{connected} SuperNodes are connected and a round asks {needed} "
                     f"(federated.cohort); waited {self.job.time.join_seconds:g} s"
                 )
-            time.sleep(_POLL_SECONDS)  # a Grid can only be asked
+            time.sleep(_POLL_SECONDS)  # a Grid can only be polled

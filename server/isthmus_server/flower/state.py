@@ -1,19 +1,19 @@
-"""What a strategy remembers from round to round, as tensors and plain numbers.
+"""The state of a Flower strategy between rounds, as tensors and plain numbers.
 
-Flower's strategies keep moments and clipping norms as plain attributes and have no way to store
-them. So each round is given a new strategy, into which the attributes are put that the round before
-left behind: a run that was stopped and one that was not go the same way.
+Flower's strategies keep moments and clipping norms as plain attributes and cannot store them. Each
+round therefore uses a new strategy object, which receives the attributes that the previous round
+changed. A resumed run then continues exactly as an uninterrupted one.
 
-`current_arrays`, in which several of them keep the model a round began with, is no memory: it is
-set anew each round, also where the model has been trained elsewhere since.
+`current_arrays`, where several strategies keep the model at the start of a round, is not part of
+the state: it is set again in each round, because the model may have been trained elsewhere since.
 
 >>> from flwr.serverapp.strategy import FedAdam
 >>> new, used = FedAdam(), FedAdam()
 >>> used.m_t = {"weight": np.ones(2, dtype=np.float32)}
->>> state = State.of(used, new)
+>>> state = StrategyState.of(used, new)
 >>> state.tensors
 {'m_t/weight': tensor([1., 1.])}
->>> state.put_into(new)
+>>> state.apply_to(new)
 >>> new.m_t
 {'weight': array([1., 1.], dtype=float32)}
 """
@@ -34,51 +34,51 @@ from flwr.serverapp.strategy import Strategy
 from isthmus.errors import UserError
 from isthmus.integrations.flower.messages import record_of
 
-FROM_THE_ROUND = "current_arrays"
-"""Set by `configure_train`."""
+SET_EACH_ROUND = "current_arrays"
+"""Attribute that `configure_train` sets in each round."""
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
-    """Attributes that are not as they were made; those of an inner strategy after `strategy.`."""
+class StrategyState:
+    """Attributes changed since construction; those of an inner strategy begin with `strategy.`."""
 
     tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """`attribute/key` or `attribute/index`, each float32."""
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """By attribute: JSON data, or which kind of thing its tensors make."""
+    """By attribute: JSON data, or how to rebuild the attribute from its tensors."""
 
     @classmethod
-    def of(cls, strategy: Strategy, new: Strategy) -> State:
-        """What differs from a new one of the same options.
+    def of(cls, strategy: Strategy, new: Strategy) -> StrategyState:
+        """Collect the attributes that differ from those of a new strategy with the same options.
 
         Raises:
-            UserError: it keeps something that cannot be stored.
+            UserError: an attribute cannot be stored.
         """
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, Any] = {}
-        before = dict(_attributes(new))
+        defaults = dict(_attributes(new))
         for name, value in _attributes(strategy):
-            if name in before and _same(before[name], value):
+            if name in defaults and _same(defaults[name], value):
                 continue
-            arrays, how = _take_apart(name, value, type(strategy).__name__)
-            tensors |= arrays
-            numbers[name] = how
+            attribute_tensors, description = _serialize(name, value, type(strategy).__name__)
+            tensors |= attribute_tensors
+            numbers[name] = description
         return cls(tensors, numbers)
 
-    def put_into(self, strategy: Strategy) -> None:
-        """Give them to a new strategy of the same options."""
-        for name, how in self.numbers.items():
+    def apply_to(self, strategy: Strategy) -> None:
+        """Set the attributes on a new strategy with the same options."""
+        for name, description in self.numbers.items():
             *path, attribute = name.split(".")
             owner: Any = strategy
             for part in path:
                 owner = getattr(owner, part)
-            setattr(owner, attribute, self._put_together(name, how))
+            setattr(owner, attribute, self._deserialize(name, description))
 
-    def _put_together(self, name: str, how: Mapping[str, Any]) -> Any:
-        kind = how["kind"]
+    def _deserialize(self, name: str, description: Mapping[str, Any]) -> Any:
+        kind = description["kind"]
         if kind == "data":
-            return json.loads(json.dumps(how["value"]))
-        arrays = {key: self.tensors[f"{name}/{key}"] for key in how["keys"]}
+            return json.loads(json.dumps(description["value"]))
+        arrays = {key: self.tensors[f"{name}/{key}"] for key in description["keys"]}
         if kind == "record":
             return record_of(arrays.items())
         copies = {key: tensor.numpy().copy() for key, tensor in arrays.items()}
@@ -87,22 +87,22 @@ class State:
         return list(copies.values()) if kind == "list" else copies["0"]
 
 
-def check(strategy: Strategy) -> None:
-    """Refuse a strategy that may remember what cannot be stored.
+def check_storable(strategy: Strategy) -> None:
+    """Refuse a strategy with an attribute that cannot be stored between rounds.
 
     Raises:
-        UserError: which attribute, and what would do.
+        UserError: with the attribute and the supported types.
     """
     for name, value in _attributes(strategy):
         if not _is_code(value):
-            _take_apart(name, value, type(strategy).__name__)
+            _serialize(name, value, type(strategy).__name__)
 
 
 def _attributes(strategy: Strategy, path: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in vars(strategy).items():
         if isinstance(value, Strategy):
             yield from _attributes(value, f"{path}{name}.")
-        elif name != FROM_THE_ROUND:
+        elif name != SET_EACH_ROUND:
             yield path + name, value
 
 
@@ -110,18 +110,18 @@ def _is_code(value: Any) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
 
 
-def _same(before: Any, value: Any) -> bool:
-    if before is value:
+def _same(default: Any, value: Any) -> bool:
+    if default is value:
         return True
-    if type(before) is not type(value):
+    if type(default) is not type(value):
         return False
     try:
-        return bool(before == value)
-    except ValueError:  # of arrays, each element has an answer of its own
+        return bool(default == value)
+    except ValueError:  # arrays compare element by element
         return False
 
 
-def _take_apart(name: str, value: Any, owner: str) -> tuple[dict[str, torch.Tensor], Any]:
+def _serialize(name: str, value: Any, owner: str) -> tuple[dict[str, torch.Tensor], Any]:
     arrays: dict[str, Any] | None = None
     if _is_array(value):
         kind, arrays = "array", {"0": value}

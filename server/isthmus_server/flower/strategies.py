@@ -1,7 +1,7 @@
-"""Making the strategy that a job names.
+"""Create the Flower strategy that a job configures.
 
-Whom to ask, and how many of them have to answer, is the job's business (`federated.cohort`,
-`quorum`), so the options with which Flower's strategies do their own sampling are not the user's.
+The job determines the cohort and the quorum (`federated.cohort`, `federated.quorum`). The sampling
+options of Flower's strategies are therefore set here and refused in the job.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from flwr.serverapp.strategy import Strategy
 from isthmus.errors import JobError, UpdateError
 from isthmus.job.federated import FlowerStrategy
 
-EVERYBODY: Mapping[str, float] = {
+ALL_NODES: Mapping[str, float] = {
     "fraction_train": 1.0,
     "fraction_evaluate": 1.0,
     "min_train_nodes": 1,
     "min_evaluate_nodes": 1,
     "min_available_nodes": 1,
 }
-"""The options of sampling where the cohort is known: everybody, however few they are."""
+"""Sampling options for a known cohort: select every node, however few there are."""
 
 
-def so_many(nodes: int) -> Mapping[str, float]:
-    """The options of sampling where the strategy draws so many nodes of those connected."""
+def sampling_options(nodes: int) -> Mapping[str, float]:
+    """Sampling options with which the strategy draws `nodes` of the connected nodes."""
     return {
-        **EVERYBODY,
-        "fraction_train": 1e-9,  # of any number of nodes less than one: `min_train_nodes` decides
+        **ALL_NODES,
+        "fraction_train": 1e-9,  # always less than one node, so that `min_train_nodes` decides
         "min_train_nodes": nodes,
         "min_available_nodes": nodes,
     }
 
 
-RELEASES = "num_sampled_clients"
-"""The number of updates that a wrapper for differential privacy reckons its noise for."""
+NOISE_COUNT_OPTION = "num_sampled_clients"
+"""Number of updates for which a differential privacy wrapper scales its noise."""
 
 _TREES = ("FedXgbBagging", "FedXgbCyclic")
 _CLIPPED_BY_CLIENTS = (
@@ -54,88 +54,102 @@ def make(
     quorum: int,
     *,
     clips: bool = False,
-    sampling: Mapping[str, float] = EVERYBODY,
+    sampling: Mapping[str, float] = ALL_NODES,
     where: str = _WHERE,
 ) -> Strategy:
-    """A new strategy, for rounds of at least `quorum` updates.
+    """Create a strategy for rounds of at least `quorum` updates.
 
-    `clips`: devices run an app, which clips its updates where the strategy counts on that.
+    Args:
+        config: the strategy's name, options and inner strategy.
+        quorum: the fewest updates of a round.
+        clips: whether devices run an app that clips its updates when a strategy relies on that.
+        sampling: sampling options to set.
+        where: the job key, for error messages.
 
     Raises:
-        JobError: there is none of that name, it is of no use here, or it does not take its options.
+        JobError: unknown strategy, one that cannot work here, or options that it does not accept.
     """
-    kind = _class(config.name, where)
-    _check_use(kind, where, clips)
-    takes = inspect.signature(kind).parameters
+    strategy_class = _strategy_class(config.name, where)
+    _check_usable(strategy_class, where, clips)
+    parameters = inspect.signature(strategy_class).parameters
     options = dict(config.options)
     for name, value in sampling.items():
         if name in options:
             raise JobError(
                 f"{where}.options.{name} is not used here: federated.cohort and federated.quorum "
-                "say whom to ask; leave it out"
+                "determine the cohort; leave it out"
             )
-        if name in takes:
+        if name in parameters:
             options[name] = value
-    if RELEASES in takes:
-        releases = options.setdefault(RELEASES, quorum)
-        if isinstance(releases, int) and releases > quorum:
+    if NOISE_COUNT_OPTION in parameters:
+        updates = options.setdefault(NOISE_COUNT_OPTION, quorum)
+        if isinstance(updates, int) and updates > quorum:
             raise JobError(
-                f"{where}.options.{RELEASES}={releases} is above the quorum of {quorum}: "
+                f"{where}.options.{NOISE_COUNT_OPTION}={updates} is above the quorum of {quorum}: "
                 "a round of fewer updates would get too little noise; lower it, or leave it out"
             )
     if config.inner is not None:
         options["strategy"] = make(
             config.inner, quorum, clips=clips, sampling=sampling, where=f"{where}.inner"
         )
-    elif "strategy" in takes and takes["strategy"].default is inspect.Parameter.empty:
+    elif "strategy" in parameters and parameters["strategy"].default is inspect.Parameter.empty:
         raise JobError(
             f"{where}.inner is missing: {config.name} wraps another strategy; "
             'name it, e.g. inner = { name = "FedAvg" }'
         )
     try:
-        made: Strategy = kind(**options)
-    except Exception as error:  # it may be anybody's code
+        strategy: Strategy = strategy_class(**options)
+    except Exception as error:  # user code may raise anything
         raise JobError(f"{where}.options: {config.name}: {' '.join(str(error).split())}") from error
-    return made
+    return strategy
 
 
-def _class(name: str, where: str) -> type[Strategy]:
+def _strategy_class(name: str, where: str) -> type[Strategy]:
     module, separator, attribute = name.rpartition(":")
     if not separator:
-        found = getattr(shipped, name, None) if name in shipped.__all__ else None
-        if found is None:
+        candidate = getattr(shipped, name, None) if name in shipped.__all__ else None
+        if candidate is None:
             known = ", ".join(
-                one for one in shipped.__all__ if one not in ("Result", "Strategy", *_TREES)
+                known_name
+                for known_name in shipped.__all__
+                if known_name not in ("Result", "Strategy", *_TREES)
             )
             raise JobError(
-                f"{where}.name={name!r} is not a strategy of Flower; there are {known}, or "
-                "module:Name for one of your own"
+                f"{where}.name={name!r} is not a strategy of Flower; choose one of {known}, or "
+                "module:Name for your own"
             )
     else:
         try:
-            found = getattr(importlib.import_module(module), attribute, None)
-        except (Exception, SystemExit) as error:  # it may be anybody's code
+            candidate = getattr(importlib.import_module(module), attribute, None)
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise JobError(
                 f"{where}.name={name!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-    if not (isinstance(found, type) and issubclass(found, Strategy)) or found is Strategy:
-        raise JobError(f"{where}.name={name!r} is not a class made from flwr's Strategy")
-    return found
+    if (
+        not (isinstance(candidate, type) and issubclass(candidate, Strategy))
+        or candidate is Strategy
+    ):
+        raise JobError(f"{where}.name={name!r} is not a subclass of flwr's Strategy")
+    return candidate
 
 
-def _check_use(kind: type[Strategy], where: str, clips: bool) -> None:
-    names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("flwr.")}
+def _check_usable(strategy_class: type[Strategy], where: str, clips: bool) -> None:
+    names = {
+        base.__name__ for base in strategy_class.__mro__ if base.__module__.startswith("flwr.")
+    }
     if names & set(_TREES):
-        raise JobError(f"{where}.name={kind.__name__!r} merges trees, and this model has none")
+        raise JobError(
+            f"{where}.name={strategy_class.__name__!r} merges trees, and this model has none"
+        )
     if names & set(_CLIPPED_BY_CLIENTS) and not clips:
         raise JobError(
-            f"{where}.name={kind.__name__!r} counts on devices that clip their updates, which "
+            f"{where}.name={strategy_class.__name__!r} needs devices that clip their updates, and "
             "those of this job do not; use the one with ServerSide in its name"
         )
 
 
 def innermost(strategy: Any) -> Any:
-    """The strategy that merges: what all others wrap."""
+    """The innermost strategy, which aggregates; the others wrap it."""
     while isinstance(inner := getattr(strategy, "strategy", None), Strategy):
         strategy = inner
     return strategy
@@ -145,24 +159,26 @@ def check_losses(strategy: Any, replies: Iterable[Message]) -> None:
     """Refuse losses below 0 where they are raised to a power (q-FFL, Li et al. 2020).
 
     Raises:
-        UpdateError: there is one, and the strategy would make no number of it.
+        UpdateError: a loss is below 0; its power would not be a number.
     """
-    merging = innermost(strategy)
-    if not isinstance(merging, shipped.QFedAvg):
+    aggregating = innermost(strategy)
+    if not isinstance(aggregating, shipped.QFedAvg):
         return
-    key = merging.train_loss_key
-    records = [list(one.content.metric_records.values()) for one in replies if one.has_content()]
-    losses = [some[0].get(key) for some in records if some]
-    below = sum(isinstance(loss, int | float) and loss < 0 for loss in losses)
-    if below:
+    key = aggregating.train_loss_key
+    records = [
+        list(reply.content.metric_records.values()) for reply in replies if reply.has_content()
+    ]
+    losses = [metrics[0].get(key) for metrics in records if metrics]
+    negative = sum(isinstance(loss, int | float) and loss < 0 for loss in losses)
+    if negative:
         raise UpdateError(
-            f"QFedAvg takes no loss below 0, and {below} of {len(losses)} devices have one; add a "
-            "constant to the task's loss, or choose another strategy"
+            f"QFedAvg takes no loss below 0, and {negative} of {len(losses)} devices have one; "
+            "add a constant to the task's loss, or choose another strategy"
         )
 
 
 def describe(strategy: Any) -> str:
-    """Its name, and those it wraps."""
+    """Name a strategy and those it wraps, for messages."""
     inner = getattr(strategy, "strategy", None)
     name = type(strategy).__name__
     return f"{name} around {describe(inner)}" if isinstance(inner, Strategy) else name

@@ -30,17 +30,17 @@ from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_server.flower.one_run import OneRun
-from isthmus_server.flower.state import State, check
+from isthmus_server.flower.run_scoped_grid import RunScopedGrid
+from isthmus_server.flower.state import StrategyState, check_storable
 from isthmus_server.flower.strategies import (
-    EVERYBODY,
+    ALL_NODES,
     check_losses,
     describe,
     innermost,
     make,
-    so_many,
+    sampling_options,
 )
-from isthmus_server.model.fixed_point_sum import Spool
+from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptSpec, FederatedAttempt
 from isthmus_server.regimes.plaintext import PlaintextAttempt
 
@@ -73,11 +73,11 @@ class FlowerStrategyAdapter:
         assert federated.flower is not None
         if sampled_nodes is None:
             identify()
-        self.sampling = EVERYBODY if sampled_nodes is None else so_many(sampled_nodes)
+        self.sampling = ALL_NODES if sampled_nodes is None else sampling_options(sampled_nodes)
         self.settings = federated.flower
         self.layout = layout
-        self.state = State()
-        check(self.make(federated.needed))
+        self.state = StrategyState()
+        check_storable(self.make(federated.needed))
         try:
             self.check_size(federated.cohort)
         except RoundFailed as error:
@@ -110,7 +110,7 @@ class FlowerStrategyAdapter:
         """
         self.check_size(federated.cohort)
         strategy = self.make(federated.needed)
-        self.state.put_into(strategy)
+        self.state.apply_to(strategy)
         return StrategyRound(self, strategy, round_, start, federated.needed)
 
     def make(self, quorum: int) -> Strategy:
@@ -139,13 +139,13 @@ class FlowerStrategyAdapter:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def commit(self, state: State) -> None:
+    def commit(self, state: StrategyState) -> None:
         """Make the state of an attempt the current one."""
         self.state = state
 
     def reset(self) -> None:
         """Forget all moments and norms."""
-        self.state = State()
+        self.state = StrategyState()
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The strategy's state as tensors and JSON values."""
@@ -153,7 +153,7 @@ class FlowerStrategyAdapter:
 
     def import_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         """Restore what `export_state` returned."""
-        self.state = State(dict(tensors), dict(values))
+        self.state = StrategyState(dict(tensors), dict(values))
 
 
 class StrategyRound:
@@ -173,67 +173,67 @@ class StrategyRound:
         self.start = start
         self.needed = needed
         self.state = adapter.state
-        """What the strategy remembers after `aggregate`."""
+        """The strategy's state; after `aggregate`, the new one."""
         self.figures: dict[str, float] = {}
-        """What it made of the devices' figures, after `aggregate`."""
+        """The strategy's aggregate of the devices' metrics; set by `aggregate`."""
 
     @property
     def name(self) -> str:
-        """The strategy's, with those it wraps."""
+        """The strategy's name with those it wraps, for messages."""
         return f"the strategy {describe(self.strategy)}"
 
     @property
     def weighted_by(self) -> str:
-        """The figure by which it weighs replies."""
+        """Name of the metric that weights the replies."""
         return str(getattr(innermost(self.strategy), "weighted_by_key", "num-examples"))
 
     def configure(self, grid: Grid) -> list[Message]:
-        """What the strategy sends at the beginning of the round.
+        """The strategy's messages to the nodes at the start of the round.
 
         Raises:
-            RoundFailed: it failed.
+            RoundFailed: the strategy failed.
         """
-        with self._on("the beginning of a round"):
+        with self._strategy_errors("the beginning of a round"):
             model = record_of(self.adapter.layout.parts(self.start))
             config = ConfigRecord(dict(self.adapter.settings.config))
             return list(self.strategy.configure_train(self.round, model, config, grid))
 
     def aggregate(self, replies: list[Message]) -> torch.Tensor:
-        """The pseudo-gradient to the strategy's model, a new float32 vector (N).
+        """Aggregate replies; returns the pseudo-gradient to the strategy's model, float32 (N).
 
         Raises:
-            RoundFailed: the strategy failed, or made no model that can be used.
+            RoundFailed: the strategy failed, or returned no usable model.
         """
         result = torch.empty_like(self.start)
-        with self._on(f"{len(replies)} updates") as warnings:
+        with self._strategy_errors(f"{len(replies)} updates") as warnings:
             check_losses(self.strategy, replies)
-            made, figures = self.strategy.aggregate_train(self.round, replies)
-            if made is None:
-                raise UpdateError("; ".join(["it made no model of them", *warnings]))
-            read_record(made, self.adapter.layout.parts(result))
-            self.state = State.of(self.strategy, self.adapter.make(self.needed))
+            arrays, metrics = self.strategy.aggregate_train(self.round, replies)
+            if arrays is None:
+                raise UpdateError("; ".join(["it returned no model", *warnings]))
+            read_record(arrays, self.adapter.layout.parts(result))
+            self.state = StrategyState.of(self.strategy, self.adapter.make(self.needed))
         self.figures = {
             name: float(value)
-            for name, value in (figures or {}).items()
+            for name, value in (metrics or {}).items()
             if isinstance(value, int | float)
         }
         return torch.sub(self.start, result, out=result)
 
     @contextmanager
-    def _on(self, what: str) -> Iterator[list[str]]:
-        """Whatever the strategy's code raises is a failed round, with its name."""
+    def _strategy_errors(self, what: str) -> Iterator[list[str]]:
+        """Convert any exception of the strategy to RoundFailed, with the strategy's name."""
         try:
             with captured_warnings() as warnings:
                 yield warnings
         except Exception as error:
             reason = " ".join(str(error).split())
-            if not isinstance(error, UserError):  # it may be anybody's code
+            if not isinstance(error, UserError):  # user code may raise anything
                 reason = f"{type(error).__name__}: {reason}"
             raise RoundFailed(f"{self.name} failed on {what}: {reason}") from error
 
 
 class StrategyAggregator:
-    """Has a strategy aggregate the updates that Isthmus devices send: an `Aggregator`."""
+    """An `Aggregator` that passes the updates of Isthmus devices to a strategy."""
 
     def __init__(
         self, context: FederatedContext, strategy: StrategyRound, cohort: Mapping[str, int]
@@ -244,13 +244,13 @@ class StrategyAggregator:
         self._collecting = asyncio.Lock()
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
-        """Fetch an update and keep the model it stands for; see `Aggregator.add`."""
-        with Spool(self._context.spool, expected=self._context.layout.nbytes) as spool:
+        """Fetch an update and keep the model it results in; see `Aggregator.add`."""
+        with UpdateSpool(self._context.spool, expected_bytes=self._context.layout.nbytes) as spool:
             await self._context.link.fetch(name, trained.result, spool.write)
             await to_the_end(self._collect(name, trained, spool, accept))
 
     async def _collect(
-        self, name: str, trained: link_pb2.Trained, spool: Spool, accept: Callable[[], None]
+        self, name: str, trained: link_pb2.Trained, spool: UpdateSpool, accept: Callable[[], None]
     ) -> None:
         async with self._collecting:
             await asyncio.to_thread(self._updates.collect, name, trained, spool)
@@ -278,7 +278,7 @@ class UpdateCollector:
         self._arrays: dict[str, ArrayRecord] = {}
         self._figures: dict[str, dict[str, float]] = {}
 
-    def collect(self, name: str, trained: link_pb2.Trained, spool: Spool) -> None:
+    def collect(self, name: str, trained: link_pb2.Trained, spool: UpdateSpool) -> None:
         """Check an update and keep the device's final model.
 
         Raises:
@@ -308,7 +308,7 @@ class UpdateCollector:
         Messages are in the cohort's order, independent of their order of arrival.
 
         Raises:
-            RoundFailed: the strategy failed, or made no model that can be used.
+            RoundFailed: the strategy failed, or returned no usable model.
         """
         self._strategy.configure(CohortGrid(list(self._nodes.values())))
         return self._strategy.aggregate(self._replies())
@@ -337,30 +337,38 @@ class UpdateCollector:
         ]
 
 
-class CohortGrid(OneRun):
+class CohortGrid(RunScopedGrid):
     """The nodes of a round as a Flower `Grid` that a strategy selects from; it sends nothing."""
 
     def __init__(self, nodes: list[int]) -> None:
         self.nodes = nodes
-        self._asked = 0
+        self._reads = 0
 
     def get_node_ids(self) -> Iterable[int]:
-        """Everyone who was asked; a strategy that waits for more will not get them."""
-        self._asked += 1
-        if self._asked > 10:
+        """The nodes of the cohort.
+
+        Raises:
+            UpdateError: the strategy keeps waiting for more nodes.
+        """
+        self._reads += 1
+        if self._reads > 10:
             raise UpdateError(f"it waits for more than the {len(self.nodes)} devices of the cohort")
         return list(self.nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Refused: the cohort has been asked already."""
+        """Refuse messages: the devices have trained already.
+
+        Raises:
+            UpdateError: always.
+        """
         raise UpdateError("it sends messages of its own, and the devices of this job take none")
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Nothing was sent."""
+        """No replies, since nothing is sent."""
         return []
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Refused, as `push_messages`."""
+        """Refuse messages, as `push_messages` does."""
         return self.pull_messages(self.push_messages(messages))

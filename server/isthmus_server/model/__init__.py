@@ -1,1 +1,1 @@
-"""The global model: exact update sums, merging, server optimizers."""
+"""The global model: exact sums of updates, merging of regimes, server optimizers."""

@@ -1,9 +1,9 @@
-"""The one model: its exchange set as a flat vector, the server optimizer, central evaluation.
+"""The global model: its exchange set as a flat vector, the server optimizer, central evaluation.
 
-The vector lives inside its own encoding (`payload`), and the optimizer's parameters are views of
-it: what is sent, stored and stepped is one memory. What is handed out and evaluated is the *served*
-model: the same memory, or an average of the rounds' models in one of its own. The module's
-parameters are views of that.
+The vector is a view of its own encoding (`payload`), and the optimizer's parameters are views of
+the vector: the model that is sent, stored and stepped is one block of memory. The *served* model,
+which is published and evaluated, is the same block, or a moving average of the rounds' models in a
+second one. The module's parameters are views of the served model.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from isthmus_server.model.optimizers import make_optimizer
 
 
 class GlobalModel:
-    """The model the server holds.
+    """The model of a run on the server.
 
     Guarantees:
-      * one copy of the exchange set, whatever is done with it, and one more for a served average;
-      * `content` always names the bytes in `payload`.
+      * one copy of the exchange set in memory, and a second one only for a served average;
+      * `blob` always names the bytes in `payload`.
     """
 
     def __init__(
@@ -42,118 +42,122 @@ class GlobalModel:
         """Build the task's model and the server optimizer.
 
         Args:
-            task: what is learned.
-            seed: of the job; the same one gives the same model.
-            optimizer: for pseudo-gradients.
-            served_average: how much of the served average stays each round; 0 serves the model.
+            task: the task to learn.
+            seed: of the job; the same seed gives the same initial model.
+            optimizer: the server optimizer, which steps on pseudo-gradients.
+            served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
 
         Raises:
-            TaskError: the task's `model()` or what it returned does not do.
-            JobError: no such optimizer, or it does not take these options.
+            TaskError: the task's `model()` failed, or its result cannot be used.
+            JobError: unknown optimizer, or options that it does not accept.
         """
         self.task = task
         self.seed = seed
         self.module = build_model(task, seed)
         self.layout = TensorLayout.of(self.module)
-        self._pages = MmapBuffer(self.layout.nbytes)
-        self.resting: BinaryIO | None = None
-        """The file that the model is in while its memory is given back."""
+        self._buffer = MmapBuffer(self.layout.nbytes)
+        self.spilled: BinaryIO | None = None
+        """The file that holds the model while its memory is released; otherwise None."""
         self.payload[: len(self.layout.header)] = self.layout.header
         self._vector = self.layout.gather(self.module, self.layout.decode(self.payload))
         self.served_average = served_average
         self.served_payload = self._copy() if served_average else self.payload
         self.served_vector = self.layout.decode(self.served_payload)
         self.averaged = 0
-        """Models in the served average so far."""
+        """Number of models in the served average."""
         self._views = {name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)}
         self._share_memory()
         self.optimizer = make_optimizer(optimizer, list(self._views.values()))
-        self._content: link_pb2.Blob | None = None
+        self._blob: link_pb2.Blob | None = None
         self._stored: Path | None = None
-        """A file that holds what `payload` holds."""
+        """A file with the same bytes as `payload`, if there is one."""
         self._held_out: Dataset[Any] | None = None
-        """Read when it is first wanted, and kept: it may take a while."""
+        """Loaded on first use and kept, because loading may take long."""
 
     @property
     def payload(self) -> memoryview:
         """The encoded model."""
-        assert self.resting is None
-        return self._pages.view
+        assert self.spilled is None
+        return self._buffer.view
 
     @property
     def vector(self) -> torch.Tensor:
         """The model, float32 (N), within `payload`."""
-        assert self.resting is None
+        assert self.spilled is None
         return self._vector
 
     @property
     def blob(self) -> link_pb2.Blob:
         """Name and size of the encoded model."""
-        if self._content is None:
-            self._content = describe(self.payload)
-        return self._content
+        if self._blob is None:
+            self._blob = describe(self.payload)
+        return self._blob
 
     @property
     def sha256(self) -> str:
-        """The digest of the encoded model, in hexadecimal."""
+        """The SHA-256 of the encoded model, in hexadecimal."""
         return self.blob.sha256.hex()
 
     @property
     def served_sha256(self) -> str:
-        """The digest of the served model as it is encoded, in hexadecimal."""
+        """The SHA-256 of the encoded served model, in hexadecimal."""
         if not self.served_average:
             return self.sha256
         return describe(self.served_payload).sha256.hex()
 
     def initial(self) -> torch.Tensor:
-        """The model that training began with: a new float32 vector (N)."""
+        """The initial model of the run: a new float32 vector (N)."""
         return self.layout.gather(build_model(self.task, self.seed))
 
     def replace(self, vector: torch.Tensor) -> None:
-        """Take another model as it is: float32 (N)."""
+        """Replace the model by `vector`, float32 (N)."""
         self.vector.copy_(vector)
-        self.changed()
+        self.mark_changed()
 
     def restart(self, vector: torch.Tensor) -> None:
-        """Go on from another model (N); the served average begins anew with it."""
+        """Continue from another model, float32 (N), and reset the served average to it."""
         self.replace(vector)
         if self.served_average:
             self.served_vector.copy_(vector)
             self.averaged = 1
 
     def average(self) -> None:
-        """Take the model into the served average: of all so far, until those fill its window.
+        """Add the model to the served average, if the job has one.
 
-        With `served_average` = 0.9 the first ten rounds' models are averaged with equal weights,
-        and from then on a tenth of each next one comes in.
+        The average is the plain mean until its window is full: with `served_average` = 0.9 the
+        first ten rounds' models have equal weights, and each later model has a weight of 0.1.
         """
         if self.served_average:
             self.averaged += 1
-            stays = min(self.served_average, 1 - 1 / self.averaged)
-            self.served_vector.lerp_(self.vector, 1 - stays)
+            decay = min(self.served_average, 1 - 1 / self.averaged)
+            self.served_vector.lerp_(self.vector, 1 - decay)
 
     def reset_optimizer(self) -> None:
         """Forget momentum, moments and step counts."""
         self.optimizer.state.clear()
 
-    def is_stored(self, path: Path, sha256: str) -> None:
-        """What is in `payload` is in a file, and has this digest, in hexadecimal."""
-        self._content = link_pb2.Blob(sha256=bytes.fromhex(sha256), size=len(self.payload))
+    def mark_stored(self, path: Path, sha256: str) -> None:
+        """Record that the file `path` holds the bytes of `payload`, with this SHA-256 in hex."""
+        self._blob = link_pb2.Blob(sha256=bytes.fromhex(sha256), size=len(self.payload))
         self._stored = path
 
-    def changed(self) -> None:
-        """`payload` is another model: its name is to be found anew."""
-        self._content = self._stored = None
+    def mark_changed(self) -> None:
+        """Record that `payload` was modified: its digest must be computed again."""
+        self._blob = self._stored = None
 
     def step(self, pseudo_gradient: torch.Tensor) -> None:
-        """One step of the server optimizer on a merged pseudo-gradient, float32 (N)."""
+        """One step of the server optimizer on a merged pseudo-gradient, float32 (N).
+
+        Raises:
+            UpdateError: the new model is not finite.
+        """
         for (_, view), (_, part) in zip(
             self._views.items(), self.layout.parts(pseudo_gradient), strict=True
         ):
             view.grad = part
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.changed()
+        self.mark_changed()
         if not bool(torch.isfinite(self.vector.sum())) and not bool(
             torch.isfinite(self.vector).all()
         ):
@@ -176,7 +180,7 @@ class GlobalModel:
     # -- optimizer state, as tensors and plain numbers ---------------------------------------------
 
     def optimizer_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The optimizer's tensors by `parameter index.name`, and everything else as JSON data.
+        """The optimizer's tensors by `parameter index.name`, and its other values as JSON data.
 
         Raises:
             UpdateError: the optimizer keeps something that is neither a tensor nor a number.
@@ -199,7 +203,7 @@ class GlobalModel:
     def load_optimizer_state(
         self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
     ) -> None:
-        """Put back what `optimizer_state` gave."""
+        """Restore the state that `optimizer_state` returned."""
         state: dict[int, dict[str, Any]] = {}
         for key, value in {**tensors, **numbers}.items():
             index, _, name = key.partition(".")
@@ -210,41 +214,41 @@ class GlobalModel:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def rest(self, scratch: Path) -> None:
-        """Give the model's memory back; until `wake` it is in a file only, `resting`.
+    def spill(self, scratch: Path) -> None:
+        """Release the model's memory; until `restore`, only the file `spilled` holds the model.
 
-        The file is the checkpoint that holds this model, or one in `scratch` that has no name.
+        The file is the checkpoint with this model, or an unlinked temporary file in `scratch`.
 
         Raises:
-            OSError: it cannot be opened, or written.
+            OSError: the file cannot be opened or written.
         """
         if self._stored is not None:
             file: BinaryIO = self._stored.open("rb")
         else:
-            file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed by `wake`
+            file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed by `restore`
             file.write(self.payload)
             file.flush()
-        self.resting = file
-        self._pages.give_back()
+        self.spilled = file
+        self._buffer.release()
 
-    def wake(self) -> None:
-        """Have the model again, if it rests.
+    def restore(self) -> None:
+        """Read a spilled model back into memory; does nothing otherwise.
 
         Raises:
-            OSError: its file cannot be read; then there is no model any more.
+            OSError: the file cannot be read; the model is lost then.
         """
-        if self.resting is None:
+        if self.spilled is None:
             return
-        with self.resting as file:
+        with self.spilled as file:
             file.seek(0)
-            if file.readinto(self._pages.view) != len(self._pages.view):  # type: ignore[attr-defined]  # files have it
+            if file.readinto(self._buffer.view) != len(self._buffer.view):  # type: ignore[attr-defined]  # files have it
                 raise OSError(f"{file.name}, which holds the model, was cut short")
-        self.resting = None
+        self.spilled = None
 
     def _copy(self) -> memoryview:
-        pages = MmapBuffer(len(self.payload))
-        pages.view[:] = self.payload
-        return pages.view
+        buffer = MmapBuffer(len(self.payload))
+        buffer.view[:] = self.payload
+        return buffer.view
 
     def _share_memory(self) -> None:
         parts = dict(self.layout.parts(self.served_vector))
@@ -253,7 +257,7 @@ class GlobalModel:
                 parameter.data = parts[name]
 
     def _refresh_module(self) -> None:
-        """Parameters of other dtypes are copies; bring them up to date."""
+        """Update the parameters of other dtypes, which are copies and not views."""
         parts = dict(self.layout.parts(self.served_vector))
         for name, parameter in self.module.named_parameters():
             if name in parts and parameter.dtype != torch.float32:

@@ -1,15 +1,16 @@
-"""From the updates of both regimes to one pseudo-gradient.
+"""Merge the updates of the federated and the datacenter regime into one pseudo-gradient.
 
-Every vector here is a pseudo-gradient, the model before minus the model after (Reddi et al. 2021),
-float32 (N); each function uses up its arguments' memory.
+Every vector is a pseudo-gradient, the model before minus the model after (Reddi et al. 2021),
+float32 (N). Functions that merge write into the memory of an argument, as their docstrings say.
 
 >>> import torch
->>> fleet, theirs = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 1.0])
->>> round(geometry({"federated": fleet, "datacenter": theirs})[1], 6)
+>>> federated, datacenter = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 1.0])
+>>> norms, cosine = norms_and_cosine({"federated": federated, "datacenter": datacenter})
+>>> round(cosine, 6)
 -0.707107
->>> project(theirs, fleet)
+>>> remove_conflict(datacenter, federated)
 tensor([0., 1.])
->>> weigh(fleet, theirs, share=0.25)
+>>> interpolate(federated, datacenter, datacenter_weight=0.25)
 tensor([0.7500, 0.2500])
 """
 
@@ -21,47 +22,55 @@ from collections.abc import Mapping, Sequence
 import torch
 
 TILE = 1 << 17
-"""Elements of a vector that are looked at in double precision at a time."""
+"""Elements of a vector converted to double precision at a time."""
 
 
-def weigh(fleet: torch.Tensor, theirs: torch.Tensor, *, share: float) -> torch.Tensor:
-    """The weighted mean, in the fleet's memory; `share` is the datacenter's part of 1."""
-    return fleet.mul_(1 - share).add_(theirs, alpha=share)
+def interpolate(
+    federated: torch.Tensor, datacenter: torch.Tensor, *, datacenter_weight: float
+) -> torch.Tensor:
+    """Return the mean with `datacenter_weight` (0 to 1), in the memory of `federated`."""
+    return federated.mul_(1 - datacenter_weight).add_(datacenter, alpha=datacenter_weight)
 
 
-def project(theirs: torch.Tensor, fleet: torch.Tensor) -> torch.Tensor:
-    """The datacenter's without what points against the fleet's, in place (Yu et al. 2020)."""
-    product, square = dot(theirs, fleet), dot(fleet, fleet)
+def remove_conflict(datacenter: torch.Tensor, federated: torch.Tensor) -> torch.Tensor:
+    """Remove from `datacenter`, in place, its component against `federated` (Yu et al. 2020)."""
+    product, square = dot(datacenter, federated), dot(federated, federated)
     if product < 0 < square:
-        theirs.sub_(fleet, alpha=product / square)
-    return theirs
+        datacenter.sub_(federated, alpha=product / square)
+    return datacenter
 
 
-def mean(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """The mean of several datacenters' by their examples, in the first one's memory."""
-    total = sum(examples for _, examples in parts)
-    shares = [examples / total if total else 1 / len(parts) for _, examples in parts]
-    merged = parts[0][0].mul_(shares[0])
-    for (vector, _), share in zip(parts[1:], shares[1:], strict=True):
-        merged.add_(vector, alpha=share)
+def mean_by_examples(updates: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Average several datacenters' vectors by their examples, in the memory of the first.
+
+    With no examples at all, every vector has the same weight.
+    """
+    total = sum(examples for _, examples in updates)
+    weights = [examples / total if total else 1 / len(updates) for _, examples in updates]
+    merged = updates[0][0].mul_(weights[0])
+    for (vector, _), weight in zip(updates[1:], weights[1:], strict=True):
+        merged.add_(vector, alpha=weight)
     return merged
 
 
-def geometry(vectors: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], float | None]:
-    """The 2-norm of each, and the cosine between them where there are two that are not zero."""
+def norms_and_cosine(
+    vectors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, float], float | None]:
+    """Return the 2-norm of each vector, and the cosine if there are two and neither is zero."""
     norms = {name: math.sqrt(dot(vector, vector)) for name, vector in vectors.items()}
     if len(vectors) != 2 or not all(norms.values()):
         return norms, None
-    one, other = vectors.values()
-    return norms, dot(one, other) / math.prod(norms.values())
+    first, second = vectors.values()
+    return norms, dot(first, second) / math.prod(norms.values())
 
 
-def dot(one: torch.Tensor, other: torch.Tensor) -> float:
+def dot(first: torch.Tensor, second: torch.Tensor) -> float:
     """The inner product, summed in double precision."""
-    doubles = torch.empty(2, TILE, dtype=torch.float64)  # one for all: fresh pages cost the most
+    doubles = torch.empty(2, TILE, dtype=torch.float64)  # reused: new pages are the costly part
 
     def product(a: torch.Tensor, b: torch.Tensor) -> float:
         left = doubles[0, : len(a)].copy_(a)
-        return float(torch.dot(left, left if one is other else doubles[1, : len(b)].copy_(b)))
+        right = left if first is second else doubles[1, : len(b)].copy_(b)
+        return float(torch.dot(left, right))
 
-    return math.fsum(map(product, torch.split(one, TILE), torch.split(other, TILE)))
+    return math.fsum(map(product, torch.split(first, TILE), torch.split(second, TILE)))

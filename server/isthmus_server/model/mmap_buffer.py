@@ -1,8 +1,8 @@
-"""Large memory that can be given back for a while, and is cheap to get.
+"""Large zeroed buffers whose memory can be released to the kernel and used again.
 
->>> pages = MmapBuffer(1000)
->>> pages.view[:3] = b"abc"
->>> bytes(pages.view[:3]), len(pages.view)
+>>> buffer = MmapBuffer(1000)
+>>> buffer.view[:3] = b"abc"
+>>> bytes(buffer.view[:3]), len(buffer.view)
 (b'abc', 1000)
 """
 
@@ -13,35 +13,38 @@ import mmap
 import torch
 
 LARGE_BYTES = 512 << 20
-"""Memory from which on it is worth the time to give it back and to get it again."""
+"""Size from which it is worth the time to release memory and to allocate it again."""
 
-_HUGE_PAGES_FROM = 64 << 20
+_MIN_HUGE_PAGE_BYTES = 64 << 20
 
 
 class MmapBuffer:
-    """Zeroed memory of this process alone.
+    """Zeroed anonymous memory of this process, in huge pages where the kernel provides them.
 
-    Where the kernel has huge pages to give, it is asked for those: a fresh page of the usual size
-    costs more time than what is written into it.
+    Huge pages matter because the first access to a page of the usual size takes longer than
+    writing the data into it.
     """
 
     def __init__(self, size: int) -> None:
-        """`size` in bytes."""
+        """Allocate `size` bytes."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, max(size, 1), flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE_PAGES_FROM:
+        if hasattr(mmap, "MADV_HUGEPAGE") and size >= _MIN_HUGE_PAGE_BYTES:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[:size]
-        """All of it, to read and to write."""
+        """All bytes, readable and writable."""
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of it as a vector."""
+        """All elements as a vector that shares the memory."""
         if not len(self.view):
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.view, dtype=dtype)
 
-    def give_back(self, start: int = 0) -> None:
-        """Let go of what lies from byte `start` on; what it holds after that is anything."""
+    def release(self, start: int = 0) -> None:
+        """Release the memory from byte `start` on, if it is large; its contents are undefined then.
+
+        The buffer can be written again at any time.
+        """
         start += -start % mmap.PAGESIZE
         if len(self.view) - start > LARGE_BYTES // 2:
             self._map.madvise(mmap.MADV_DONTNEED, start)

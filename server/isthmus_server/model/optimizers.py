@@ -1,6 +1,6 @@
-"""Server optimizers: what turns a merged pseudo-gradient into the next model (Reddi et al. 2021).
+"""Server optimizers: they turn a merged pseudo-gradient into the next model (Reddi et al. 2021).
 
-Any optimizer of `torch.optim` does, and `Yogi`, which PyTorch does not have.
+Jobs can use any optimizer of `torch.optim`, and `Yogi`, which PyTorch does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Yogi(torch.optim.Optimizer):
     """Adam whose second moment moves by at most a squared gradient a step (Zaheer et al. 2018).
 
     FedYogi of Reddi et al. 2021, algorithm 2: no bias correction, and the second moment begins at
-    `initial ** 2`. Defaults are theirs; `eps` is their tau.
+    `initial ** 2`. The defaults are those of the paper; `eps` is its tau.
 
     >>> weight = torch.zeros(1)
     >>> weight.grad = torch.ones(1)
@@ -35,7 +35,11 @@ class Yogi(torch.optim.Optimizer):
         eps: float = 1e-3,
         initial: float = 1e-3,
     ) -> None:
-        """Raises ValueError where a number is out of its range."""
+        """Create the optimizer; the arguments are those of `torch.optim.Adam`, and `initial`.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
         if not (lr >= 0 and eps >= 0 and initial >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(
                 f"lr={lr}, eps={eps} and initial={initial} must be at least 0, and betas={betas} "
@@ -45,8 +49,8 @@ class Yogi(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
-        """One step on the gradients that are there."""
-        assert closure is None  # a server steps on a gradient it was given
+        """One step on the parameters that have a gradient."""
+        assert closure is None  # the gradient is given
         for group in self.param_groups:
             first, second = group["betas"]
             for parameter in group["params"]:
@@ -68,29 +72,29 @@ class Yogi(torch.optim.Optimizer):
 def make_optimizer(
     config: ServerOptimizer, parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer a job names, on the server's one model.
+    """Create the optimizer that a job configures.
 
     Raises:
-        JobError: there is none of that name, or it does not take these options.
+        JobError: unknown optimizer, or options that it does not accept.
     """
-    kind = Yogi if config.name == "Yogi" else getattr(torch.optim, config.name, None)
+    optimizer_class = Yogi if config.name == "Yogi" else getattr(torch.optim, config.name, None)
     if (
-        not isinstance(kind, type)
-        or not issubclass(kind, torch.optim.Optimizer)
-        or kind is torch.optim.Optimizer
+        not isinstance(optimizer_class, type)
+        or not issubclass(optimizer_class, torch.optim.Optimizer)
+        or optimizer_class is torch.optim.Optimizer
     ):
         raise JobError(
             f"strategy.server_optimizer.name={config.name!r} is not an optimizer of torch.optim, "
             "nor Yogi"
         )
-    if kind is torch.optim.LBFGS:
+    if optimizer_class is torch.optim.LBFGS:
         raise JobError("strategy.server_optimizer.name='LBFGS' needs a closure; choose another")
-    if kind is torch.optim.SparseAdam:
+    if optimizer_class is torch.optim.SparseAdam:
         raise JobError(
             "strategy.server_optimizer.name='SparseAdam' takes sparse gradients only; "
             "choose another"
         )
     try:
-        return kind(parameters, **config.options)
+        return optimizer_class(parameters, **config.options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise JobError(f"strategy.server_optimizer.options: {config.name}: {error}") from error

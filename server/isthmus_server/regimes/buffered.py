@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.job.federated import buffer_name
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate
+from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import accepted_fields, added, check_update, mean_loss
@@ -301,7 +301,7 @@ class BufferAttempt:
             return
         check_update(trained, layout.nbytes)
         scale = settings.buffer.discount(staleness)
-        with Spool(self._context.spool, expected=layout.nbytes) as spool:
+        with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
             update = StreamingUpdate(spool, self.total, layout, trained.examples, scale)
             async with added(self._context.link, training.name, trained.result, update):
                 self._accept(training, trained, staleness)

@@ -16,7 +16,7 @@ import torch
 from isthmus.errors import RoundFailed, UpdateError
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_server.model.fixed_point_sum import Spool, StreamingUpdate
+from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
@@ -139,7 +139,7 @@ class WeightedMeanAggregator:
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
         layout = self._context.layout
-        with Spool(self._context.spool, expected=layout.nbytes) as spool:
+        with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
             update = StreamingUpdate(spool, self._total, layout, trained.examples)
             async with added(self._context.link, name, trained.result, update):
                 accept()
@@ -161,10 +161,10 @@ async def added(
     """
     try:
         await link.fetch(name, blob, update.write)
-        assert update.whole
+        assert update.complete
         yield
     except BaseException:
-        await to_the_end(asyncio.to_thread(update.take_back))
+        await to_the_end(asyncio.to_thread(update.withdraw))
         raise
 
 

@@ -31,7 +31,7 @@ from isthmus_privacy.secagg import (
     UnmaskingShares,
     decode,
 )
-from isthmus_server.model.fixed_point_sum import Spool
+from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
@@ -277,7 +277,7 @@ class SecureAggregationAttempt:
                     f"takes {self._config.payload_bytes}"
                 )
             async with self._uploads:
-                with Spool(self._context.spool, expected=stepped.masked.size) as spool:
+                with UpdateSpool(self._context.spool, expected_bytes=stepped.masked.size) as spool:
                     await self._context.link.fetch(name, stepped.masked, spool.write)
                     async with self._adding:
                         with spool.view() as payload:

@@ -44,7 +44,7 @@ from isthmus_server.storage.events import (
     RunFinished,
     RunStopped,
 )
-from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.records import FinalModel, PlannedAttempt
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.limits import enforce_limits
@@ -161,13 +161,8 @@ class Coordinator:
                     saving_elapsed.result()  # raises: the disk is full, for example
                 if stop is not None:
                     reason = stop.reason
-                    self._publish(
-                        RunStopped(
-                            round=self.state.round + 1,
-                            reason=reason,
-                            observation=decision.observation,
-                        )
-                    )
+                    round_ = self.state.round + 1
+                    self._publish(RunStopped(round=round_, reason=reason, decision=decision))
                     break
             final = await self._finish(reason)
             self._final = True
@@ -250,7 +245,15 @@ class Coordinator:
             plan,
             self.state.attempts + 1,
         )
-        self.store.plan(spec.round, spec.attempt, spec.to_json(), decision.observation)
+        self.store.plan(
+            PlannedAttempt(
+                round=spec.round,
+                attempt=spec.attempt,
+                decision=decision,
+                invited=sorted(spec.cohort),
+                datacenters=spec.datacenters,
+            )
+        )
         self._publish(
             RoundPlanned(
                 round=spec.round,
@@ -304,11 +307,10 @@ class Coordinator:
 
     async def _decide(self) -> Decision:
         """The next decision; one that a crash interrupted is taken from the log."""
-        if (interrupted := self.state.decided) is not None:
-            plan = interrupted["plan"]
-            await self._cohorts.repeat(self.state.round + 1, plan.get("invited", ()))
-            self.state = dataclasses.replace(self.state, decided=None)
-            return Decision.from_log(plan, interrupted["observation"])
+        if (interrupted := self.state.cut_short) is not None:
+            await self._cohorts.repeat(self.state.round + 1, interrupted.invited)
+            self.state = dataclasses.replace(self.state, cut_short=None)
+            return interrupted.decision
         return await decide(
             self._policy, self.job.strategy.policy, self._observe, self._compare, self._pause
         )

@@ -67,7 +67,7 @@ class ModelVersions:
         models = dict(saved)
         if not away:
             models[CURRENT] = self._checkpoints.write_model(round_, self._model.payload)
-            self._is_stored(models[CURRENT])
+            self._mark_stored(models[CURRENT])
             models[SERVED] = models[CURRENT]
         if self._model.served_average:
             served = self._model.served_payload
@@ -103,7 +103,7 @@ class ModelVersions:
         model = self._model
         if CURRENT in state.models:
             self._checkpoints.read_model(state.models[CURRENT], model.payload)
-            self._is_stored(state.models[CURRENT])
+            self._mark_stored(state.models[CURRENT])
         if model.served_average and SERVED in state.models:
             self._checkpoints.read_model(state.models[SERVED], model.served_payload)
             model.averaged = state.averaged
@@ -116,8 +116,8 @@ class ModelVersions:
                 self._extension.import_state(_pop_extension(tensors), _pop_extension(numbers))
             model.load_optimizer_state(tensors, numbers)
 
-    def _is_stored(self, saved: Saved) -> None:
-        self._model.is_stored(self._checkpoints.directory / saved.file, saved.sha256)
+    def _mark_stored(self, saved: Saved) -> None:
+        self._model.mark_stored(self._checkpoints.directory / saved.file, saved.sha256)
 
 
 def _pop_extension(table: dict[str, Any]) -> dict[str, Any]:

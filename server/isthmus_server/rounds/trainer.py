@@ -121,7 +121,7 @@ class Trainer:
         async with self._published(summing=False):
             gradients = await self._run_together(spec, self._mean_gradient, None)
         weight = spec.plan.transfer_weight
-        gradient = merge.mean(
+        gradient = merge.mean_by_examples(
             [(r.vector, r.examples) for r in gradients.datacenters if r.vector is not None]
         )
         gradient.mul_(self._job.strategy.transfer_weight if weight is None else weight)
@@ -173,13 +173,13 @@ class Trainer:
         blob = await asyncio.to_thread(lambda: model.blob)
         try:
             if summing and blob.size >= LARGE_BYTES and self._federated.extension is None:
-                await to_the_end(asyncio.to_thread(model.rest, self._federated.context.spool))
-            file = model.resting
+                await to_the_end(asyncio.to_thread(model.spill, self._federated.context.spool))
+            file = model.spilled
             self._link.publish(blob, model.payload if file is None else InFile(file, blob.size))
             yield blob
         finally:
             self._link.retract(blob)
-            await to_the_end(asyncio.to_thread(model.wake))
+            await to_the_end(asyncio.to_thread(model.restore))
 
     async def _run_together(
         self,
@@ -263,7 +263,7 @@ class Trainer:
             "datacenter": datacenter if transferred is None else transferred,
         }
         present = {name: vector for name, vector in vectors.items() if vector is not None}
-        results.norms, results.cosine = merge.geometry(present)
+        results.norms, results.cosine = merge.norms_and_cosine(present)
         if plan.reset_optimizer:
             model.reset_optimizer()
         if not one_datacenter:
@@ -283,7 +283,7 @@ class Trainer:
             out = None if keep else result.vector
             difference = torch.sub(self._model.vector, result.vector, out=out)
             parts.append((difference, result.examples))
-        return merge.mean(parts)
+        return merge.mean_by_examples(parts)
 
     def _merged(
         self, plan: Plan, federated: torch.Tensor | None, datacenter: torch.Tensor | None
@@ -293,5 +293,7 @@ class Trainer:
             assert merged is not None
             return merged
         if (plan.merge or self._job.strategy.merge) == "projected":
-            datacenter = merge.project(datacenter, federated)
-        return merge.weigh(federated, datacenter, share=self._job.strategy.datacenter_weight)
+            datacenter = merge.remove_conflict(datacenter, federated)
+        return merge.interpolate(
+            federated, datacenter, datacenter_weight=self._job.strategy.datacenter_weight
+        )

@@ -21,6 +21,7 @@ from isthmus_server.storage.records import (
     RoundRecord,
     adapter,
 )
+from isthmus_server.strategy.decision import Decision
 
 log = logging.getLogger(__name__)
 
@@ -179,8 +180,8 @@ class RunStopped(ReportedEvent):
     round: int
     """The round that is not trained."""
     reason: str
-    observation: Mapping[str, Any]
-    """What the decision was made on, as the log has it for a round."""
+    decision: Decision
+    """The decision on that round."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

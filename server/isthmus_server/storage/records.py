@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter
 
 from isthmus_server.storage.checkpoints import Saved
+from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.policy import Comparison, Kind, PastRound
 
 Status = Literal["accepted", "rejected", "dropped"]
@@ -270,13 +271,24 @@ EndedAttempt = RoundRecord | FailedAttempt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoggedAttempt:
-    """An attempt in the round log, with the decision that led to it."""
+class PlannedAttempt(Record):
+    """An attempt at a round that is about to begin."""
 
     round: int
     attempt: int
-    plan: Mapping[str, Any]
-    observation: Mapping[str, Any]
+    decision: Decision
+    """The same for all attempts at a round, unless the run was given up in between."""
+    invited: Sequence[str]
+    """Names of the devices."""
+    datacenters: Sequence[str]
+    """Names of the datacenters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedAttempt(Record):
+    """An attempt in the round log, and its outcome."""
+
+    planned: PlannedAttempt
     record: EndedAttempt | None
     """None for an attempt that is under way or was cut short."""
 

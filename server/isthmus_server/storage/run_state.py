@@ -10,6 +10,7 @@ from isthmus_server.storage.records import (
     AttemptRecord,
     CommittedState,
     ComparisonRecord,
+    PlannedAttempt,
     RoundRecord,
 )
 from isthmus_server.strategy.policy import PastRound
@@ -37,8 +38,8 @@ class RunState(CommittedState):
     """Bytes to and from devices in them."""
     elapsed: float = 0.0
     """Seconds that the run had lasted when that was last stored."""
-    decided: Mapping[str, Any] | None = None
-    """The `plan` and `observation` of the next round, if a crash cut it short."""
+    cut_short: PlannedAttempt | None = None
+    """The last attempt at the next round, if a crash cut its plan short."""
     comparisons: Sequence[ComparisonRecord] = ()
     """Ended comparison attempts for the next round, in order; their results are reused."""
     comparisons_ended: int = 0

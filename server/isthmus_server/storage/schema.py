@@ -14,8 +14,7 @@ CREATE TABLE IF NOT EXISTS run (
 );
 CREATE TABLE IF NOT EXISTS attempts (
     round INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
-    planned_at REAL NOT NULL, plan TEXT NOT NULL, observation TEXT NOT NULL,
-    record TEXT, run_state TEXT, PRIMARY KEY (round, attempt)
+    planned TEXT NOT NULL, record TEXT, run_state TEXT, PRIMARY KEY (round, attempt)
 );
 CREATE TABLE IF NOT EXISTS comparison_attempts (
     number INTEGER NOT NULL, attempt INTEGER NOT NULL, round INTEGER NOT NULL,

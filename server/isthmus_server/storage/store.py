@@ -20,11 +20,9 @@ import dataclasses
 import json
 import os
 import sqlite3
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job import Job, read_job
@@ -38,6 +36,7 @@ from isthmus_server.storage.records import (
     FailedAttempt,
     FinalModel,
     LoggedAttempt,
+    PlannedAttempt,
     RoundRecord,
 )
 from isthmus_server.storage.run_state import RunState
@@ -156,13 +155,11 @@ class Store:
 
     # -- the round log -----------------------------------------------------------------------------
 
-    def plan(
-        self, round_: int, attempt: int, plan: Mapping[str, Any], observation: Mapping[str, Any]
-    ) -> None:
+    def plan(self, planned: PlannedAttempt) -> None:
         """Store an attempt before it begins."""
         self._db.execute(
-            "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, ?, ?, NULL, NULL)",
-            (round_, attempt, time.time(), json.dumps(plan), json.dumps(observation)),
+            "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, NULL, NULL)",
+            (planned.round, planned.attempt, json.dumps(planned.to_json())),
         )
 
     def fail(self, record: FailedAttempt) -> None:
@@ -226,18 +223,14 @@ class Store:
         status, reason, final = self._db.execute("SELECT status, reason, final FROM run").fetchone()
         return status, reason, FinalModel.from_json(json.loads(final)) if final else None
 
-    def decisions(self) -> Iterator[LoggedAttempt]:
-        """All attempts at rounds with what they were decided on, in order of round and attempt."""
+    def logged_attempts(self) -> Iterator[LoggedAttempt]:
+        """All attempts, ended or not, in order of round and attempt."""
         rows = self._db.execute(
-            "SELECT round, attempt, state, plan, observation, record FROM attempts "
-            "ORDER BY round, attempt"
+            "SELECT state, planned, record FROM attempts ORDER BY round, attempt"
         )
-        for round_, attempt, state, plan, observation, record in rows:
+        for state, planned, record in rows:
             yield LoggedAttempt(
-                round=round_,
-                attempt=attempt,
-                plan=json.loads(plan),
-                observation=json.loads(observation),
+                planned=PlannedAttempt.from_json(json.loads(planned)),
                 record=_record(state, record) if record else None,
             )
 
@@ -280,7 +273,7 @@ class Store:
         if newest:
             round_, committed = newest[0], CommittedState.from_json(json.loads(newest[1]))
         last_attempt = self._db.execute(
-            "SELECT attempt, plan, observation, state, record FROM attempts WHERE round=? "
+            "SELECT attempt, planned, state, record FROM attempts WHERE round=? "
             "ORDER BY attempt DESC",
             (round_ + 1,),
         ).fetchone()
@@ -307,7 +300,7 @@ class Store:
             paid=paid,
             moved=moved,
             elapsed=elapsed,
-            decided=self._cut_short(*last_attempt[1:]) if last_attempt else None,
+            cut_short=self._cut_short(*last_attempt[1:]) if last_attempt else None,
             comparisons=comparisons,
             comparisons_ended=comparisons_ended,
             comparison_attempts=self._db.execute(
@@ -316,15 +309,13 @@ class Store:
             ).fetchone()[0],
         )
 
-    def _cut_short(
-        self, plan: str, observation: str, state: str, record: str | None
-    ) -> dict[str, Any] | None:
-        """The decision on the next round, if its attempts were cut short and not given up."""
+    def _cut_short(self, planned: str, state: str, record: str | None) -> PlannedAttempt | None:
+        """The last attempt at the next round, if its plan was cut short and not given up."""
         failed = _record(state, record) if record else None
         given_up = isinstance(failed, FailedAttempt) and failed.given_up
         if given_up or self.status()[0] != "running":
             return None
-        return {"plan": json.loads(plan), "observation": json.loads(observation)}
+        return PlannedAttempt.from_json(json.loads(planned))
 
     def _comparisons(self) -> Iterator[ComparisonRecord]:
         """All ended comparison attempts, oldest first."""

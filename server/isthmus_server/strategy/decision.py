@@ -12,8 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus_server.strategy.answer_checks import checked_answer
@@ -32,23 +31,38 @@ MAX_COMPARISONS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestedComparison:
+    """A comparison that the policy requested, made or not."""
+
+    models: tuple[str, ...]
+    devices: int
+    reason: str
+    refused: str | None = None
+    """Why it was not made; None if it was."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecidedWait:
+    """A wait before the round."""
+
+    seconds: float
+    reason: str
+    by_limit: bool
+    """A limit of the job required it, not the policy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
     """What is done next, and the data it was decided on."""
 
     answer: Plan | Stop
-    observation: Mapping[str, Any]
-    """The last observation as JSON data, without the history, which is in the log anyway. Three
-    keys are added: the comparisons that the policy `asked` for, how it `waited`, and the limits'
-    `adjustments`."""
-
-    @classmethod
-    def from_log(cls, plan: Mapping[str, Any], observation: Mapping[str, Any]) -> Decision:
-        """Restore a decision that was logged before a crash; limits are enforced again later."""
-        names = {field.name for field in dataclasses.fields(Plan) if field.init}
-        return cls(
-            answer=Plan(**{name: value for name, value in plan.items() if name in names}),
-            observation=observation,
-        )
+    observation: Observation
+    """The last one, without the history, which is in the log anyway."""
+    requested: Sequence[RequestedComparison] = ()
+    """Comparisons that the policy requested, in order."""
+    waits: Sequence[DecidedWait] = ()
+    adjustments: Sequence[str] = ()
+    """What the job's limits changed in the answer, one sentence each."""
 
 
 Observe = Callable[[], Observation]
@@ -81,20 +95,24 @@ async def decide(
         JobError: the policy raised, or gave an invalid answer.
     """
     refused: list[str] = []
-    requests: list[dict[str, Any]] = []
-    waits: list[dict[str, Any]] = []
+    requested: list[RequestedComparison] = []
+    waits: list[DecidedWait] = []
     while True:
         observation = dataclasses.replace(observe(), refused=tuple(refused))
         proposed = checked_answer(policy, name, observation)
         constrained = enforce_limits(proposed, observation)
         answer = constrained.answer
         if isinstance(proposed, Compare):
-            if len(requests) == MAX_COMPARISONS:
+            if len(requested) == MAX_COMPARISONS:
                 raise JobError(
                     f"the policy {name!r} asked for more than {MAX_COMPARISONS} comparisons in "
                     f"round {observation.round}"
                 )
-            requests.append({**dataclasses.asdict(proposed), "refused": None})
+            requested.append(
+                RequestedComparison(
+                    models=proposed.models, devices=proposed.devices, reason=proposed.reason
+                )
+            )
         if isinstance(answer, Compare):
             try:
                 await compare_models(answer)
@@ -102,20 +120,25 @@ async def decide(
             except RoundFailed as error:
                 answer = LimitRefusal(str(error))
         if isinstance(proposed, Compare):
-            requests[-1]["refused"] = answer.reason  # also if a limit ends the run
+            # Also if a limit ends the run.
+            requested[-1] = dataclasses.replace(requested[-1], refused=answer.reason)
         if isinstance(answer, LimitRefusal):
             refused.append(answer.reason)
         elif isinstance(answer, Wait):
-            wait = {"seconds": answer.seconds, "reason": answer.reason}
-            waits.append({**wait, "by_limit": not isinstance(proposed, Wait)})
+            waits.append(
+                DecidedWait(
+                    seconds=answer.seconds,
+                    reason=answer.reason,
+                    by_limit=not isinstance(proposed, Wait),
+                )
+            )
             await pause(answer)
             refused.clear()
         else:
-            logged = {
-                **dataclasses.asdict(dataclasses.replace(observation, history=())),
-                "history": None,
-                "asked": requests,
-                "waited": waits,
-                "adjustments": list(constrained.adjustments),
-            }
-            return Decision(answer=answer, observation=logged)
+            return Decision(
+                answer=answer,
+                observation=dataclasses.replace(observation, history=()),
+                requested=requested,
+                waits=waits,
+                adjustments=constrained.adjustments,
+            )

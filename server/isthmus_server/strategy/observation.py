@@ -14,7 +14,6 @@ from isthmus.job import Job
 from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,
-    Forecast,
     Observation,
     PastRound,
 )
@@ -91,18 +90,6 @@ def observe(
         models=tuple(models),
         comparisons=tuple(comparisons),
     )
-
-
-def restored(logged: Mapping[str, Any]) -> Observation:
-    """Restore an observation from the log, which does not repeat its history."""
-    names = {field.name for field in dataclasses.fields(Observation)}
-    values = {name: value for name, value in logged.items() if name in names}
-    values["history"] = ()
-    values["forecast"] = {
-        side: Forecast(**forecast) for side, forecast in logged["forecast"].items()
-    }
-    values["comparisons"] = tuple(Comparison(**comparison) for comparison in logged["comparisons"])
-    return Observation(**values)
 
 
 class _CopiedHistory(Sequence[PastRound]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
@@ -48,11 +47,6 @@ class RoundSpec:
     def model_stays(self) -> bool:
         """Whether the next model stays in the datacenter that trained it."""
         return self.single_datacenter and not self.hand_back
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what the log records before the round is run."""
-        participants = {"invited": sorted(self.cohort), "datacenters": list(self.datacenters)}
-        return {**dataclasses.asdict(self.plan), **participants}
 
 
 def evaluates(job: Job, round_: int) -> bool:

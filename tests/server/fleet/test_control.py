@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from click.testing import CliRunner
 from tests.conftest import TABLE
-from tests.server.records import failed_attempt
+from tests.server.storage.records import failed_attempt, planned_attempt
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
@@ -94,7 +94,7 @@ async def test_the_log_of_a_long_run_is_read_a_few_rounds_at_a_time(place, make_
         Store.create(place.state / "runs" / entry.id, entry.job, place.state)
     ) as store:
         for round_ in range(1, 151):
-            store.plan(round_, 1, {}, {})
+            store.plan(planned_attempt(round_))
             store.fail(failed_attempt(round_))
     *failed, last = [event async for event in place.runner.events(entry.id, False)]
     assert [event.record.round for event in failed] == list(range(1, 151))

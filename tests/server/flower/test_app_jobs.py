@@ -107,7 +107,7 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
         ('fails="b"', "the app failed at {app}:16: RuntimeError: out of memory"),
         ('ends="b"', "the app failed at {app}:18: SystemExit: no camera"),
         ('spoils="b"', "the array 'bias' is not finite"),
-        ('renames="b"', "its records or figures have other names than most devices'"),
+        ('renames="b"', "its records or metrics have other names than most devices'"),
         (
             'boasts="b"',
             "its num-examples=1e+30 is not a number from 0 to "

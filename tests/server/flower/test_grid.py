@@ -255,7 +255,7 @@ async def test_replies_are_bounded_before_memory_is_taken(fleet, net):
     await net.join("boaster", boast)
     reply = await fleet.ask("train", "boaster")
     assert reply.error.reason == (
-        "its reply has 1099511627776 bytes, and the share of each is 1000 "
+        "its reply has 1099511627776 bytes, and the limit for each reply is 1000 "
         "(federated.flower.max_bytes)"
     )
 

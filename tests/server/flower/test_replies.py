@@ -7,23 +7,25 @@ import torch
 from isthmus.errors import UpdateError
 from isthmus.integrations.flower import messages  # before flwr
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_server.flower.replies import check, odd_ones
+from isthmus_server.flower.replies import check_reply, inconsistent_replies
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 2)})
 ARRAYS = {"bias": np.ones(3, "f4"), "weight": np.ones((3, 2), "f4")}
 FIGURES = {"num-examples": 20, "train_loss": 0.5, "norms": [1.0, 2.0]}
 
 
-def reply(arrays=ARRAYS, figures=FIGURES, **more):
+def reply(arrays=ARRAYS, metrics=FIGURES, **more):
     record = messages.ArrayRecord({name: messages.Array(values) for name, values in arrays.items()})
     return messages.RecordDict(
-        {"arrays": record, "metrics": messages.MetricRecord(figures), **more}
+        {"arrays": record, "metrics": messages.MetricRecord(metrics), **more}
     )
 
 
 def weight_of(records, max_examples=1000):
     scratch = torch.empty(LAYOUT.size)
-    return check(records, LAYOUT, scratch, weighted_by="num-examples", max_examples=max_examples)
+    return check_reply(
+        records, LAYOUT, scratch, weighted_by="num-examples", max_examples=max_examples
+    )
 
 
 def foreign():
@@ -37,7 +39,7 @@ def foreign():
 def test_floats_of_the_models_shapes_are_taken_with_their_weight(kind):
     arrays = {name: values.astype(kind) for name, values in ARRAYS.items()}
     assert weight_of(reply(arrays, config=messages.ConfigRecord({"more": "is the app's"}))) == 20
-    assert weight_of(reply(figures={"num-examples": 0.0})) == 0
+    assert weight_of(reply(metrics={"num-examples": 0.0})) == 0
 
 
 def test_arrays_are_put_into_the_layouts_order():
@@ -52,17 +54,20 @@ def test_arrays_are_put_into_the_layouts_order():
         (reply({"bias": ARRAYS["bias"]}), "the array 'weight' is missing"),
         (reply({**ARRAYS, "more": np.ones(1)}), "the array 'more' is unknown"),
         (reply({**ARRAYS, "bias": np.ones(4)}), r"the array 'bias' is float64 of shape \(4,\)"),
-        (reply({**ARRAYS, "bias": np.ones(3, "i4")}), "the array 'bias' is int32, and no float"),
+        (
+            reply({**ARRAYS, "bias": np.ones(3, "i4")}),
+            "the array 'bias' is int32, not a float type",
+        ),
         (reply({**ARRAYS, "bias": np.full(3, np.inf)}), "the array 'bias' is not finite"),
         (foreign(), "the array 'bias' cannot be read"),
-        (reply(more=messages.ArrayRecord()), "2 records of arrays and 1 of figures"),
-        (reply(more=messages.MetricRecord()), "1 records of arrays and 2 of figures"),
-        (messages.RecordDict(), "0 records of arrays and 0 of figures"),
-        (reply(figures={"loss": 1.0}), "its num-examples=None is not a number from 0 to "),
-        (reply(figures={"num-examples": [1, 2]}), r"its num-examples=\[1, 2\] is not a number"),
-        (reply(figures={"num-examples": -1}), "its num-examples=-1 is not a number"),
-        (reply(figures={"num-examples": 1, "loss": float("nan")}), "the figure 'loss' is not fin"),
-        (reply(figures={"num-examples": 1, "l": [float("inf")]}), "the figure 'l' is not finite"),
+        (reply(more=messages.ArrayRecord()), "2 array records and 1 metric records"),
+        (reply(more=messages.MetricRecord()), "1 array records and 2 metric records"),
+        (messages.RecordDict(), "0 array records and 0 metric records"),
+        (reply(metrics={"loss": 1.0}), "its num-examples=None is not a number from 0 to "),
+        (reply(metrics={"num-examples": [1, 2]}), r"its num-examples=\[1, 2\] is not a number"),
+        (reply(metrics={"num-examples": -1}), "its num-examples=-1 is not a number"),
+        (reply(metrics={"num-examples": 1, "loss": float("nan")}), "the metric 'loss' is not fin"),
+        (reply(metrics={"num-examples": 1, "l": [float("inf")]}), "the metric 'l' is not finite"),
     ],
 )
 def test_a_reply_that_a_strategy_would_fail_on_is_refused(records, says):
@@ -73,22 +78,22 @@ def test_a_reply_that_a_strategy_would_fail_on_is_refused(records, says):
 @pytest.mark.parametrize("weight", [1000.5, 1001, 1e30])
 def test_no_device_weighs_more_than_the_job_lets_it(weight):
     with pytest.raises(UpdateError, match=r"from 0 to .*max_examples=1000$"):
-        weight_of(reply(figures={"num-examples": weight}))
-    assert weight_of(reply(figures={"num-examples": 1000})) == 1000
+        weight_of(reply(metrics={"num-examples": weight}))
+    assert weight_of(reply(metrics={"num-examples": 1000})) == 1000
 
 
 @pytest.mark.parametrize(
     "odd",
     [
-        reply(figures={"num-examples": 20, "norms": [1.0, 2.0]}),
-        reply(figures={**FIGURES, "mine": 1}),
-        reply(figures={**FIGURES, "norms": [1.0]}),
-        reply(figures={**FIGURES, "norms": 1.0}),
+        reply(metrics={"num-examples": 20, "norms": [1.0, 2.0]}),
+        reply(metrics={**FIGURES, "mine": 1}),
+        reply(metrics={**FIGURES, "norms": [1.0]}),
+        reply(metrics={**FIGURES, "norms": 1.0}),
         messages.RecordDict({"mine": reply()["arrays"], "metrics": reply()["metrics"]}),
         messages.RecordDict({"arrays": reply()["arrays"], "mine": reply()["metrics"]}),
     ],
 )
 def test_who_names_things_otherwise_than_most_is_odd(odd):
-    assert odd_ones({1: odd, 2: reply(), 3: reply()}) == {1}
-    assert odd_ones({1: reply(), 2: odd}) == {2}
-    assert odd_ones({1: odd}) == odd_ones({}) == set()
+    assert inconsistent_replies({1: odd, 2: reply(), 3: reply()}) == {1}
+    assert inconsistent_replies({1: reply(), 2: odd}) == {2}
+    assert inconsistent_replies({1: odd}) == inconsistent_replies({}) == set()

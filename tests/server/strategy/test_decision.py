@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.server.records import comparison_record, round_record
+from tests.server.storage.records import comparison_record, round_record
 from tests.server.strategy.observations import comparison_of, observe, simulate
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus.job import StrategySection, parse_job
-from isthmus_server.storage.records import (
-    Receipt,
-)
+from isthmus_server.storage.records import PlannedAttempt, Receipt
 from isthmus_server.strategy import Compare, Plan, Stop, Wait
-from isthmus_server.strategy.decision import MAX_COMPARISONS, Decision, decide
+from isthmus_server.strategy.decision import (
+    MAX_COMPARISONS,
+    DecidedWait,
+    RequestedComparison,
+    decide,
+)
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe as observe_run
 from isthmus_server.strategy.policies import BUILT_IN
@@ -76,10 +79,9 @@ def ask():
 async def test_a_plan_within_the_limits_is_the_decision(ask):
     decision, clock = await ask(lambda seen: Plan("federated", "because", {"turn": 1}))
     assert decision.answer == Plan("federated", "because", {"turn": 1})
-    assert decision.observation["clients_ready"] == 8
-    assert decision.observation["history"] is None
-    logged = decision.observation
-    assert (logged["asked"], logged["adjustments"], clock.waits) == ([], [], [])
+    assert decision.observation.clients_ready == 8
+    assert decision.observation.history == ()
+    assert (list(decision.requested), list(decision.adjustments), clock.waits) == ([], [], [])
 
 
 async def test_a_comparison_comes_back_in_the_same_round(ask):
@@ -90,8 +92,8 @@ async def test_a_comparison_comes_back_in_the_same_round(ask):
 
     decision, _ = await ask(answer, visit=lambda models: [-0.25])
     assert decision.answer.reason == "served is -0.25"
-    assert decision.observation["asked"] == [
-        {"models": JUST_SO, "devices": 4, "reason": "to know", "state": {}, "refused": None}
+    assert decision.requested == [
+        RequestedComparison(models=JUST_SO, devices=4, reason="to know", refused=None)
     ]
 
 
@@ -105,7 +107,7 @@ async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
     devices = 4
     decision, _ = await ask(answer, visit=lambda models: "1 of 4 answered")
     assert decision.answer == Stop("1 of 4 answered")
-    assert decision.observation["asked"][0]["refused"] == "1 of 4 answered"
+    assert decision.requested[0].refused == "1 of 4 answered"
 
 
 async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
@@ -114,7 +116,7 @@ async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
         lambda made, clock: observe(comparisons=made, seconds_left=0.0),
     )
     assert isinstance(decision.answer, Stop)
-    assert decision.observation["asked"][0]["refused"] == decision.answer.reason
+    assert decision.requested[0].refused == decision.answer.reason
 
 
 async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
@@ -142,8 +144,7 @@ async def test_a_round_waits_for_its_window(ask):
     assert decision.answer.regime == "federated"
     assert clock.now() == 600
     reason = "the federated side is outside of its window"
-    waited = {"seconds": 600.0, "reason": reason, "by_limit": True}
-    assert decision.observation["waited"] == [waited]
+    assert decision.waits == [DecidedWait(seconds=600.0, reason=reason, by_limit=True)]
     assert clock.waits == [Wait(600.0, reason)]
 
 
@@ -161,17 +162,19 @@ async def test_after_a_wait_a_policy_may_ask_again(ask):
 async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
     decision, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
     assert decision.answer.cohort == 3
-    assert decision.observation["adjustments"] == ["a cohort of 1 became 3, which is the quorum"]
+    assert list(decision.adjustments) == ["a cohort of 1 became 3, which is the quorum"]
 
 
 async def test_a_decision_reads_back_from_the_log(ask):
     plan = Plan("hybrid", "x", {"a": 1}, merge="transfer", keep={"w": "current"}, step_scale=0.5)
     decision, _ = await ask(lambda seen: plan)
-    row = json.loads(json.dumps({**dataclasses.asdict(plan), "invited": ["a", "b"]}))
-    seen = json.loads(json.dumps(decision.observation))
-    again = Decision.from_log(row, seen)
-    assert again.answer == plan
-    assert again.observation == json.loads(json.dumps(decision.observation))
+    planned = PlannedAttempt(
+        round=1, attempt=1, decision=decision, invited=["a", "b"], datacenters=["d"]
+    )
+    text = json.dumps(planned.to_json())
+    again = PlannedAttempt.from_json(json.loads(text))
+    assert again.decision.answer == plan
+    assert json.dumps(again.to_json()) == text
 
 
 # -- what a policy sees --------------------------------------------------------------------------

@@ -31,61 +31,63 @@ def gradients(model, count):
     return [torch.randn(model.layout.size, generator=generator) for _ in range(count)]
 
 
-def test_the_encoding_and_the_module_and_the_vector_are_one_memory(make_model):
+def test_encoding_module_and_vector_share_memory(make_model):
     model = make_model()
     model.vector.fill_(0.5)
     assert model.module.bias.tolist() == [0.5, 0.5, 0.5]
     assert model.layout.decode(model.payload).eq(0.5).all()
 
 
-def test_the_content_always_names_the_bytes(make_model):
+def test_the_blob_always_names_the_bytes(make_model):
     model = make_model()
-    seen = set()
+    digests = set()
     for change in (
         lambda: None,
         lambda: model.step(torch.ones(model.layout.size)),
         lambda: model.replace(torch.zeros(model.layout.size)),
-        lambda: (model.payload.__setitem__(slice(-4, None), b"\0\0\0\1"), model.changed()),
+        lambda: (model.payload.__setitem__(slice(-4, None), b"\0\0\0\1"), model.mark_changed()),
     ):
         change()
         assert model.blob.sha256 == digest(model.payload)
         assert model.sha256 == digest(model.payload).hex()
-        seen.add(model.sha256)
-    assert len(seen) == 4
+        digests.add(model.sha256)
+    assert len(digests) == 4
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_model_that_rests_is_in_a_file_and_comes_back(make_model, tmp_path, monkeypatch, stored):
+def test_a_spilled_model_is_in_a_file_and_can_be_restored(
+    make_model, tmp_path, monkeypatch, stored
+):
     monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
     model, scratch = make_model(), tmp_path / "scratch"
     scratch.mkdir()
     model.vector.fill_(0.5)
-    model.changed()
+    model.mark_changed()
     before = bytes(model.payload)
     if stored:
         checkpoints = Checkpoints(tmp_path)
         saved = checkpoints.write_model(1, model.payload)
-        model.is_stored(tmp_path / saved.file, saved.sha256)
+        model.mark_stored(tmp_path / saved.file, saved.sha256)
         scratch.rmdir()  # nothing else is written
-    model.rest(scratch)
-    assert InFile(model.resting, len(before)).read(0, len(before)) == before
+    model.spill(scratch)
+    assert InFile(model.spilled, len(before)).read(0, len(before)) == before
     assert model.module.bias.tolist() == [0.0, 0.0, 0.0]  # its memory was given back
     with pytest.raises(AssertionError):
         model.vector  # noqa: B018
-    model.wake()
+    model.restore()
     assert bytes(model.payload) == before
     assert model.module.bias.tolist() == [0.5, 0.5, 0.5]
-    model.wake()  # it does not rest any more
+    model.restore()  # has no effect on a model in memory
     model.step(torch.ones(model.layout.size))
     assert model.module.bias.tolist() == [-0.5, -0.5, -0.5]
 
 
-def test_a_model_whose_file_was_cut_short_is_not_gone_on_with(make_model, tmp_path):
+def test_a_truncated_spill_file_is_an_error(make_model, tmp_path):
     model = make_model()
-    model.rest(tmp_path)
-    model.resting.truncate(len(model.layout.header) + 1)
+    model.spill(tmp_path)
+    model.spilled.truncate(len(model.layout.header) + 1)
     with pytest.raises(OSError, match="which holds the model, was cut short"):
-        model.wake()
+        model.restore()
 
 
 def test_sgd_with_a_learning_rate_of_one_is_fedavg(make_model):
@@ -110,30 +112,32 @@ def test_sgd_with_a_learning_rate_of_one_is_fedavg(make_model):
     ],
     ids=str,
 )
-def test_stored_optimizer_state_goes_on_bit_by_bit(make_model, make_job, tmp_path, name, options):
-    kept = make_model(name=name, **options)
-    steps = gradients(kept, 6)
+def test_restored_optimizer_state_continues_bit_for_bit(
+    make_model, make_job, tmp_path, name, options
+):
+    original = make_model(name=name, **options)
+    steps = gradients(original, 6)
     for step in steps[:3]:
-        kept.step(step)
+        original.step(step)
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
-    tensors, numbers = kept.optimizer_state()
-    model_file = store.checkpoints.write_model(3, kept.payload)
+    tensors, numbers = original.optimizer_state()
+    model_file = store.checkpoints.write_model(3, original.payload)
     file = store.checkpoints.write_tensors(3, tensors)
     assert (file is None) == (not tensors)
 
     resumed = make_model(name=name, seed=9, **options)
-    assert resumed.sha256 != kept.sha256
+    assert resumed.sha256 != original.sha256
     store.checkpoints.read_model(model_file, resumed.payload)
-    resumed.changed()
+    resumed.mark_changed()
     resumed.load_optimizer_state(store.checkpoints.read_tensors(file) if file else {}, numbers)
     for step in steps[3:]:
-        kept.step(step)
+        original.step(step)
         resumed.step(step)
-    assert resumed.sha256 == kept.sha256
+    assert resumed.sha256 == original.sha256
     store.close()
 
 
-def test_an_optimizer_state_that_is_not_loaded_would_be_noticed(make_model):
+def test_the_optimizer_state_affects_the_next_step(make_model):
     one, other = make_model(name="Adam", lr=0.1), make_model(name="Adam", lr=0.1)
     steps = gradients(one, 2)
     one.step(steps[0])
@@ -162,14 +166,12 @@ def test_an_optimizer_state_that_is_not_loaded_would_be_noticed(make_model):
         ("Adam", {"fused": True, "foreach": True}, r"server_optimizer\.options: Adam: "),
     ],
 )
-def test_a_server_optimizer_that_cannot_be_made_is_one_sentence(
-    make_model, name, options, sentence
-):
+def test_an_invalid_server_optimizer_is_one_sentence(make_model, name, options, sentence):
     with pytest.raises(JobError, match=sentence):
         make_model(name=name, **options)
 
 
-def test_a_step_to_infinity_is_refused_and_says_what_to_lower(make_model):
+def test_a_step_to_infinity_is_refused_with_advice(make_model):
     model = make_model(lr=3e38)
     with pytest.raises(UpdateError, match=r"not finite; lower its lr \(strategy\.server_opt"):
         model.step(torch.full((model.layout.size,), 100.0))
@@ -182,7 +184,7 @@ def test_large_finite_values_whose_sum_overflows_are_finite(make_model):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_evaluation_sees_the_vector_whatever_the_modules_precision(make_model, dtype):
+def test_evaluation_uses_the_vector_in_any_module_precision(make_model, dtype):
     model = make_model(f"""
         def model(self):
             return nn.Linear(4, 3).to(torch.{dtype})
@@ -202,7 +204,7 @@ def test_evaluation_sees_the_vector_whatever_the_modules_precision(make_model, d
     assert after == pytest.approx(model.evaluate(30), rel=rounding)
 
 
-def test_tied_weights_are_one_in_the_vector_and_in_the_module(make_model):
+def test_tied_weights_are_stored_once(make_model):
     model = make_model("""
         def model(self):
             model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -224,15 +226,15 @@ def test_tied_weights_are_one_in_the_vector_and_in_the_module(make_model):
         ),
     ],
 )
-def test_held_out_data_that_cannot_be_used_is_one_sentence(make_model, methods, sentence):
+def test_invalid_held_out_data_is_one_sentence(make_model, methods, sentence):
     with pytest.raises(TaskError, match=sentence):
         make_model(methods).evaluate(10)
 
 
-# -- Yogi, resetting, and the served average -------------------------------------------------------
+# -- Yogi, optimizer reset, served average ---------------------------------------------------------
 
 
-def test_yogi_is_algorithm_two_of_reddi_and_others():
+def test_yogi_matches_algorithm_2_of_reddi_et_al():
     weight = torch.zeros(3)
     optimizer = Yogi([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, initial=0.1)
     expected, mean, square = [0.0] * 3, [0.0] * 3, [0.01] * 3
@@ -247,7 +249,7 @@ def test_yogi_is_algorithm_two_of_reddi_and_others():
     torch.testing.assert_close(weight, torch.tensor(expected))
 
 
-def test_an_optimizer_that_is_reset_has_no_momentum_left(make_model):
+def test_resetting_the_optimizer_clears_momentum(make_model):
     model, fresh = (make_model(name="SGD", lr=1.0, momentum=0.9) for _ in range(2))
     first, second = gradients(model, 2)
     model.step(first)
@@ -258,7 +260,7 @@ def test_an_optimizer_that_is_reset_has_no_momentum_left(make_model):
     assert model.sha256 == fresh.sha256
 
 
-def test_the_served_model_is_the_mean_of_the_first_rounds_and_then_their_average(make_model):
+def test_the_served_model_is_a_mean_and_then_a_moving_average(make_model):
     model = make_model(served_average=0.75)
     rounds = []
     for step in gradients(model, 6):
@@ -274,7 +276,7 @@ def test_the_served_model_is_the_mean_of_the_first_rounds_and_then_their_average
     assert model.served_sha256 == model.sha256
 
 
-def test_what_is_evaluated_is_the_served_model(make_model):
+def test_evaluation_uses_the_served_model(make_model):
     averaging, plain = make_model(served_average=0.9), make_model()
     for step in gradients(plain, 3):
         averaging.step(step)

@@ -1,4 +1,4 @@
-"""Blocks are compiled, whoever wrote them."""
+"""Sharding units are compiled, both of users and of PyTorch; sparse gradients are refused."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from isthmus_datacenter.parallel.parallelize import parallelize
 def test_blocks_of_users_and_of_pytorch_are_compiled(
     task: str, recompute: bool, make_setup: Any
 ) -> None:
-    made = make_setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
-    dims = ParallelDims.from_section(made.job.datacenter, 1)
-    sample = torch.stack([made.task.local_data(None)[at][0] for at in range(2)])
-    expected = run_in_eval_mode(build_model(made.task, 5), sample)
+    prepared = make_setup(task, ranks=1, compile=True, checkpoint_activations=recompute)
+    dims = ParallelDims.from_section(prepared.job.datacenter, 1)
+    sample = torch.stack([prepared.task.local_data(None)[index][0] for index in range(2)])
+    expected = run_in_eval_mode(build_model(prepared.task, 5), sample)
     counter = CompileCounter()
     shard = parallelize(
-        made.task,
-        build_model(made.task, 5),
+        prepared.task,
+        build_model(prepared.task, 5),
         dims,
         0,
         torch.device("cpu"),
@@ -41,7 +41,7 @@ def test_blocks_of_users_and_of_pytorch_are_compiled(
     assert {name for name, _ in model.named_parameters()} == set(shard.parameters())
 
 
-def test_gradients_that_several_ranks_cannot_add_up_are_refused(make_setup: Any) -> None:
+def test_sparse_gradients_are_refused(make_setup: Any) -> None:
     task = make_setup("Gpt", ranks=2).task
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True))
     dims = ParallelDims(ranks=2, zero_stage=0)

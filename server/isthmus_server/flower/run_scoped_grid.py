@@ -1,4 +1,4 @@
-"""What every Grid of ours has in common: it is of one run, and its messages are the server's."""
+"""The base class of the server's Flower grids: they serve one run and send as the server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from flwr.serverapp import Grid
 from isthmus.integrations.flower.messages import SERVER_NODE, Run, message, the_run
 
 
-class OneRun(Grid):
-    """A Flower `Grid` of the one run that this server has."""
+class RunScopedGrid(Grid):
+    """A Flower `Grid` for the server's single run."""
 
     def set_run(self, run: Run) -> None:
-        """There is one."""
+        """Do nothing: the run is fixed."""
 
     @property
     def run(self) -> Run:
-        """The one."""
+        """The server's run."""
         return the_run()
 
     def create_message(
@@ -27,7 +27,7 @@ class OneRun(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message from the server."""
+        """Create a message from the server to a node."""
         return message(
             content, kind=message_type, source=SERVER_NODE, to=dst_node_id, group=group_id
         )

@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_server.model.fixed_point_sum import (
-    SUM_BYTES,
-    TILE,
-    Spool,
-    StreamingUpdate,
-    WeightedSum,
-)
+from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
+from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 
 LAYOUT = TensorLayout.from_shapes({"bias": (1,), "weight": (2,)})
 
@@ -29,43 +24,43 @@ def send(write, payload, piece=7, end=None):
         write(start, bytes(payload[start : start + piece]))
 
 
-def add(tmp_path, total, vector, weight, layout=LAYOUT, in_memory=1 << 20, scale=1.0):
+def add(tmp_path, total, vector, weight, layout=LAYOUT, max_memory_bytes=1 << 20, scale=1.0):
     payload = layout.encode(torch.as_tensor(vector, dtype=torch.float32))
-    with Spool(tmp_path, in_memory) as spool:
-        adding = StreamingUpdate(spool, total, layout, weight, scale)
+    with UpdateSpool(tmp_path, max_memory_bytes) as spool:
+        update = StreamingUpdate(spool, total, layout, weight, scale)
         try:
-            send(adding.write, payload, 7 if layout is LAYOUT else 12345)
+            send(update.write, payload, 7 if layout is LAYOUT else 12345)
         except UpdateError:
-            adding.take_back()
+            update.withdraw()
             raise
-        assert adding.whole
+        assert update.complete
 
 
-def mean_of(listed):
-    total = WeightedSum(3, sum(weight for _, weight in listed))
-    for vector, weight in listed:
-        put(total, torch.tensor(vector, dtype=torch.float32), weight)
+def mean_of(weighted_updates):
+    total = WeightedSum(3, sum(weight for _, weight in weighted_updates))
+    for vector, weight in weighted_updates:
+        add_tile(total, torch.tensor(vector, dtype=torch.float32), weight)
     return total
 
 
-def put(total, vector, weight):
-    total.hold(weight)
+def add_tile(total, vector, weight):
+    total.reserve(weight)
     total.add(0, vector, weight)
 
 
 @given(st.lists(updates, min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_any_order_of_arrival_gives_the_same_bytes(listed, random):
-    one = mean_of(listed).mean()
-    random.shuffle(listed)
-    other = mean_of(listed).mean()
-    assert one.numpy().tobytes() == other.numpy().tobytes()
+def test_any_order_of_arrival_gives_the_same_bytes(weighted_updates, random):
+    first = mean_of(weighted_updates).mean()
+    random.shuffle(weighted_updates)
+    shuffled = mean_of(weighted_updates).mean()
+    assert first.numpy().tobytes() == shuffled.numpy().tobytes()
 
 
 @given(st.lists(updates, min_size=1, max_size=8))
-def test_the_mean_is_the_weighted_mean(listed):
-    total = mean_of(listed)
-    vectors = torch.tensor([vector for vector, _ in listed], dtype=torch.float64)
-    weights = torch.tensor([weight for _, weight in listed], dtype=torch.float64)
+def test_the_mean_is_the_weighted_mean(weighted_updates):
+    total = mean_of(weighted_updates)
+    vectors = torch.tensor([vector for vector, _ in weighted_updates], dtype=torch.float64)
+    weights = torch.tensor([weight for _, weight in weighted_updates], dtype=torch.float64)
     expected = (vectors * weights[:, None]).sum(0) / weights.sum()
     torch.testing.assert_close(
         total.mean().double(), expected, rtol=1e-6, atol=2.0**-total.fraction_bits
@@ -76,22 +71,22 @@ def test_the_mean_is_the_weighted_mean(listed):
 def test_the_largest_values_and_weights_do_not_wrap(declared):
     total = WeightedSum(2, declared)
     most = torch.tensor([4095.999, -4095.999])
-    put(total, most, declared)
-    put(total, most, declared)
+    add_tile(total, most, declared)
+    add_tile(total, most, declared)
     torch.testing.assert_close(total.mean(), most)
 
 
-@pytest.mark.parametrize("in_memory", [1 << 20, 16], ids=["in memory", "on disk"])
-def test_an_update_is_spooled_and_added(tmp_path, in_memory):
+@pytest.mark.parametrize("max_memory_bytes", [1 << 20, 16], ids=["in memory", "on disk"])
+def test_an_update_is_spooled_and_added(tmp_path, max_memory_bytes):
     total = WeightedSum(3, 30)
-    add(tmp_path, total, [1.0, 2.0, 3.0], 10, in_memory=in_memory)
-    add(tmp_path, total, [4.0, 5.0, 6.0], 20, in_memory=in_memory)
+    add(tmp_path, total, [1.0, 2.0, 3.0], 10, max_memory_bytes=max_memory_bytes)
+    add(tmp_path, total, [4.0, 5.0, 6.0], 20, max_memory_bytes=max_memory_bytes)
     assert total.mean().tolist() == [3.0, 4.0, 5.0]
     assert total.weight == 30
 
 
-def test_a_large_update_waits_in_a_file_without_a_name(tmp_path):
-    with Spool(tmp_path, in_memory=16) as spool:
+def test_a_large_update_is_spooled_to_an_unlinked_file(tmp_path):
+    with UpdateSpool(tmp_path, max_memory_bytes=16) as spool:
         send(spool.write, LAYOUT.encode(torch.zeros(3)))
         opened = [
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
@@ -100,8 +95,8 @@ def test_a_large_update_waits_in_a_file_without_a_name(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_large_update_takes_no_memory_while_it_arrives(tmp_path):
-    with Spool(tmp_path, in_memory=16, expected=17) as spool:
+def test_an_update_expected_to_be_large_is_spooled_to_a_file_at_once(tmp_path):
+    with UpdateSpool(tmp_path, max_memory_bytes=16, expected_bytes=17) as spool:
         spool.write(0, b"x")
         opened = [
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
@@ -151,15 +146,15 @@ def test_a_payload_of_another_size_or_header_is_refused(tmp_path):
     assert len(other) == len(payload)
     refused = pytest.raises(UpdateError, match=r"^it is not an update of this exchange set")
     for wrong in (b"", payload[:-1], payload + b"\0", other):
-        with Spool(tmp_path) as spool, refused:
+        with UpdateSpool(tmp_path) as spool, refused:
             send(spool.write, wrong)
             spool.read(LAYOUT)
     total = WeightedSum(3, 10)
-    with Spool(tmp_path) as spool:
-        adding = StreamingUpdate(spool, total, LAYOUT, 1)
+    with UpdateSpool(tmp_path) as spool:
+        update = StreamingUpdate(spool, total, LAYOUT, 1)
         with refused:
-            send(adding.write, other)
-        adding.take_back()
+            send(update.write, other)
+        update.withdraw()
     assert total.weight == 0
 
 
@@ -168,45 +163,45 @@ LARGE = TensorLayout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
 
 @given(st.lists(st.integers(0, LARGE.nbytes), max_size=4), st.randoms(use_true_random=False))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_taken_back_at_any_time_was_never_there(tmp_path, ends, random):
-    """Updates arrive mixed; those that stop somewhere leave the bytes of the others' sum."""
+def test_withdrawn_updates_leave_no_trace_in_the_sum(tmp_path, ends, random):
+    """Updates arrive interleaved; withdrawing incomplete ones keeps the sum of the others."""
     vectors = [torch.randn(LARGE.size) for _ in range(len(ends) + 1)]
-    total, alone = (WeightedSum(LARGE.size, 100) for _ in range(2))
+    total, reference = (WeightedSum(LARGE.size, 100) for _ in range(2))
     with contextlib.ExitStack() as stack:
-        under_way = []
+        streams = []
         for vector, end in zip(vectors, [LARGE.nbytes, *ends], strict=True):
-            spool = stack.enter_context(Spool(tmp_path))
-            adding = StreamingUpdate(spool, total, LARGE, 3, scale=0.7)
-            under_way.append((adding, bytes(LARGE.encode(vector)[:end]), [0]))
-        while left := [one for one in under_way if one[2][0] < len(one[1])]:
-            adding, payload, at = random.choice(left)
+            spool = stack.enter_context(UpdateSpool(tmp_path))
+            update = StreamingUpdate(spool, total, LARGE, 3, scale=0.7)
+            streams.append((update, bytes(LARGE.encode(vector)[:end]), [0]))
+        while left := [one for one in streams if one[2][0] < len(one[1])]:
+            update, payload, at = random.choice(left)
             piece = payload[at[0] : at[0] + 200_001]
-            adding.write(at[0], piece)
+            update.write(at[0], piece)
             at[0] += len(piece)
-        for adding, _, _ in under_way[1:]:
-            adding.take_back()
-    add(tmp_path, alone, vectors[0], 3, LARGE, scale=0.7)
+        for update, _, _ in streams[1:]:
+            update.withdraw()
+    add(tmp_path, reference, vectors[0], 3, LARGE, scale=0.7)
     assert total.weight == 3
-    assert torch.equal(total.mean(), alone.mean())
+    assert torch.equal(total.mean(), reference.mean())
 
 
-def test_a_sum_that_an_update_could_not_be_taken_out_of_has_no_mean(tmp_path):
+def test_a_failed_withdrawal_makes_the_mean_fail(tmp_path):
     total = WeightedSum(3, 10)
     add(tmp_path, total, [1.0, 2.0, 3.0], 1)
-    spool = Spool(tmp_path)
-    adding = StreamingUpdate(spool, total, LAYOUT, 1)
-    send(adding.write, LAYOUT.encode(torch.ones(3)))
+    spool = UpdateSpool(tmp_path)
+    update = StreamingUpdate(spool, total, LAYOUT, 1)
+    send(update.write, LAYOUT.encode(torch.ones(3)))
     with spool:
         pass
     with pytest.raises(ValueError, match="closed file"):
-        adding.take_back()
+        update.withdraw()
     with pytest.raises(OSError, match="could not be taken out of the sum"):
         total.mean()
 
 
-def test_nothing_is_left_of_an_update_that_is_done_with(tmp_path):
-    for in_memory in (16, 1 << 20):
-        add(tmp_path, WeightedSum(3, 1), [0.0] * 3, 1, in_memory=in_memory)
+def test_a_closed_spool_leaves_no_file(tmp_path):
+    for max_memory_bytes in (16, 1 << 20):
+        add(tmp_path, WeightedSum(3, 1), [0.0] * 3, 1, max_memory_bytes=max_memory_bytes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,7 +211,7 @@ def test_tiles_in_any_order_give_the_same_sum():
     used.view[:] = b"\x4d" * len(used.view)
     for order in itertools.permutations(range(3)):
         total = WeightedSum(len(vector), 7, used)
-        total.hold(7)
+        total.reserve(7)
         for i in order:
             total.add(i * TILE, vector[i * TILE : (i + 1) * TILE], 7)
         assert torch.equal(total.mean(), vector)

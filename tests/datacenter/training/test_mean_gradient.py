@@ -1,4 +1,4 @@
-"""The mean gradient that devices take along is that of one process, in every layout."""
+"""The mean gradient equals that of one process in every layout, and does not disturb training."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def seeded(layout: TensorLayout) -> bytes:
     return bytes(layout.encode(0.3 * torch.randn(layout.size, generator=generator)))
 
 
-def by_hand(made: Any, model: bytes) -> tuple[torch.Tensor, float]:
+def by_hand(prepared: Any, model: bytes) -> tuple[torch.Tensor, float]:
     """Mean over the batches of the gradient of each one's mean loss, and the mean loss."""
-    task, module = made.task, made.task.model()
-    made.layout.scatter(made.layout.decode(bytearray(model)), module)
+    task, module = prepared.task, prepared.task.model()
+    prepared.layout.scatter(prepared.layout.decode(bytearray(model)), module)
     data = task.local_data(None)
-    order = ExampleOrder(examples=len(data), replicas=1, batch_size=BATCH, seed=made.job.seed)
+    order = ExampleOrder(examples=len(data), replicas=1, batch_size=BATCH, seed=prepared.job.seed)
     total, units = 0.0, 0
     for step in range(FIRST, UNTIL):
         rows = [data[i] for i in order.indices(step, step + 1, 0)]
@@ -45,9 +45,9 @@ def by_hand(made: Any, model: bytes) -> tuple[torch.Tensor, float]:
         values.mean().backward()  # type: ignore[no-untyped-call]
         total += float(values.detach().sum())
         units += values.numel()
-    vector = torch.zeros(made.layout.size)
+    vector = torch.zeros(prepared.layout.size)
     parameters = dict(module.named_parameters())
-    for name, part in made.layout.parts(vector):
+    for name, part in prepared.layout.parts(vector):
         part.copy_(parameters[name].grad)
     return vector / (UNTIL - FIRST), total / units
 
@@ -65,31 +65,33 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("ranks", CASES)
-def test_the_gradient_is_that_of_one_process(
+def test_the_gradient_equals_that_of_one_process(
     ranks: int, make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
 ) -> None:
-    works, setups = [], []
+    operations, setups = [], []
     for number, (task, section) in enumerate(CASES[ranks]):
-        made = make_setup(task, **{**section, "ranks": ranks})
+        prepared = make_setup(task, **{**section, "ranks": ranks})
         source, result = tmp_path / f"{number}.model", tmp_path / f"{number}.gradient"
-        source.write_bytes(seeded(made.layout))
-        result.write_bytes(made.layout.header + bytes(4 * made.layout.size))
+        source.write_bytes(seeded(prepared.layout))
+        result.write_bytes(prepared.layout.header + bytes(4 * prepared.layout.size))
         command = {
-            "op": "gradient",
+            "op": "mean_gradient",
             "run_id": "run",
             "from_step": FIRST,
             "until_step": UNTIL,
             "model": str(source),
             "result": str(result),
         }
-        works.append((made.open_command(), command, str(tmp_path / f"{number}.state")))
-        setups.append((made, result))
-    values = on_ranks(ranks, "gradients", works)
-    for number, (made, result) in enumerate(setups):
-        expected, loss = by_hand(made, seeded(made.layout))
-        rounded = made.job.datacenter.precision != "fp32"
-        found = decode(result.read_bytes(), made.layout)
-        assert (found - expected).abs().max() <= (5e-3 if rounded else 2e-6), CASES[ranks][number]
+        operations.append((prepared.open_command(), command, str(tmp_path / f"{number}.state")))
+        setups.append((prepared, result))
+    values = on_ranks(ranks, "gradients", operations)
+    for number, (prepared, result) in enumerate(setups):
+        expected, loss = by_hand(prepared, seeded(prepared.layout))
+        rounded = prepared.job.datacenter.precision != "fp32"
+        gradient = decode(result.read_bytes(), prepared.layout)
+        assert (gradient - expected).abs().max() <= (5e-3 if rounded else 2e-6), CASES[ranks][
+            number
+        ]
         for value in values:
             near = pytest.approx(loss, abs=1e-2 if rounded else 1e-5)
             assert value[number]["training"]["loss"] == near
@@ -100,19 +102,21 @@ def gradient_of(run_id: str) -> link_pb2.MeanGradient:
     return link_pb2.MeanGradient(run_id=run_id, from_step=FIRST, until_step=UNTIL)
 
 
-def test_a_gradient_leaves_training_where_it_is(
+def test_a_gradient_does_not_change_training(
     warm_datacenter: Any, make_setup: Any, decode: Any
 ) -> None:
-    made = make_setup("Table", {"dropout": 0.0})
-    sent = seeded(made.layout)
+    prepared = make_setup("Table", {"dropout": 0.0})
+    sent = seeded(prepared.layout)
     ends = []
     for run_id in ("with-gradient", "without"):
-        warm_datacenter.open(run_id, made)
+        warm_datacenter.open(run_id, prepared)
         warm_datacenter.train(run_id, 0, 4)
         if run_id == "with-gradient":
             reply, blob = warm_datacenter.ask(sent, mean_gradient=gradient_of(run_id))
-            expected, loss = by_hand(made, sent)
-            torch.testing.assert_close(decode(blob, made.layout), expected, atol=1e-6, rtol=1e-5)
+            expected, loss = by_hand(prepared, sent)
+            torch.testing.assert_close(
+                decode(blob, prepared.layout), expected, atol=1e-6, rtol=1e-5
+            )
             assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
             assert (reply.trained.steps, reply.trained.examples) == (UNTIL - FIRST, 24)
         ends.append(warm_datacenter.train(run_id, 4, 8, hand_back=True)[1])
@@ -120,26 +124,26 @@ def test_a_gradient_leaves_training_where_it_is(
     assert not list((warm_datacenter.service.state / "exchange").iterdir())
 
 
-def test_a_virtual_datacenter_gives_the_same(make_setup: Any, decode: Any) -> None:
-    made = make_setup("Table", ranks=0, batch_size=BATCH)
-    sent = seeded(made.layout)
+def test_a_virtual_datacenter_computes_the_same_gradient(make_setup: Any, decode: Any) -> None:
+    prepared = make_setup("Table", ranks=0, batch_size=BATCH)
+    sent = seeded(prepared.layout)
     ends = []
 
     async def ask(datacenter: VirtualDatacenter, model: Any = None, **work: Any) -> Any:
         return await datacenter.work(link_pb2.Request(id="r", **work), model, lambda progress: None)
 
     async def both() -> None:
-        for asked in (True, False):
+        for with_gradient in (True, False):
             datacenter = VirtualDatacenter()
-            await ask(datacenter, open=made.open_request("run"))
+            await ask(datacenter, open=prepared.open_request("run"))
             train = link_pb2.TrainSteps(run_id="run", from_step=0, until_step=4)
             await ask(datacenter, train_steps=train)
-            if asked:
+            if with_gradient:
                 work = gradient_of("run")
                 reply, blob = await ask(datacenter, bytearray(sent), mean_gradient=work)
-                expected, loss = by_hand(made, sent)
-                found = decode(blob, made.layout)
-                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+                expected, loss = by_hand(prepared, sent)
+                gradient = decode(blob, prepared.layout)
+                torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
                 assert reply.trained.training["loss"] == pytest.approx(loss, abs=1e-6)
             train = link_pb2.TrainSteps(run_id="run", from_step=4, until_step=8, hand_back=True)
             ends.append(bytes((await ask(datacenter, train_steps=train))[1]))
@@ -148,7 +152,7 @@ def test_a_virtual_datacenter_gives_the_same(make_setup: Any, decode: Any) -> No
     assert ends[0] == ends[1]
 
 
-def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(make_setup: Any) -> None:
+def test_a_loss_independent_of_the_parameters_is_refused(make_setup: Any) -> None:
     task = make_setup("Table").task
     task.forward = lambda model, inputs: model(inputs).detach()
     shard = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
@@ -159,7 +163,7 @@ def test_a_loss_that_depends_on_nothing_that_is_trained_is_one_sentence(make_set
         )
 
 
-def test_an_optimizer_that_computes_losses_itself_is_one_sentence(make_setup: Any) -> None:
+def test_an_optimizer_with_a_closure_is_refused(make_setup: Any) -> None:
     model = make_setup("Table").task.model()
     shard = ModelShard(
         ParallelDims(ranks=1, zero_stage=0),

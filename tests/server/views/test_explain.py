@@ -1,8 +1,8 @@
-import dataclasses
 import json
 
 import pytest
 from click.testing import CliRunner
+from tests.server.storage.records import planned_attempt
 from tests.server.strategy.observations import comparison_of, observe
 
 from isthmus.errors import UserError
@@ -10,8 +10,9 @@ from isthmus_server.commands import why
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Plan
+from isthmus_server.strategy.decision import DecidedWait, RequestedComparison
 from isthmus_server.strategy.policy import Forecast
-from isthmus_server.views.explain import explanation
+from isthmus_server.views.explain import explain
 
 CURIOUS = """
 from isthmus_server.strategy import Compare, Plan
@@ -81,9 +82,9 @@ async def test_all_decisions_and_the_end_are_listed(curious):
     assert "before round 3: the end, because the budget of 10 is used up" in page
     assert "it ended because: the budget of 10 is used up" in page
     found = json.loads(CliRunner().invoke(why, [str(curious.directory), "--json"]).output)
-    assert found == json.loads(json.dumps(explanation(curious)))
+    assert found == explain(curious).to_json()
     assert [one["round"] for one in found["decisions"]] == [1, 2, 3]
-    assert found["decisions"][2]["plan"] is None
+    assert found["decisions"][2]["stop"].startswith("the budget of 10 is used up")
     assert "1 of the budget of 10" in typed(curious.directory, 3)
 
 
@@ -114,7 +115,6 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
         bytes_left=3e6,
         models=("current", "served", "initial", "warm", "cold"),
     )
-    asked = {"models": ["served", "cold"], "devices": 8, "reason": "a gate", "refused": None}
     plan = Plan(
         "hybrid",
         "the target is mixed",
@@ -124,17 +124,18 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
         step_scale=0.5,
         keep={"best": "served", "warm": ""},
     )
-    logged = {
-        **dataclasses.asdict(seen),
-        "history": None,
-        "asked": [asked],  # the other was made before a crash
-        "waited": [
-            {"seconds": 600.0, "reason": "the devices sleep", "by_limit": False},
-            {"seconds": 7200.0, "reason": "the window is closed", "by_limit": True},
+    planned = planned_attempt(
+        3,
+        plan=plan,
+        observation=seen,
+        # The other comparison was made before a crash.
+        requested=[RequestedComparison(models=("served", "cold"), devices=8, reason="a gate")],
+        waits=[
+            DecidedWait(seconds=600.0, reason="the devices sleep", by_limit=False),
+            DecidedWait(seconds=7200.0, reason="the window is closed", by_limit=True),
         ],
-        "adjustments": [],
-    }
-    store.plan(3, 1, {**dataclasses.asdict(plan), "invited": ["a"], "datacenters": ["d"]}, logged)
+    )
+    store.plan(planned)
     store.close()
     page = typed(tmp_path / "run", 3)
     for sentence in (

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.server.storage.records import FINAL, failed_attempt, planned_attempt, round_record
+from tests.server.strategy.observations import observe
 
 from isthmus.errors import UserError
 from isthmus.system.file_lock import file_lock
@@ -18,8 +20,7 @@ from isthmus_server.storage.records import (
     RoundRecord,
 )
 from isthmus_server.storage.store import Store
-
-from .records import FINAL, failed_attempt, round_record
+from isthmus_server.strategy import Plan
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def receipts_of(devices):
 
 
 def plan(store, round_, attempt=1):
-    store.plan(round_, attempt, {"regime": "federated"}, {"round": round_})
+    store.plan(planned_attempt(round_, attempt))
 
 
 def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, devices=0, **state):
@@ -71,9 +72,9 @@ def commit(store, round_, attempt=1, price=1.0, model=None, optimizer=None, devi
 
 def attempts(store, kind):
     """Round and attempt of all that were committed, have failed or were cut short."""
-    found = [(one.round, one.attempt) for one in store.decisions() if one.record is None]
     if kind is None:
-        return found
+        unfinished = [one.planned for one in store.logged_attempts() if one.record is None]
+        return [(planned.round, planned.attempt) for planned in unfinished]
     return [(one.round, one.attempt) for one in store.attempts() if isinstance(one, kind)]
 
 
@@ -210,12 +211,12 @@ def test_a_plan_that_was_given_up_is_not_taken_up_after_a_second_crash(create, c
     store = create()
     plan(store, 1, 1)
     store.fail(failed_attempt(1))
-    assert crash(store).run_state().decided is not None
+    assert crash(store).run_state().cut_short is not None
     plan(store, 1, 2)
     store.fail(failed_attempt(1, attempt=2, given_up=True))
     store.finish("failed", "round 1 failed 2 times", None)
     store.reopen()  # somebody resumes it, and it is killed before it has decided anew
-    assert crash(store).run_state().decided is None
+    assert crash(store).run_state().cut_short is None
 
 
 def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, crash):
@@ -234,11 +235,12 @@ def test_after_an_interrupted_attempt_the_next_has_a_number_of_its_own(create, c
 
 def test_what_was_planned_and_seen_is_read_back(create):
     store = create()
-    store.plan(1, 1, {"regime": "hybrid", "reason": "why not"}, {"spent": 0.5})
-    (logged,) = store.decisions()
-    assert (logged.round, logged.attempt, logged.record) == (1, 1, None)
-    assert logged.plan == {"regime": "hybrid", "reason": "why not"}
-    assert logged.observation == {"spent": 0.5}
+    planned = planned_attempt(1, plan=Plan("hybrid", "why not"), observation=observe(spent=0.5))
+    store.plan(planned)
+    (logged,) = store.logged_attempts()
+    assert (logged.planned.round, logged.planned.attempt, logged.record) == (1, 1, None)
+    assert logged.planned.decision.answer == Plan("hybrid", "why not")
+    assert logged.planned.to_json() == planned.to_json()
 
 
 def test_events_are_kept_in_order(create):
@@ -363,7 +365,7 @@ def test_a_run_that_was_cut_off_and_cannot_go_on_yet_goes_on_where_it_was(create
     with pytest.raises(UserError), store.locked():
         raise UserError("the port is in use")
     assert store.status()[0] == "running"
-    assert crash(store).run_state().decided is not None
+    assert crash(store).run_state().cut_short is not None
 
 
 def test_a_log_that_is_damaged_is_one_sentence_to_who_goes_on_with_the_run(create):

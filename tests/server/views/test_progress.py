@@ -5,6 +5,7 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from tests.server.storage.records import comparison_record, failed_attempt, round_record
 
 import isthmus_server.views.progress
 from isthmus_server.storage.events import (
@@ -24,8 +25,6 @@ from isthmus_server.storage.records import (
     Receipt,
 )
 from isthmus_server.views.progress import ProgressView
-
-from .records import comparison_record, failed_attempt, round_record
 
 
 @pytest.fixture

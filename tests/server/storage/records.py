@@ -1,15 +1,33 @@
 """Records of attempts, rounds and comparisons for tests; every field has a default."""
 
+from tests.server.strategy.observations import observe
+
 from isthmus_server.storage.records import (
     ComparisonRecord,
     Cost,
     FailedAttempt,
     FinalModel,
     Participants,
+    PlannedAttempt,
     RoundRecord,
 )
+from isthmus_server.strategy import Plan
+from isthmus_server.strategy.decision import Decision
 
+PLAN = Plan("federated", "x")
 FINAL = FinalModel(metrics={"x": 1.0}, model_sha256="00", model_path="model.safetensors")
+
+
+def planned_attempt(round_, attempt=1, plan=PLAN, observation=None, **decision):
+    """An attempt that is about to begin; `decision` are further fields of its decision."""
+    observation = observe(round_) if observation is None else observation
+    return PlannedAttempt(
+        round=round_,
+        attempt=attempt,
+        decision=Decision(answer=plan, observation=observation, **decision),
+        invited=["a"],
+        datacenters=[],
+    )
 
 
 def _attempt(round_, receipts, price, changes):

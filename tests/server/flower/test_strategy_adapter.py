@@ -13,9 +13,9 @@ from isthmus.integrations.flower import messages  # before flwr
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_server.flower.state import State, check
+from isthmus_server.flower.state import StrategyState, check_storable
 from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, UpdateCollector
-from isthmus_server.model.fixed_point_sum import Spool
+from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.views.report import read_report
@@ -60,7 +60,7 @@ def section(strategy, **more):
     return FederatedSection(cohort=7, quorum=7, secure_aggregation=False, flower=flower)
 
 
-class Round:
+class RecordedRound:
     """One round's updates: what devices send us, and the same as Flower's messages."""
 
     def __init__(self, seed, scale=0.1, names=COHORT):
@@ -72,7 +72,7 @@ class Round:
         }
         self.losses = {name: float(torch.rand((), generator=draw)) for name in self.updates}
 
-    def with_us(self, adapter, tmp_path, order=None):
+    def with_isthmus(self, adapter, tmp_path, order=None):
         """The pseudo-gradient that an adapter's strategy gives, and the strategy's state."""
         strategy = adapter.begin(1, self.start, section({"name": "FedAvg"}))
         updates = UpdateCollector(strategy, LAYOUT, COHORT)
@@ -80,7 +80,7 @@ class Round:
             trained = link_pb2.Trained(
                 examples=self.examples[name], training={"loss": self.losses[name]}
             )
-            with Spool(tmp_path) as spool:
+            with UpdateSpool(tmp_path) as spool:
                 spool.write(0, bytes(LAYOUT.encode(self.updates[name])))
                 updates.collect(name, trained, spool)
         return updates.aggregate(), strategy.state
@@ -125,14 +125,14 @@ class Round:
         return self.start - end
 
 
-def theirs(config, **more):
+def flower_strategy(config, **more):
     """Flower's own object for a job's table."""
     from flwr.serverapp import strategy
 
     options = dict(config.get("options", {}))
     if "inner" in config:
         more["num_sampled_clients"] = 7
-        options["strategy"] = theirs(config["inner"])
+        options["strategy"] = flower_strategy(config["inner"])
     with messages.captured_warnings():
         return getattr(strategy, config["name"])(**options, **more)
 
@@ -141,66 +141,68 @@ def theirs(config, **more):
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**31))
 def test_the_aggregate_is_what_flowers_own_function_gives(config, seed, tmp_path_factory):
-    round_ = Round(seed)
+    round_ = RecordedRound(seed)
     np.random.seed(seed % 2**32)
-    ours, _ = round_.with_us(
+    actual, _ = round_.with_isthmus(
         FlowerStrategyAdapter(section(config), LAYOUT), tmp_path_factory.getbasetemp()
     )
     np.random.seed(seed % 2**32)
-    expected = round_.with_flower(theirs(config))
-    assert torch.equal(ours, expected)
-    assert bool(ours.abs().sum() > 0)
+    expected = round_.with_flower(flower_strategy(config))
+    assert torch.equal(actual, expected)
+    assert bool(actual.abs().sum() > 0)
 
 
 @pytest.mark.parametrize("config", STATEFUL, **BY_NAME)
-def test_what_a_strategy_remembers_goes_on_as_in_one_that_was_never_stored(config, tmp_path):
-    guest, one = FlowerStrategyAdapter(section(config), LAYOUT), theirs(config)
-    rounds = [Round(seed) for seed in range(3)]
+def test_a_restored_strategy_continues_as_one_that_was_never_stored(config, tmp_path):
+    adapter, one = FlowerStrategyAdapter(section(config), LAYOUT), flower_strategy(config)
+    rounds = [RecordedRound(seed) for seed in range(3)]
     for later in rounds[1:]:  # the model goes on from the round before
         later.start = rounds[0].start
     np.random.seed(1)
     expected = [round_.with_flower(one) for round_ in rounds]
     np.random.seed(1)
-    for round_, wanted in zip(rounds, expected, strict=True):
-        ours, guest.state = round_.with_us(guest, tmp_path)
-        assert torch.equal(ours, wanted)
-        tensors, values = guest.export_state()
+    for round_, expected_gradient in zip(rounds, expected, strict=True):
+        actual, adapter.state = round_.with_isthmus(adapter, tmp_path)
+        assert torch.equal(actual, expected_gradient)
+        tensors, values = adapter.export_state()
         assert tensors or values
-        guest = FlowerStrategyAdapter(section(config), LAYOUT)  # a new process
-        guest.import_state(tensors, values)
+        adapter = FlowerStrategyAdapter(section(config), LAYOUT)  # a new process
+        adapter.import_state(tensors, values)
 
 
 def test_momentum_is_taken_from_the_rounds_model_wherever_that_was_trained(tmp_path):
     """Flower's FedAvgM steps from its own last model: a datacenter's rounds would be lost."""
     config = {"name": "FedAvgM", "options": {"server_momentum": 0.5}}
-    guest = FlowerStrategyAdapter(section(config), LAYOUT)
-    first, second = Round(1), Round(2)
-    one, guest.state = first.with_us(guest, tmp_path)
-    two, _ = second.with_us(guest, tmp_path)
+    adapter = FlowerStrategyAdapter(section(config), LAYOUT)
+    first, second = RecordedRound(1), RecordedRound(2)
+    one, adapter.state = first.with_isthmus(adapter, tmp_path)
+    two, _ = second.with_isthmus(adapter, tmp_path)
     plain = FlowerStrategyAdapter(section({"name": "FedAvg"}), LAYOUT)
-    expected = 0.5 * first.with_us(plain, tmp_path)[0] + second.with_us(plain, tmp_path)[0]
-    assert torch.equal(one, first.with_us(plain, tmp_path)[0])
+    expected = (
+        0.5 * first.with_isthmus(plain, tmp_path)[0] + second.with_isthmus(plain, tmp_path)[0]
+    )
+    assert torch.equal(one, first.with_isthmus(plain, tmp_path)[0])
     torch.testing.assert_close(two, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_order_in_which_updates_come_makes_no_difference(tmp_path):
-    guest = FlowerStrategyAdapter(section({"name": "FedAvg"}), LAYOUT)
-    first, _ = Round(3).with_us(guest, tmp_path)
-    second, _ = Round(3).with_us(guest, tmp_path, order=reversed(COHORT))
+def test_the_order_of_arrival_does_not_change_the_result(tmp_path):
+    adapter = FlowerStrategyAdapter(section({"name": "FedAvg"}), LAYOUT)
+    first, _ = RecordedRound(3).with_isthmus(adapter, tmp_path)
+    second, _ = RecordedRound(3).with_isthmus(adapter, tmp_path, order=reversed(COHORT))
     assert torch.equal(first, second)
 
 
-def test_the_noise_is_reckoned_for_no_more_than_the_quorum(tmp_path):
+def test_the_noise_is_scaled_for_at_most_the_quorum(tmp_path):
     config = {
         "name": "DifferentialPrivacyServerSideFixedClipping",
         "options": {"noise_multiplier": 1.0, "clipping_norm": 7.0},
         "inner": {"name": "FedAvg"},
     }
     np.random.seed(2)
-    still = Round(1, scale=1e-6)  # Flower's clipping divides by an update's norm
+    still = RecordedRound(1, scale=1e-6)  # Flower's clipping divides by an update's norm
     drawn = [
         float(
-            still.with_us(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)[0]
+            still.with_isthmus(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)[0]
             .square()
             .mean()
         )
@@ -218,9 +220,9 @@ def test_the_noise_is_reckoned_for_no_more_than_the_quorum(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "says"),
     [
-        ({"name": "Kurm"}, "name='Kurm' is not a strategy of Flower; there are Bulyan, "),
-        ({"name": "Result"}, "name='Result' is not a class made from flwr's Strategy"),
-        ({"name": "math:pi"}, "name='math:pi' is not a class made from flwr's Strategy"),
+        ({"name": "Kurm"}, "name='Kurm' is not a strategy of Flower; choose one of Bulyan, "),
+        ({"name": "Result"}, "name='Result' is not a subclass of flwr's Strategy"),
+        ({"name": "math:pi"}, "name='math:pi' is not a subclass of flwr's Strategy"),
         ({"name": "nowhere:X"}, "name='nowhere:X' cannot be loaded: ModuleNotFoundError"),
         ({"name": "FedXgbBagging"}, "merges trees, and this model has none"),
         ({"name": "FedAvg", "options": {"fraction_train": 0.5}}, "federated.cohort and federated"),
@@ -250,31 +252,31 @@ def test_updates_that_would_not_fit_into_memory_are_refused_at_the_start():
 def test_a_strategy_that_fails_fails_the_round_with_its_name_and_its_reason(tmp_path):
     config = {"name": "Bulyan", "options": {"num_malicious_nodes": 2}}
     with pytest.raises(RoundFailed) as failed:
-        Round(1).with_us(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)
+        RecordedRound(1).with_isthmus(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)
     assert str(failed.value) == (
-        "the strategy Bulyan failed on 7 updates: it made no model of them; Insufficient replies, "
+        "the strategy Bulyan failed on 7 updates: it returned no model; Insufficient replies, "
         "skipping Bulyan aggregation: Required at least 11 (4*num_malicious_nodes + 3), but "
         "received 7."
     )
 
 
 def test_a_loss_below_0_is_why_q_fedavg_fails(tmp_path):
-    guest, one = FlowerStrategyAdapter(section(STATELESS[-2]), LAYOUT), Round(1)
+    adapter, one = FlowerStrategyAdapter(section(STATELESS[-2]), LAYOUT), RecordedRound(1)
     one.losses["c"] = -0.5
     with pytest.raises(RoundFailed, match="QFedAvg takes no loss below 0, and 1 of 7 devices"):
-        one.with_us(guest, tmp_path)
+        one.with_isthmus(adapter, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ("return 1 / 0, None", "ZeroDivisionError: division by zero"),
-        ("return None, None", "it made no model of them"),
+        ("return None, None", "it returned no model"),
         ("return ArrayRecord(), None", "the array 'bias' is missing from what came"),
         ("self.deep = {'a': {1, 2}}\n        return self.arrays, None", "keeps a dict in 'deep'"),
     ],
 )
-def test_whatever_somebodys_strategy_does_is_one_sentence(body, says, tmp_path, monkeypatch):
+def test_any_error_of_a_custom_strategy_is_one_sentence(body, says, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     name = f"mine_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(
@@ -288,25 +290,27 @@ def test_whatever_somebodys_strategy_does_is_one_sentence(body, says, tmp_path, 
         f"        {body}\n"
     )
     with pytest.raises(RoundFailed) as failed:
-        Round(1).with_us(FlowerStrategyAdapter(section({"name": f"{name}:Mine"}), LAYOUT), tmp_path)
+        RecordedRound(1).with_isthmus(
+            FlowerStrategyAdapter(section({"name": f"{name}:Mine"}), LAYOUT), tmp_path
+        )
     assert str(failed.value).startswith("the strategy Mine failed on 7 updates: ")
     assert says in str(failed.value)
 
 
-def test_a_strategy_whose_memory_cannot_be_stored_is_refused_before_the_run():
+def test_a_strategy_whose_state_cannot_be_stored_is_refused_before_the_run():
     from flwr.serverapp.strategy import FedAvg
 
     with messages.captured_warnings():
         strategy = FedAvg()
     strategy.model = object()
     with pytest.raises(UserError, match="FedAvg keeps a object in 'model', which cannot be stored"):
-        check(strategy)
+        check_storable(strategy)
     strategy.model = np.zeros(2)
     with pytest.raises(UserError, match="keeps arrays in 'model' that are not float32"):
-        check(strategy)
+        check_storable(strategy)
 
 
-def test_a_strategy_that_waits_for_more_devices_than_there_are_does_not_wait_for_ever():
+def test_a_strategy_cannot_wait_forever_for_more_devices():
     from isthmus_server.flower.strategy_adapter import CohortGrid
 
     cohort = CohortGrid([2, 3])
@@ -324,7 +328,7 @@ def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
     settings = section({"name": "FedAvg"})
     begun = FlowerStrategyAdapter(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
     updates = UpdateCollector(begun, LAYOUT, COHORT)
-    with Spool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
+    with UpdateSpool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
         updates.collect("a", link_pb2.Trained(examples=examples), spool)
 
 
@@ -364,7 +368,7 @@ async def test_a_failed_attempt_leaves_the_strategy_as_it_was_committed(place):
     assert again["final"]["model_sha256"] == whole["final"]["model_sha256"]
 
 
-async def test_a_strategy_that_makes_nothing_ends_the_run_with_its_reason(place):
+async def test_a_strategy_without_a_result_ends_the_run_with_its_reason(place):
     await place.listen()
     store = place.create(
         "run",
@@ -378,7 +382,7 @@ async def test_a_strategy_that_makes_nothing_ends_the_run_with_its_reason(place)
     assert [receipt["status"] for receipt in failed["receipts"]] == ["accepted"] * 3
 
 
-async def test_a_datacenters_rounds_between_are_kept(with_ranks):
+async def test_datacenter_rounds_between_federated_ones_are_kept(with_ranks):
     _, coordinator, ranks = await with_ranks(
         "federated.secure_aggregation=false",
         'federated.flower.strategy={name="FedAvgM", options={server_momentum=0.9}}',
@@ -397,4 +401,4 @@ def test_state_is_only_what_changed():
     from flwr.serverapp.strategy import FedAvg
 
     with messages.captured_warnings():
-        assert State.of(FedAvg(), FedAvg()) == State()
+        assert StrategyState.of(FedAvg(), FedAvg()) == StrategyState()

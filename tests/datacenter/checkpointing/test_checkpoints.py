@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there at all, within a round too, and nobody can tell by the result."""
+"""Checkpoints are complete or absent after crashes, and resuming does not change the result."""
 
 from __future__ import annotations
 
@@ -22,82 +22,92 @@ from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import ParticipantListener
 from isthmus_server.views.report import read_report
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
-def until(condition: Any, seconds: float = 90.0) -> None:
+def wait_until(condition: Any, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def _until_killed(group: Ranks, *asked: Any) -> None:
+def _run_until_killed(group: Ranks, *arguments: Any) -> None:
     with contextlib.suppress(RuntimeError):
-        group.run(*asked)
+        group.run(*arguments)
 
 
-def test_kill_9_while_saving_leaves_the_last_whole_checkpoint(
+def test_kill_while_saving_leaves_the_last_complete_checkpoint(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
-    opened = make_setup("Table", zero_stage=3).open_command()
-    states, safe = [], []
+    open_command = make_setup("Table", zero_stage=3).open_command()
+    states, last_complete = [], []
     for number, victims in enumerate(([0], [1], [0, 1])):
-        state, told = tmp_path / f"state-{number}", tmp_path / f"told-{number}"
+        state, progress = tmp_path / f"state-{number}", tmp_path / f"progress-{number}"
         with Ranks(2) as group:
-            asked = (HERE / "ranks.py", "save_for_ever", opened, str(state), str(told))
-            saving = threading.Thread(target=_until_killed, args=(group, *asked))
+            arguments = (
+                HERE / "ranks.py",
+                "save_until_killed",
+                open_command,
+                str(state),
+                str(progress),
+            )
+            saving = threading.Thread(target=_run_until_killed, args=(group, *arguments))
             saving.start()
-            until(told.exists)
-            time.sleep(random.Random(number).random() * 0.1)  # anywhere in a save
+            wait_until(progress.exists)
+            time.sleep(random.Random(number).random() * 0.1)  # at any point of a save
             processes = [process for process, _ in group._members]
             for rank in victims:
                 processes[rank].kill()
-            safe.append(int(told.read_text() or 0))
-            for process in processes:  # as an agent ends the others
+            last_complete.append(int(progress.read_text() or 0))
+            for process in processes:  # as an agent kills the others
                 process.kill()
             saving.join()
         states.append(str(state))
-    (found,) = on_ranks(1, "read_back", make_setup("Table", ranks=1).open_command(), states)
-    for steps, told_last in zip(found, safe, strict=True):
-        assert max(steps) >= told_last > 0
+    (contents,) = on_ranks(
+        1, "read_checkpoints", make_setup("Table", ranks=1).open_command(), states
+    )
+    for steps, complete in zip(contents, last_complete, strict=True):
+        assert max(steps) >= complete > 0
         assert all(numbers == {float(step)} for step, numbers in steps.items())
 
 
 @pytest.mark.parametrize("readers", [0, 2])
-def test_a_lost_rank_costs_no_more_than_the_steps_since_the_last_checkpoint(
+def test_a_lost_rank_costs_at_most_the_steps_since_the_last_checkpoint(
     readers: int, warm_datacenter: Any, make_setup: Any, tmp_path: Path
 ) -> None:
-    """What is drawn at random goes on as if nothing had been: in the model, and in the data."""
+    """Random numbers of the model and of the data continue as without the loss."""
     blobs, losses = [], []
     common = {"dropout": 0.2, "noise": True, "fault": "kill", "rank": "1"}
     for name, at, every in (("plain", "never", 0), ("disturbed", "7", 1)):
         settings = {**common, "at": at, "once": str(tmp_path / "once")}
-        made = make_setup("Faulty", settings, zero_stage=3, readers=readers, checkpoint_steps=every)
-        run_id = f"within-{name}-{readers}"
-        warm_datacenter.open(run_id, made)
+        prepared = make_setup(
+            "Faulty", settings, zero_stage=3, readers=readers, checkpoint_steps=every
+        )
+        run_id = f"mid-round-{name}-{readers}"
+        warm_datacenter.open(run_id, prepared)
         trained, blob = warm_datacenter.train(run_id, 0, 9, hand_back=True)
         blobs.append(blob)
         losses.append(trained.training["loss"])
     assert blobs[0] == blobs[1]
     assert losses[0] == losses[1]
-    (told,) = trained.events
-    # Its seventh loss is of the seventh step; the checkpoint after the sixth may not be whole.
-    assert re.search(r"replaced in \d+\.\d s; .* resumed steps 0 to 9 after step [56]$", told)
+    (event,) = trained.events
+    # Its seventh loss is that of the seventh step; the checkpoint after the sixth may be missing.
+    assert re.search(r"replaced in \d+\.\d s; .* resumed steps 0 to 9 after step [56]$", event)
     kept = sorted(path.name for path in (warm_datacenter.service.state / run_id).iterdir())
     assert [name for name in kept if not name.startswith("data-")] == ["step-9"]
 
 
 @pytest.mark.timeout(240)  # only a very busy machine needs it
-def test_machines_that_are_taken_away(
+def test_a_round_is_saved_when_machines_are_taken_away_and_resumed(
     warm_datacenter: Any, make_setup: Any, tmp_path: Path
 ) -> None:
-    """A round that cannot end in time is saved, and goes on there when the machines are back."""
+    """A round that cannot end in time is saved, and resumed when the machines are back."""
     hurry = tmp_path / "hurry"
     settings = {"dropout": 0.2, "unhurried": str(hurry), "fault": "none"}
-    made = make_setup("Faulty", settings, ranks=0, zero_stage=3, steps=60)
-    strategy = made.job.strategy.model_copy(update={"policy": "datacenter"})
-    job = made.job.model_copy(update={"rounds": 1, "strategy": strategy})
+    prepared = make_setup("Faulty", settings, ranks=0, zero_stage=3, steps=60)
+    strategy = prepared.job.strategy.model_copy(update={"policy": "datacenter"})
+    job = prepared.job.model_copy(update={"rounds": 1, "strategy": strategy})
     store = Store.create(tmp_path / "run", job, HERE)
 
     async def run() -> bytes:
@@ -117,7 +127,7 @@ def test_machines_that_are_taken_away(
             service = DatacenterService("dc", 2, tmp_path / "state")
             serving = asyncio.create_task(service.serve(address))
             await asyncio.wait_for(working.wait(), 120.0)
-            service.leave(8.0)  # too few seconds for half of them to be waited for
+            service.leave(8.0)  # too few seconds to wait for half of the steps
             await serving
             hurry.touch()
             service = DatacenterService("dc", 2, tmp_path / "state")
@@ -133,11 +143,13 @@ def test_machines_that_are_taken_away(
     model = asyncio.run(run())
     (row,) = read_report(store).to_json()["rounds"]
     store.close()
-    assert row["attempt"] == 2  # asked again only when somebody was there
+    assert row["attempt"] == 2  # repeated only after the datacenter was back
     assert re.fullmatch(
         r"resumed steps 0 to 60 after step \d+, saved by an earlier attempt",
         row["receipts"][0]["reason"],
     )
-    warm_datacenter.open("not-taken", made)
-    sent = bytes(made.layout.encode(made.layout.gather(build_model(made.task, job.seed))))
+    warm_datacenter.open("not-taken", prepared)
+    sent = bytes(
+        prepared.layout.encode(prepared.layout.gather(build_model(prepared.task, job.seed)))
+    )
     assert warm_datacenter.train("not-taken", 0, 60, sent, hand_back=True)[1] == model

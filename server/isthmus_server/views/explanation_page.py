@@ -1,0 +1,269 @@
+"""Print explained decisions: one in full, several in a few lines each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from isthmus_server.storage.records import FailedAttempt
+from isthmus_server.strategy.decision import Decision, RequestedComparison
+from isthmus_server.strategy.policy import (
+    CURRENT,
+    Comparison,
+    Forecast,
+    Kind,
+    Observation,
+    Plan,
+    Side,
+)
+from isthmus_server.views.explain import ExplainedDecision, Explanation
+from isthmus_server.views.report import format_metrics
+
+_SIDES: dict[Side, str] = {"federated": "devices", "datacenter": "datacenter"}
+
+
+def show(explanation: Explanation, console: Console) -> None:
+    """Print the explanation: one decision in full, several in a few lines each."""
+    decisions = explanation.decisions
+    title = f"{explanation.run_id}, policy {explanation.policy}: {explanation.status}"
+    console.print(Text(title, style="bold"))
+    render = _page if len(decisions) == 1 else _paragraph
+    for explained in decisions:
+        console.print(render(explained))
+    if not decisions:
+        console.print("no round has been decided on so far")
+    if explanation.reason:
+        console.print(Text(f"it ended because: {explanation.reason}"))
+    if len(decisions) > 1:
+        console.print("add a round's number to print everything that its decision was based on")
+
+
+def _paragraph(explained: ExplainedDecision) -> RenderableType:
+    lines = [_title(explained)]
+    lines += [f"  limits: {sentence}" for sentence in _limits(explained.decision)]
+    lines += [f"  asked:  {line}" for line in _comparisons(explained.decision)]
+    lines += [f"  then:   {line}" for line in _outcome(explained)]
+    return Text("\n".join(lines))
+
+
+def _page(explained: ExplainedDecision) -> RenderableType:
+    limits = _limits(explained.decision) or ["nothing: it is within them"]
+    parts = [
+        _part("what the policy saw", _observed(explained)),
+        _part("what the job's limits changed", _labelled("", limits)),
+    ]
+    if explained.stop is None:
+        outcome = _outcome(explained) or ["it was not finished"]
+        parts.append(_part("what was planned", _labelled("", _planned(explained))))
+        parts.append(_part("what came of it", _labelled("", outcome)))
+    return Group(Text(_title(explained)), *parts)
+
+
+def _part(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    return Group(Text(f"\n{title}", style="bold"), Padding(grid, (0, 0, 0, 2)))
+
+
+def _title(explained: ExplainedDecision) -> str:
+    plan, round_ = explained.decision.answer, explained.round
+    if explained.stop is not None or not isinstance(plan, Plan):
+        return f"before round {round_}: the end, because {explained.stop}"
+    return f"round {round_}: {plan.regime}, because {plan.reason}"
+
+
+# -- the observation -------------------------------------------------------------------------------
+
+
+def _observed(explained: ExplainedDecision) -> Iterator[tuple[str, str]]:
+    """Everything a decision was based on, as rows of a label and a sentence."""
+    decision = explained.decision
+    seen = decision.observation
+    yield from _labelled("so far", _past(explained))
+    ready = f"{_count(seen.clients_ready, 'device')} and {_count(seen.datacenters, 'datacenter')}"
+    if seen.clients_ineligible:
+        ready += f" ({seen.clients_ineligible} more may not be asked now)"
+    yield "here", f"{ready}; a federated round invites {seen.invited()} and needs {seen.quorum}"
+    yield from _labelled("forecast", [_window(side, seen) for side in _SIDES])
+    kinds: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
+    prices = ", ".join(f"{kind} {seen.price(kind):g}" for kind in kinds)
+    yield "a round costs", f"{prices}; one device scoring one model {seen.comparison_price:g}"
+    yield from _labelled("left", _left(seen))
+    yield from _labelled("comparisons", _comparisons(decision) or ["none was asked for"])
+    yield from _labelled("waited", _waits(decision, by_limit=False))
+    kept = [name for name in seen.models if name not in ("current", "served", "initial")]
+    if kept:
+        yield "kept models", ", ".join(kept)
+    if seen.state:
+        state = ", ".join(f"{name}={value}" for name, value in sorted(seen.state.items()))
+        yield "its notes", state
+
+
+def _limits(decision: Decision) -> list[str]:
+    """What the job's limits changed: waits, and adjustments of the last answer."""
+    waits = [f"waited {line}" for line in _waits(decision, by_limit=True)]
+    return [*waits, *decision.adjustments]
+
+
+def _waits(decision: Decision, *, by_limit: bool) -> list[str]:
+    return [
+        f"{_duration(wait.seconds)}: {wait.reason}"
+        for wait in decision.waits
+        if wait.by_limit == by_limit
+    ]
+
+
+def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Rows of which only the first has the label."""
+    for number, line in enumerate(lines):
+        yield ("" if number else label), line
+
+
+def _past(explained: ExplainedDecision) -> list[str]:
+    if not explained.recent:
+        return ["this was the first round"]
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(explained.regimes.items()))
+    lines = [f"rounds: {counts}"]
+    for past in explained.recent:
+        metrics = format_metrics(past.metrics) if past.metrics else "not evaluated"
+        cosine = "" if past.cosine is None else f", cosine of both sides {past.cosine:.2f}"
+        lines.append(f"round {past.round}, {past.regime}: held-out {metrics}{cosine}")
+    return lines
+
+
+def _window(side: Side, seen: Observation) -> str:
+    forecast = seen.forecast.get(side, Forecast())
+    name = _SIDES[side]
+    if forecast.changes_in is None:
+        return f"{name}: {'always' if forecast.ready else 'never'} within a window"
+    position = "within their hours for" if forecast.ready else "outside of their hours for"
+    share = f"{forecast.share:.0%} of the time that is left is within"
+    return f"{name}: {position} another {_duration(forecast.changes_in)}; {share}"
+
+
+def _left(seen: Observation) -> list[str]:
+    """The rest of each limit that the job sets."""
+    lines = []
+    if seen.budget is not None and seen.budget_left is not None:
+        lines.append(f"{max(seen.budget_left, 0):g} of the budget of {seen.budget:g}")
+    if seen.seconds_left is not None:
+        lines.append(f"{_duration(seen.seconds_left)} of the run's time")
+    if seen.bytes_left is not None:
+        lines.append(f"{max(seen.bytes_left, 0) / 1e6:.3g} MB to and from devices")
+    lines.append(f"{_count(seen.rounds - seen.round + 1, 'round')} with this one")
+    return lines
+
+
+def _comparisons(decision: Decision) -> list[str]:
+    """Each requested comparison: models, reason, and the scores or why there are none."""
+    results = list(decision.observation.comparisons)
+    made = sum(request.refused is None for request in decision.requested)
+    lines = []
+    while len(results) > made:  # those from before a crash have no request here
+        lines += _scores(results.pop(0))
+    for request in decision.requested:
+        lines.append(_request(request))
+        if request.refused is not None:
+            lines.append(f"  not made: {request.refused}")
+        else:
+            lines += _scores(results.pop(0))
+    return lines
+
+
+def _request(request: RequestedComparison) -> str:
+    models = " against ".join(request.models)
+    return f"{models} on {_count(request.devices, 'device')}, because {request.reason}"
+
+
+def _scores(comparison: Comparison) -> list[str]:
+    first, *others = comparison.models
+    lines = []
+    for name in others:
+        difference, error = comparison.difference[name], comparison.standard_error[name]
+        word = "better" if difference < 0 else "worse"
+        significant = comparison.beats(name) or comparison.loses(name)
+        doubt = "" if significant else ", which may be chance"
+        lines.append(
+            f"  {_count(comparison.devices, 'device')} found {name} {word} than {first} by "
+            f"{abs(difference):.4f} (+-{error:.4f}){doubt}, for {comparison.price:g}"
+        )
+    return lines
+
+
+# -- plan and outcome ------------------------------------------------------------------------------
+
+
+def _planned(explained: ExplainedDecision) -> list[str]:
+    """The plan in words, a line for each part of it."""
+    plan, seen = explained.decision.answer, explained.decision.observation
+    assert isinstance(plan, Plan)  # a stop has no page about a plan
+    lines = []
+    if plan.regime != "datacenter":
+        cohort = plan.cohort or seen.cohort
+        lines.append(f"{len(explained.invited)} devices are invited for {cohort} updates")
+    if plan.regime != "federated":
+        lines.append(f"{plan.datacenter_steps or seen.datacenter_steps} steps in the datacenter")
+    if plan.regime == "hybrid" and plan.merge:
+        lines.append(f"merged by merge={plan.merge!r}")
+    if plan.start != CURRENT:
+        lines.append(f"from the model {plan.start!r}")
+    if plan.reset_optimizer:
+        lines.append("the server optimizer begins anew")
+    if plan.step_scale != 1:
+        lines.append(f"the step is scaled by {plan.step_scale:g}")
+    for name, model in plan.keep.items():
+        lines.append(f"{model!r} is kept as {name!r}" if model else f"{name!r} is not kept on")
+    return lines
+
+
+def _outcome(explained: ExplainedDecision) -> list[str]:
+    """The outcome of each attempt, in one or two lines."""
+    lines = []
+    evaluated = [past.metrics for past in explained.recent if past.metrics]
+    before = evaluated[-1] if evaluated else {}
+    for record in explained.attempts:
+        duration = f"{record.seconds:.2f} s, cost {record.cost.price:g}"
+        if isinstance(record, FailedAttempt):
+            lines.append(f"try {record.attempt} failed after {duration}: {record.error}")
+            continue
+        counts = record.participants
+        parts = [f"{counts.accepted} of {counts.invited} took part"]
+        parts += [f"{counts.rejected} rejected"] if counts.rejected else []
+        parts += [f"{counts.dropped} dropped"] if counts.dropped else []
+        moved = f"{record.cost.device_bytes / 1e6:.3g} MB to and from devices"
+        lines.append(", ".join([*parts, duration, moved]))
+        if record.metrics:
+            change = _change(before, record.metrics)
+            lines.append(f"held-out {format_metrics(record.metrics)}{change}")
+    return lines
+
+
+def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    if "loss" not in before or "loss" not in after:
+        return ""
+    decrease = before["loss"] - after["loss"]
+    return f"; the loss {'fell' if decrease >= 0 else 'rose'} by {abs(decrease):.4g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    """In words.
+
+    >>> _duration(12), _duration(3600 * 3 + 1200), _duration(-1)
+    ('12 s', '3 h 20 min', '0 s')
+    """
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 2:
+        return f"{max(seconds, 0):.0f} s"
+    if hours < 2:
+        return f"{minutes:.0f} min"
+    whole, rest = divmod(round(minutes), 60)
+    return f"{whole} h {rest} min" if rest else f"{whole} h"

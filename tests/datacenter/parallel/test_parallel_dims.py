@@ -1,0 +1,31 @@
+"""Degrees of parallelism that do not fit together are refused with the arithmetic."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from isthmus.job.datacenter import DatacenterSection
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        (
+            {"ranks": 6, "tensor_parallel": 4},
+            "tensor_parallel=4 x pipeline_parallel=1 takes 4 ranks or a multiple, and there are 6",
+        ),
+        ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be cut into 4 equal pieces"),
+        (
+            {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},
+            "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch",
+        ),
+    ],
+)
+def test_an_impossible_section_is_refused_with_the_job(
+    section: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        DatacenterSection.model_validate(section)

@@ -1,0 +1,115 @@
+"""Transformers that the tasks of tasks.py train."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+class TiedTransformer(nn.Module):
+    """PyTorch's encoder layers, with the embedding's weight in the head."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, 12)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output
+
+
+class Embedding(nn.Module):
+    """Embeddings of words and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.places = nn.Embedding(6, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.words(words) + self.places(torch.arange(words.shape[1]))
+        return output
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention with separate projections, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.add_input_projections()
+        self.out = nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def add_input_projections(self) -> None:
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def project(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        return self.q(hidden), self.k(hidden), self.v(hidden)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        projected = self.project(self.first(hidden))
+        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in projected)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.call(self.out, mixed.transpose(1, 2).flatten(-2))
+        up = self.call(self.up, self.second(hidden))
+        return hidden + self.call(self.down, nn.functional.gelu(up))
+
+    def call(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer(given)
+        return output
+
+
+class FusedDecoderBlock(DecoderBlock):
+    """One layer computes queries, keys and values; layers are called by keyword."""
+
+    def add_input_projections(self) -> None:
+        self.c_attn = nn.Linear(8, 24)
+        self.split_size = 8
+
+    def project(self, hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        return self.call(self.c_attn, hidden).split(self.split_size, -1)
+
+    def call(self, layer: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer(input=given)
+        return output
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head."""
+
+    def __init__(self, blocks: int, tied: bool, kind: type[DecoderBlock] = DecoderBlock) -> None:
+        super().__init__()
+        self.embed = Embedding()
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.embed.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(words=words)
+        for block in self.blocks:
+            hidden = block(hidden=hidden)
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output
+
+
+class SkippingDecoder(Decoder):
+    """Every block also takes the embedding."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        first = hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = block(hidden) + first
+        output: torch.Tensor = self.head(self.norm(hidden))
+        return output

@@ -1,0 +1,116 @@
+"""The report of a run and its JSON schema."""
+
+import json
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+from tests.server.storage.records import (
+    FINAL,
+    comparison_record,
+    failed_attempt,
+    planned_attempt,
+    round_record,
+)
+from tests.server.strategy.observations import comparison_of, observe
+
+from isthmus.errors import UserError
+from isthmus_server import commands
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import (
+    ParticipantDeclined,
+    ParticipantJoined,
+    ParticipantLeft,
+    ParticipantReady,
+    RunStopped,
+)
+from isthmus_server.storage.records import CommittedState, Receipt
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy import Stop
+from isthmus_server.views.report import Report, read_report
+
+
+@pytest.fixture
+def validate():
+    """Check a report against the schema that the command prints."""
+    schema = json.loads(CliRunner().invoke(commands.report, ["--schema"]).output)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema).validate
+
+
+def test_a_run_that_just_began_has_a_valid_report(validate, make_job, tmp_path):
+    Store.create(tmp_path / "run", make_job(), tmp_path).close()
+    result = CliRunner().invoke(commands.report, [str(tmp_path / "run"), "--json"])
+    report = json.loads(result.output)
+    validate(report)
+    assert (report["status"], report["rounds"], report["final"]) == ("running", [], None)
+
+
+async def test_reports_of_runs_with_failed_attempts_are_valid(validate, place):
+    await place.listen()
+    place.faults["b"][2, 1] = "no power"
+    report, _ = await place.run("run", "rounds=2")
+    validate(report)
+    assert len(report["failed_attempts"]) == 1
+    assert Report.from_json(report).to_json() == report
+
+
+async def test_the_report_of_a_run_that_failed_is_valid(validate, place):
+    await place.listen(names=("a",))
+    store = place.create("run", "federated.clients=3", "time.join_seconds=0.1")
+    with pytest.raises(UserError):
+        await Coordinator(store, place.link).run()
+    report = read_report(store).to_json()
+    validate(report)
+    assert (report["status"], report["final"]) == ("failed", None)
+
+
+async def test_the_report_of_a_run_with_a_datacenter_is_valid(validate, with_ranks):
+    store, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
+    await coordinator.run()
+    report = read_report(store).to_json()
+    validate(report)
+    assert [record["model_sha256"] is None for record in report["rounds"]] == [True, False]
+
+
+def test_a_report_with_every_kind_of_record_is_valid(validate, make_job, tmp_path):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    receipt = Receipt(participant="a", regime="federated", status="dropped", reason="lost")
+    planned = planned_attempt(1)
+    comparison = comparison_of(("current", "served"), [0.1])
+    store.plan(planned)
+    store.fail(failed_attempt(1, [receipt]))
+    store.plan(planned_attempt(1, attempt=2))
+    comparisons = [comparison_record(comparison.models, comparison)]
+    record = round_record(1, [receipt], attempt=2, comparisons=comparisons, cosine=0.5)
+    store.commit(record, CommittedState())
+    stopped = planned_attempt(2, plan=Stop("enough"), observation=observe(2)).decision
+    for event in (
+        ParticipantJoined(participant="a"),
+        ParticipantReady(participant="a", examples=3),
+        ParticipantDeclined(participant="b", reason="no data"),
+        ParticipantLeft(participant="a", reason="lost"),
+        RunStopped(round=2, reason="enough", decision=stopped),
+    ):
+        store.log_event(event)
+    store.finish("finished", "enough", FINAL)
+    report = read_report(store).to_json()
+    store.close()
+    validate(report)
+    assert report["rounds"][0]["comparisons"][0]["result"]["models"] == ["current", "served"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("status", 3), ("rounds", {}), ("final", {"metrics": {}})]
+)
+def test_the_schema_refuses_other_documents(validate, make_job, tmp_path, key, value):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    report = read_report(store).to_json()
+    store.close()
+    with pytest.raises(jsonschema.ValidationError):
+        validate({**report, key: value})
+
+
+def test_a_report_needs_the_directory_of_a_run():
+    with pytest.raises(UserError, match=r"^give the directory of a run, or --schema$"):
+        CliRunner().invoke(commands.report, [], catch_exceptions=False)
