@@ -133,9 +133,9 @@ async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, mo
     rested = []
     monkeypatch.setattr(trainer, "LARGE_BYTES", 0)
     monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
-    rest = GlobalModel.rest
+    rest = GlobalModel.spill
     monkeypatch.setattr(
-        GlobalModel, "rest", lambda model, scratch: (rest(model, scratch), rested.append(1))
+        GlobalModel, "spill", lambda model, scratch: (rest(model, scratch), rested.append(1))
     )
     report, same = await place.run("large")
     assert same.model_sha256 == final.model_sha256
