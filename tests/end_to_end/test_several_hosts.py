@@ -25,7 +25,7 @@ from tests.end_to_end import network
 
 from isthmus.identity import joining, tls
 from isthmus.task import packages
-from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.registry import Registry
 
 HOSTS = {
@@ -48,7 +48,7 @@ from isthmus.identity import joining, tls
 from isthmus.errors import AdmissionRefused
 from isthmus.transport.uplink import METHOD
 from isthmus.wire import link_pb2
-from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 
 link, joined, public, used = sys.argv[1:]
 
@@ -75,7 +75,7 @@ async def main():
     roots = Path(public).read_bytes()
     initialise(Path("mine"), ["10.77.0.66"])
     key = tls.new_key()
-    mine, _ = Authority(Path("mine")).issue(
+    mine, _ = CertificateAuthority(Path("mine")).issue(
         tls.signing_request(key), kind="client", name="phone-0", identity=bytes(32)
     )
     secure = grpc.aio.secure_channel
@@ -162,7 +162,7 @@ def packed(folder: Path, places: Sequence[str]) -> bytes:
 def token(state: Path, name: str, kind: str) -> str:
     """What `isthmus server token create` prints."""
     made = joining.Token(
-        os.urandom(joining.SECRET_BYTES), tls.fingerprint(Authority(state).certificate)
+        os.urandom(joining.SECRET_BYTES), tls.fingerprint(CertificateAuthority(state).certificate)
     )
     with contextlib.closing(Registry(state)) as registry:
         registry.add_token(made.digest, name=name, kind=kind, expires=time.time() + 600)
