@@ -73,9 +73,9 @@ async def join(token):
 
 async def main():
     roots = Path(public).read_bytes()
-    initialise(Path("mine"), ["10.77.0.66"])
+    initialise(Path("other"), ["10.77.0.66"])
     key = tls.new_key()
-    mine, _ = CertificateAuthority(Path("mine")).issue(
+    certificate, _ = CertificateAuthority(Path("other")).issue(
         tls.signing_request(key), kind="client", name="phone-0", identity=bytes(32)
     )
     secure = grpc.aio.secure_channel
@@ -86,7 +86,7 @@ async def main():
         "in plain": say_hello(grpc.aio.insecure_channel(link)),
         "no certificate": say_hello(secure(link, grpc.ssl_channel_credentials(roots))),
         "another authority": say_hello(
-            secure(link, grpc.ssl_channel_credentials(roots, tls.key_pem(key), mine))
+            secure(link, grpc.ssl_channel_credentials(roots, tls.key_pem(key), certificate))
         ),
         "a used token": join(token),
         "a guessed token": join(guess),
