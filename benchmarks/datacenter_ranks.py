@@ -30,7 +30,7 @@ from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
-from isthmus_datacenter.service.messages import Command, ControlSignal
+from isthmus_datacenter.messages import Command, ControlSignal
 from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.round import train_round
 

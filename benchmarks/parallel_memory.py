@@ -34,12 +34,12 @@ from torch.utils.data import TensorDataset
 from isthmus.task import Participant, Task
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import local
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.service.messages import ControlSignal
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import ShardedOptimizer
 
 KINDS = ("param", "grad", "optimizer")
 FACTORS = {"param": 4, "grad": 4, "optimizer": 8}

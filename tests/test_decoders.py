@@ -24,7 +24,7 @@ from isthmus.transport.stream import Stream
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import join_pb2, link_pb2
 from isthmus_clients.device.agent import Agent
-from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
 from tests.privacy.protocol import ProtocolRound, enrolment, make_config
@@ -61,8 +61,8 @@ def folder(tmp_path_factory):
 def decoders(folder):
     """Name to (decoder, something it takes)."""
     initialise(folder / "server", ["localhost"])
-    members = Members(folder / "server", Authority(folder / "server"))
-    joining, authority = JoinService(members), members.certifier
+    members = Members(folder / "server", CertificateAuthority(folder / "server"))
+    joining, authority = JoinService(members), members.certificate_authority
     request = tls.signing_request(tls.new_key())
     certificate, _ = authority.issue(request, kind="client", name="a", identity=bytes(32))
     protocol = ProtocolRound(3).advertise_keys().share_keys().mask_inputs().check_consistency()

@@ -23,7 +23,7 @@ from harness.processes import Program, free_port, memory, started, wait_for_port
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
-from isthmus_server.control_plane.authority import Authority
+from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.registry import Registry
 
 HARNESS = Path(__file__).parents[1] / "harness"
@@ -46,7 +46,7 @@ class BenchmarkServer:
 
     def join(self, names: list[str], kind: str = "client") -> list[Path]:
         """Register participants and return their membership directories."""
-        authority, registry = Authority(self.state), Registry(self.state)
+        authority, registry = CertificateAuthority(self.state), Registry(self.state)
         enroller = authority.enroller.public
         fingerprint = tls.fingerprint(authority.certificate)
         try:
@@ -60,7 +60,7 @@ class BenchmarkServer:
         self,
         name: str,
         kind: str,
-        authority: Authority,
+        authority: CertificateAuthority,
         registry: Registry,
         fingerprint: bytes,
         enroller: bytes,

@@ -4,10 +4,11 @@ A benchmark measures Isthmus and the compared system in turn, prints one table o
 medians, and passes its figures to `write` under the keys that its docstring lists. Medians and
 ratios are formatted here, so that they mean the same in every benchmark.
 
->>> print(table(("what", "ours", "ratio"), [("a round", "0.01 s", "600x"), ("two", "5 s", "2x")]))
-what       ours  ratio
-a round  0.01 s   600x
-two         5 s     2x
+>>> rows = [("a round", "0.01 s", "600x"), ("two", "5 s", "2x")]
+>>> print(table(("what", "Isthmus", "ratio"), rows))
+what     Isthmus  ratio
+a round   0.01 s   600x
+two          5 s     2x
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ process that starts and ends within a round is counted once, by its parent; a zo
 been waited for is counted by itself.
 
 Limitations, all of which underestimate the CPU time:
-  * a process whose parent ignores SIGCHLD, or died before it and before it was ever seen by
-    `Tree.pids`, is not counted;
+  * a process whose parent ignores SIGCHLD, or died before it and before it was first
+    listed by `ProcessTree.pids`, is not counted;
   * each process is rounded down to the kernel's tick of 10 ms;
   * a sample is not atomic: activity during the millisecond that it takes may be missed.
 """

@@ -1,4 +1,4 @@
-"""The edge device: a small process that dials in, trains on its own data, sends an update.
+"""The edge device: a small process that trains on its own data and sends updates to a server.
 
-Reading order: `agent`, then `training`.
+Reading order: `device.agent`, then `training.local_run`.
 """

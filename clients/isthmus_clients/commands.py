@@ -1,4 +1,4 @@
-"""``isthmus client``: what a device owner types."""
+"""``isthmus client``: commands for device owners."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from isthmus.system import process
 from isthmus.task import Participant
 from isthmus_clients.device import resource_limits
 from isthmus_clients.device.agent import Agent, serve
-from isthmus_clients.device.owner_limits import Guard, load
+from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.systemd import unit
 
 
 @click.group()
 def client() -> None:
-    """Run an edge device: train on its own data, send updates."""
+    """Run an edge device: train on its own data and send updates."""
 
 
 _STATE = click.option(
@@ -34,7 +34,7 @@ _STATE = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     default=lambda: default_state("client"),
     show_default="~/.local/state/isthmus/client",
-    help="Where this device keeps its keys and what it must remember.",
+    help="Directory of this device's keys and history of rounds.",
 )
 
 
@@ -56,23 +56,25 @@ def join(url: str, token: str, state: Path) -> None:
 @click.option(
     "--server",
     metavar="HOST:PORT",
-    help="The server to dial, if it is not at the address that was joined.",
+    help="Address of the server, if it differs from the one that was joined.",
 )
-@click.option("--name", help="For a server on this machine that asks for no certificate.")
+@click.option(
+    "--name", help="Name of the device, for a server on this machine that requires no certificate."
+)
 @click.option(
     "--data",
     type=click.Path(exists=True, path_type=Path),
-    help="Where this device keeps its data; wins over the job's task.data.",
+    help="Data of this device; overrides the job's task.data.",
 )
 @click.option(
     "--tasks",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Where the tasks are that this device may load. Default: tasks, in --state.",
+    help="Directory of the tasks that this device may load. Default: tasks in --state.",
 )
 @click.option(
     "--shard",
     metavar="I/N",
-    help="Be device I (from 0) of N that share one data set, for tasks that split it.",
+    help="Use shard I (from 0) of N of one data set, for tasks that split it.",
 )
 @click.option(
     "--threads",
@@ -85,18 +87,16 @@ def join(url: str, token: str, state: Path) -> None:
     "--hours",
     multiple=True,
     metavar="[DAYS ]HH:MM-HH:MM",
-    help="Be asked in these hours only (UTC), such as 22:00-06:00; several add up.",
+    help="Work only in these hours (UTC), such as 22:00-06:00; may be repeated.",
 )
 @click.option(
     "--policy",
     "policy_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What its owner allows. Default: policy.toml, in --state.",
+    help="The owner's limits. Default: policy.toml in --state.",
 )
-@click.option("--print-systemd", is_flag=True, help="Print a systemd unit and start nothing.")
-@click.option(
-    "--die-with-parent", is_flag=True, help="End when the process that started this one ends."
-)
+@click.option("--print-systemd", is_flag=True, help="Print a systemd unit and exit.")
+@click.option("--die-with-parent", is_flag=True, help="Exit when the parent process exits.")
 def start(
     state: Path,
     server: str | None,
@@ -110,7 +110,7 @@ def start(
     print_systemd: bool,
     die_with_parent: bool,
 ) -> None:
-    """Dial the server and take part in its rounds until stopped."""
+    """Connect to the server and take part in its rounds until stopped."""
     if die_with_parent:
         process.die_with_parent()
     logging.getLogger("isthmus").setLevel(logging.INFO)
@@ -128,23 +128,23 @@ def start(
         asyncio.run(_until_stopped(serve(server, agent), name))
         return
     member = Membership(state)
-    policy = load(policy_file or state / "policy.toml")
+    limits = load(policy_file or state / "policy.toml")
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
-        click.echo(unit(command, str(Path.cwd()), policy))
+        click.echo(unit(command, str(Path.cwd()), limits))
         return
-    resource_limits.hold(policy)
-    guard = Guard(policy, state / "usage.json")
+    resource_limits.apply_limits(limits)
+    guard = LimitsGuard(limits, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)
     with member.locked():
         agent = Agent(
             participant,
             data,
-            resource_limits.threads(threads, policy),
-            hours or policy.hours,
+            resource_limits.max_threads(threads, limits),
+            hours or limits.hours,
             signing_key=member.identity,
-            memory=member.rounds,
+            history_file=member.rounds,
             tasks=tasks or member.tasks,
             guard=guard,
         )
@@ -164,12 +164,12 @@ async def _until_stopped(work: Coroutine[Any, Any, None], name: str) -> None:
 
 
 def _check_hours(hours: tuple[str, ...]) -> None:
-    """Refuse what the server would not understand."""
+    """Refuse hours that are not of the form the server expects."""
     if hours:
         from isthmus.job.section import Hours
 
-        for one in hours:
-            Hours.parse(one)
+        for text in hours:
+            Hours.parse(text)
 
 
 def _parse_shard(text: str | None) -> tuple[int, int] | None:

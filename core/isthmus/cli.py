@@ -1,7 +1,7 @@
-"""The one command, ``isthmus``.
+"""The command ``isthmus``.
 
-Subcommands come from the entry points `isthmus.job.commands` of the installed packages and are
-imported when they are used, so that a device which runs ``isthmus client`` loads no server code.
+Subcommands are the entry points `isthmus.commands` of the installed packages. Each is imported only
+when it is used, so that a device that runs ``isthmus client`` loads no server code.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class _Commands(click.Group):
-    """Looks a subcommand up by name and imports only that one."""
+    """Finds a subcommand by name and imports only that one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(entry_points(group="isthmus.commands").names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        for found in entry_points(group="isthmus.commands", name=cmd_name):
+        for point in entry_points(group="isthmus.commands", name=cmd_name):
             try:
-                command = found.load()
+                command = point.load()
             except ModuleNotFoundError as error:
-                role = found.module.partition(".")[0].removeprefix("isthmus_").rstrip("s")
+                role = point.module.partition(".")[0].removeprefix("isthmus_").rstrip("s")
                 raise click.ClickException(
                     f"`isthmus {cmd_name}` needs the package {error.name!r}, which is not "
                     f"installed; pip install 'isthmus[{role}]'"
@@ -47,13 +47,13 @@ def isthmus() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script: a user's mistake is one sentence and exit code 1."""
-    # gRPC has lines of its own for every caller it turns away; what matters we say in a sentence.
+    """Entry point of the console script: user errors print one sentence and exit with code 1."""
+    # gRPC logs every refused caller; Isthmus logs what matters in one sentence.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    # It counts its caches, and says so when the process ends, if that is while it is being loaded.
+    # PyTorch logs its caches if the process ends while PyTorch is being imported.
     logging.getLogger("torch").setLevel(logging.WARNING)
     try:
         isthmus(standalone_mode=False)
@@ -67,14 +67,14 @@ def main() -> None:
     except IsthmusError as error:
         click.echo(f"isthmus: {error}", err=True)
         sys.exit(1)
-    except BrokenPipeError:  # whoever read our output has read enough
+    except BrokenPipeError:  # the reader of the output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
-    except OSError as error:  # a disk that is full, a file that may not be read
-        log.debug("where it was", exc_info=True)
+    except OSError as error:  # for example a full disk or an unreadable file
+        log.debug("traceback", exc_info=True)
         where = f"{error.filename}: " if error.filename else ""
-        said = error.strerror or str(error) or type(error).__name__
-        click.echo(f"isthmus: {where}{said}", err=True)
+        message = error.strerror or str(error) or type(error).__name__
+        click.echo(f"isthmus: {where}{message}", err=True)
         sys.exit(1)
 
 

@@ -1,20 +1,20 @@
-"""Every error Isthmus raises on purpose.
+"""The exceptions that Isthmus raises deliberately.
 
-The tree::
+The hierarchy::
 
     IsthmusError
-    ├── UserError (also a ValueError)   what somebody wrote or gave is wrong; shown as one sentence
-    │   ├── JobError                    a job file, or a key of one
-    │   ├── TaskError                   the user's task: cannot be loaded, or raised while it ran
-    │   └── UpdateError                 an update or a model that does not fit
-    ├── RoundFailed                     one attempt at a round did not reach its quorum or its end
-    │   └── AggregationAborted          too few are left for secure aggregation to give a sum
-    ├── PeerMisbehaved                  a message that honest software never sends
-    └── LinkError                       the link to a participant
-        ├── ParticipantLost             gone for longer than its lease, or started anew
-        └── AdmissionRefused                     the other side said no, and why
+    ├── UserError (also a ValueError)   wrong input; its message is shown as one sentence
+    │   ├── JobError                    an invalid job file or key
+    │   ├── TaskError                   the user's task cannot be loaded, or its code failed
+    │   └── UpdateError                 an update or a model with wrong shapes or values
+    ├── RoundFailed                     an attempt at a round without a result
+    │   └── AggregationAborted          too few devices remain for a secure sum
+    ├── PeerMisbehaved                  a message that violates secure aggregation
+    └── LinkError                       the connection to a participant
+        ├── ParticipantLost             silent for longer than its lease, or restarted
+        └── AdmissionRefused            the request was refused, with the reason
 
-A `UserError` reaches a person as its message alone: what was wrong, where, what to do.
+Users see only the message of a `UserError`: what is wrong, where, and what to do.
 
 >>> raise JobError("federated.quorum=9 is above federated.cohort=8; lower one of them")
 Traceback (most recent call last):
@@ -26,14 +26,14 @@ from __future__ import annotations
 
 
 class IsthmusError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all deliberate errors."""
 
     code: str = ""
-    """A short stable name of the reason where a program may need one, as in `roster-unsorted`."""
+    """A short stable identifier of the reason for programs, e.g. `roster-unsorted`, or empty."""
 
 
 class UserError(IsthmusError, ValueError):
-    """Bad input; the message is all a person needs to see."""
+    """Invalid input; users see the message without a traceback."""
 
 
 class JobError(UserError):
@@ -53,14 +53,14 @@ class RoundFailed(IsthmusError):
 
 
 class AggregationAborted(RoundFailed):
-    """Secure aggregation that cannot give a sum any more; the round needs a new attempt."""
+    """Secure aggregation that can no longer compute a sum; the round needs a new attempt."""
 
 
 class PeerMisbehaved(IsthmusError):
-    """A message of secure aggregation that honest software never sends; it is refused."""
+    """A refused message that violates the protocol of secure aggregation."""
 
     peer: str | None = None
-    """Who sent it, if it is known; None is the server."""
+    """The participant that sent it, if known; None for the server."""
 
 
 class LinkError(IsthmusError):
@@ -68,13 +68,13 @@ class LinkError(IsthmusError):
 
 
 class ParticipantLost(LinkError):
-    """A participant that was silent for longer than its lease, or came back as a new process."""
+    """A participant was silent for longer than its lease, or was restarted as a new process."""
 
     def __init__(self, reason: str, *, reached: bool = True) -> None:
-        """`reached`: it was here when it was asked."""
+        """`reached`: whether it was connected when the request was made."""
         super().__init__(reason)
         self.reached = reached
 
 
 class AdmissionRefused(LinkError):
-    """The other side answered, and the answer was no."""
+    """The other side received the request and refused it."""

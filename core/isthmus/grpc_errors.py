@@ -1,4 +1,6 @@
-"""Why nobody is reached, in few words of ours: gRPC's are many and change.
+"""Map gRPC errors to short user messages.
+
+gRPC's own texts are long and change between versions.
 
 >>> short_message("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9400: "
 ...               "Failed to connect to remote host: Connection refused")
@@ -28,9 +30,9 @@ _KNOWN = (
 
 
 def short_message(details: str) -> str:
-    """What the details of an `UNAVAILABLE` come down to; unknown ones without their preamble."""
-    for pattern, words in _KNOWN:
-        found = re.search(pattern, details)
-        if found is not None:
-            return found.expand(words)
+    """A short message for the details of an `UNAVAILABLE` error; unknown ones are shortened."""
+    for pattern, message in _KNOWN:
+        match = re.search(pattern, details)
+        if match is not None:
+            return match.expand(message)
     return details.rpartition("last error: ")[2][:_LONGEST] or "no reason was given"

@@ -1,7 +1,7 @@
-"""Handwritten digits, 8x8: an archive knows some of them well, a fleet of devices the others.
+"""Handwritten digits, 8x8: some are frequent in a public archive, the others on devices.
 
-Every training image lies in exactly one place. The setting `fleet_share` says, digit by digit,
-what fraction of the images lies on the devices; the datacenter's public archive has the others.
+Every training image is in exactly one place. The setting `fleet_share` lists for each digit the
+fraction of its images on the devices; the datacenter's public archive holds the others.
 """
 
 import gzip
@@ -59,7 +59,7 @@ class Digits(isthmus.Task):
         return TensorDataset(images, torch.tensor(self.labels[rows]))
 
     def split(self):
-        """The rows of the held-out set, of the archive and of the fleet."""
+        """The rows of the held-out set, of the archive and of all devices together."""
         order = np.random.RandomState(self.settings["split_seed"]).permutation(len(self.labels))
         parts = []
         for digit, share in enumerate(self.settings["fleet_share"]):
@@ -69,10 +69,10 @@ class Digits(isthmus.Task):
         return [np.concatenate(rows) for rows in zip(*parts, strict=True)]
 
     def deal(self, count):
-        """The fleet's rows on each of `count` devices: each digit in shares drawn by Dirichlet."""
+        """Divide the devices' rows among `count` devices, each digit in Dirichlet proportions."""
         random = np.random.RandomState(self.settings["split_seed"])
         order = random.permutation(self.fleet)
-        devices = [order[index : index + 1] for index in range(count)]  # nobody goes without
+        devices = [order[index : index + 1] for index in range(count)]  # at least one each
         order = order[count:]
         for digit in range(10):
             rows = order[self.labels[order] == digit]
@@ -83,15 +83,15 @@ class Digits(isthmus.Task):
 
 
 def read_digits():
-    """What `sklearn.datasets.load_digits` returns: images (1797, 64) of 0 to 16, labels (1797).
+    """Load images (1797, 64) of 0 to 16 and labels (1797), like scikit-learn's `load_digits`.
 
-    Read from scikit-learn's file, because each of a job's processes would spend seconds on
-    importing scikit-learn itself.
+    Reads scikit-learn's file directly, because importing scikit-learn takes seconds in each of a
+    job's processes.
     """
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
         raise isthmus.TaskError("this example's images come with scikit-learn, which is missing")
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(file, "rt") as lines:
         rows = np.loadtxt(lines, delimiter=",")
     return rows[:, :-1], rows[:, -1].astype(int)

@@ -1,4 +1,4 @@
-"""A Flower ClientApp as Flower's own runtime would run it; nothing in it knows of Isthmus."""
+"""An ordinary Flower ClientApp, which does not depend on Isthmus."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -16,7 +16,7 @@ def train(message: Message, context: Context) -> Message:
     index, count = (context.node_config[name] for name in ("partition-id", "num-partitions"))
     inputs, target = rings(200, seed=1 + index, begins=index / count, width=3 / 4).tensors
     if index == context.run_config["astray"]:
-        target = 2 - target  # this device has its labels the wrong way round
+        target = 2 - target  # the faulty device has reversed labels
     optimizer = torch.optim.SGD(model.parameters(), lr=context.run_config["lr"], momentum=0.9)
     for _ in range(context.run_config["epochs"]):
         for batch in torch.arange(len(inputs)).split(32):

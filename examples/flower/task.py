@@ -1,4 +1,4 @@
-"""Which of three noisy rings a point lies on; every device sees its own stretch of the circle."""
+"""Classify points on three noisy rings; every device has a different arc of the circle."""
 
 import math
 

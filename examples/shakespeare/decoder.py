@@ -1,4 +1,4 @@
-"""The same characters, learned by any decoder of Hugging Face's `transformers`, from nothing."""
+"""The same task with any decoder of Hugging Face's `transformers`, trained from scratch."""
 
 from task import CHARACTERS, Shakespeare
 from torch import nn
@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class Causal(nn.Module):
-    """A decoder as the layouts want a model: a tensor of numbers in, a tensor of scores out."""
+    """Wraps a decoder for the parallel layouts: a tensor of numbers in, a tensor of logits out."""
 
     def __init__(self, config):
         super().__init__()
@@ -18,7 +18,7 @@ class Causal(nn.Module):
 
 class Decoder(Shakespeare):
     def model(self):
-        known = {"vocab_size": len(CHARACTERS), "bos_token_id": None, "eos_token_id": None}
+        fixed = {"vocab_size": len(CHARACTERS), "bos_token_id": None, "eos_token_id": None}
         return Causal(
-            AutoConfig.for_model(self.settings["decoder"], **known, **self.settings["model"])
+            AutoConfig.for_model(self.settings["decoder"], **fixed, **self.settings["model"])
         )

@@ -1,7 +1,7 @@
-"""The next character of Shakespeare: each speaker of the plays is a device with its own lines.
+"""Predict the next character of Shakespeare's plays; each speaker's lines are on one device.
 
-A datacenter has the lines of the public speakers, the devices those of the others; nobody trains
-on the last tenth of a device's lines, which is what the model is scored on.
+A datacenter has the lines of the public speakers, the devices those of the others. The last tenth
+of each device's lines is held out for evaluation.
 """
 
 import functools
@@ -13,13 +13,13 @@ from torch.utils.data import TensorDataset
 import isthmus
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-"""Fixed, so that a device with only its own text numbers characters as everybody does."""
+"""A fixed alphabet, so that all devices encode characters alike whatever their text contains."""
 NUMBER = {character: number for number, character in enumerate(CHARACTERS)}
 HELD_OUT = 0.1
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a small network at each place; both normalised before."""
+    """Pre-norm transformer block: causal self-attention, then a feed-forward network."""
 
     def __init__(self, width, head_width):
         super().__init__()
@@ -40,8 +40,8 @@ class Block(nn.Module):
             linear(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
-        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
         return x + self.inner(self.inner_norm(x))
 
 
@@ -59,8 +59,8 @@ class Transformer(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, numbers):
-        places = torch.arange(numbers.shape[1], device=numbers.device)
-        x = self.characters(numbers) + self.positions(places)
+        positions = torch.arange(numbers.shape[1], device=numbers.device)
+        x = self.characters(numbers) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.scores(self.norm(x))
@@ -79,7 +79,7 @@ class Shakespeare(isthmus.Task):
     def local_data(self, participant):
         if participant.regime == "datacenter":
             return self.windows([self.speaker(name) for name in self.settings["public_speakers"]])
-        if participant.shard is None:  # a device of its own: everything in its file is its own
+        if participant.shard is None:  # a real device: its file holds only its own text
             return self.windows([self.text()])
         index, count = participant.shard
         speakers = self.federated_speakers()
@@ -110,37 +110,39 @@ class Shakespeare(isthmus.Task):
 
     @functools.cached_property
     def lines(self):
-        """What each speaker says in all."""
-        spoken = {}
+        """All lines of each speaker."""
+        speeches_of = {}
         for speech in self.text().split("\n\n"):
             speaker, colon, words = speech.strip().partition(":\n")
             if colon:
-                spoken.setdefault(speaker, []).append(words)
-        return {speaker: "\n".join(speeches) for speaker, speeches in spoken.items()}
+                speeches_of.setdefault(speaker, []).append(words)
+        return {speaker: "\n".join(speeches) for speaker, speeches in speeches_of.items()}
 
     def speaker(self, name):
         if name not in self.lines:
-            raise isthmus.TaskError(f"nobody called {name!r} speaks in {self.data}")
+            raise isthmus.TaskError(f"there is no speaker {name!r} in {self.data}")
         return self.lines[name]
 
     def federated_speakers(self):
-        """The speakers with the most to say who are not public, and who say enough."""
+        """The non-public speakers with the longest and sufficiently long text, longest first."""
         lengths = {name: len(words) for name, words in self.lines.items()}
         private = sorted(lengths.keys() - set(self.settings["public_speakers"]))
         enough = [name for name in private if lengths[name] >= self.settings["minimum_characters"]]
         return sorted(enough, key=lengths.__getitem__, reverse=True)[: self.settings["speakers"]]
 
     def divide(self, words):
-        """A speaker's lines: what it trains on, and the held-out end."""
+        """Split a speaker's text into training text and held-out end."""
         end = len(words) - round(HELD_OUT * len(words))
         return words[:end], words[end:]
 
     def windows(self, texts):
-        """Stretches of `context` characters that do not overlap, each with what comes next."""
+        """Non-overlapping windows of `context` characters, each with the following characters."""
         size = self.settings["context"]
         inputs, targets = [], []
         for text in texts:
-            numbers = torch.tensor([NUMBER.get(one, NUMBER[" "]) for one in text], dtype=torch.long)
+            numbers = torch.tensor(
+                [NUMBER.get(character, NUMBER[" "]) for character in text], dtype=torch.long
+            )
             count = max(0, len(numbers) - 1) // size
             inputs.append(numbers[: count * size].view(count, size))
             targets.append(numbers[1 : count * size + 1].view(count, size))

@@ -1,4 +1,4 @@
-"""What a server refuses in a job, told before there is a run of it."""
+"""The server's part of `isthmus job check`: find errors in a job before it is run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from isthmus_server.strategy import load_policy
 
 
 def check(job: Job, task: Task) -> None:
-    """Make once what a run makes before its first round: policy, model, optimizer, strategy.
+    """Build what a run builds before its first round: policy, model, optimizer, Flower strategy.
 
     Raises:
-        UserError: what cannot be made, and why.
+        UserError: one of them cannot be built, with the reason.
     """
     load_policy(job.strategy)
     model = build_model(task, job.seed)

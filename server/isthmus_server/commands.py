@@ -1,4 +1,4 @@
-"""``isthmus run``, ``isthmus compare``, ``isthmus report`` and ``isthmus why``."""
+"""The commands ``isthmus run``, ``isthmus compare``, ``isthmus report`` and ``isthmus why``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from isthmus_server.storage.store import Store
 
 _SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key."
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job."
 )
 _DIRECTORY = click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="Where the run is kept. Default: runs/NAME-TIME below this folder.",
+    help="Directory of the run. Default: runs/NAME-TIME below this folder.",
 )
 _ADDRESS = click.option(
     "--address",
     metavar="HOST:PORT",
-    help="Loopback address for others on this machine to take part at. Default: nobody else can.",
+    help="Loopback address at which other processes can take part. Default: none.",
 )
 
 
@@ -46,7 +46,7 @@ _ADDRESS = click.option(
 @click.argument("job", type=click.Path(path_type=Path), required=False)
 @_SET
 @_DIRECTORY
-@click.option("--resume", is_flag=True, help="Go on with the run in --run-dir.")
+@click.option("--resume", is_flag=True, help="Resume the run in --run-dir.")
 @_ADDRESS
 def run(
     job: Path | None,
@@ -57,19 +57,19 @@ def run(
 ) -> None:
     """Train JOB on this machine: the server, its edge clients and its datacenter ranks.
 
-    With federated.clients=0 or datacenter.ranks=0 that role is not started here, and whoever
-    dials in at --address takes it.
+    With federated.clients=0 or datacenter.ranks=0 that role is not started; participants can take
+    it by connecting to --address.
     """
     from isthmus_server.local.fork_server import ParticipantForkServer
 
     if resume:
         if run_dir is None:
-            raise UserError("--resume needs --run-dir, the directory of the run to go on with")
+            raise UserError("--resume needs --run-dir, the directory of the run to resume")
         if job is not None or overrides:
             given = "--set" if job is None else "JOB"
             raise UserError(f"{given} does not go with --resume: a run keeps the job it began with")
         if not (run_dir / "job.json").exists():
-            raise UserError(f"{run_dir} does not hold a run to go on with")
+            raise UserError(f"{run_dir} does not hold a run to resume")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
     loaded = None if job is None else _loaded(job, overrides)
@@ -105,16 +105,18 @@ def run(
     "--policies",
     default="datacenter,federated",
     show_default=True,
-    help="Compared with the job's own policy, at the same budget.",
+    help="Policies to compare with the job's own, at the same budget.",
 )
 @click.option(
     "--seeds",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Runs of each, with seeds 1, 2, ...",
+    help="Runs of each policy, with seeds 1, 2, ...",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file."
+)
 def compare(
     job: Path,
     overrides: tuple[str, ...],
@@ -131,7 +133,7 @@ def compare(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if json_file is not None:
-            json_file.touch()  # not at the end of it all
+            json_file.touch()  # fail now, not after all runs
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
     # Before anything is opened.
@@ -177,7 +179,7 @@ def report(run_dir: Path | None, as_json: bool, as_schema: bool) -> None:
 @click.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("number", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print the decisions as one document.")
+@click.option("--json", "as_json", is_flag=True, help="Print the decisions as one JSON document.")
 def why(run_dir: Path, number: int | None, as_json: bool) -> None:
     """Explain the decisions of the run in the directory RUN, round by round.
 
@@ -196,7 +198,7 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[Store]:
-    """A run to be read."""
+    """Open a run for reading, and map errors of its log to a user message."""
     from isthmus_server.storage.store import Store
 
     store = Store.open(directory)
@@ -209,7 +211,7 @@ def _opened(directory: Path) -> Iterator[Store]:
 
 
 def run_until_stopped(work: Any) -> Any:
-    """Run a coroutine; a first Ctrl-C or SIGTERM ends it in order."""
+    """Run a coroutine; the first Ctrl-C or SIGTERM cancels it and waits for its cleanup."""
 
     async def main() -> Any:
         task = asyncio.ensure_future(work)
@@ -225,17 +227,17 @@ def run_until_stopped(work: Any) -> Any:
 
 
 def prepare() -> None:
-    """Set this process up to be a server."""
+    """Set up this process as a server: memory, garbage collection, telemetry and log levels."""
     return_freed_memory()
-    gc.freeze()  # what was imported stays; to look through it again and again takes time
-    gc.set_threshold(50_000, 10, 10)  # a round with a thousand devices makes fewer that stay
+    gc.freeze()  # imported modules stay: exclude them from every later collection
+    gc.set_threshold(50_000, 10, 10)  # above what a round of a thousand devices keeps
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.getLogger("isthmus").setLevel(logging.WARNING)
     logging.getLogger("isthmus_server").setLevel(logging.WARNING)
 
 
 def _loaded(path: Path, overrides: tuple[str, ...]) -> Job:
-    """A job; a task that is not there is said before PyTorch is loaded, which takes seconds."""
+    """Load a job; a missing task is reported before PyTorch is imported, which takes seconds."""
     job = load_job(path, overrides)
     check_named(job.task.source, "task.source", base=path.resolve().parent)
     return job

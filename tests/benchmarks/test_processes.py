@@ -61,16 +61,16 @@ subprocess.run([sys.executable, "-S", "-c", {grandchild!r}])
 
 
 def test_an_orphaned_process_stays_in_the_tree(tmp_path):
-    seen = tmp_path / "seen"
+    signal_file = tmp_path / "signal_file"
     code = f"""
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-while not os.path.exists({str(seen)!r}):
+while not os.path.exists({str(signal_file)!r}):
     time.sleep(0.01)
 """
     with started(python(code), tmp_path / "log") as program:
         until(lambda: len(program.tree.pids()) == 2)
-        seen.touch()
+        signal_file.touch()
         program.wait(100.0)
         orphans = program.tree.pids()
         assert len(orphans) == 1

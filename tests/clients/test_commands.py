@@ -35,14 +35,14 @@ def test_a_shard_of_another_form_is_one_sentence(shard, sentence):
         raise result.exception
 
 
-def test_an_owner_s_limits_are_not_left_out_where_nobody_joined(tmp_path):
+def test_limits_are_refused_for_a_device_that_has_not_joined(tmp_path):
     arguments = ["start", "--server", "127.0.0.1:1", "--name", "a", "--tasks", str(tmp_path)]
     error = CliRunner().invoke(client, arguments).exception
     assert isinstance(error, UserError)
     assert str(error).startswith("--policy, --tasks and --print-systemd are for a device that has ")
 
 
-async def test_an_owner_reads_in_the_log_what_the_device_told_the_server(caplog):
+async def test_the_log_of_a_device_has_the_reasons_sent_to_the_server(caplog):
     net = Net()
     link = await net.listen()
     net.call(Agent(Participant(name="phone", regime="federated"), None), "phone")
@@ -75,7 +75,7 @@ def resident(pid):
 
 
 async def test_an_idle_device_is_small():
-    """Until a run is opened PyTorch is not loaded; and little else is installed for a device."""
+    """PyTorch is not loaded before a run is opened."""
     net = Net()
     link = await net.listen()
     start = ["-m", "isthmus.cli", "client", "start", "--name", "phone"]

@@ -11,19 +11,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+import isthmus_datacenter.parallel.optimizer
 import isthmus_datacenter.training.engine
-import isthmus_datacenter.training.optimizer
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.messages import Command, ControlSignal
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.tensor_styles import FusedOutputExchange, heads_of_part
-from isthmus_datacenter.service.messages import Command, ControlSignal
 from isthmus_datacenter.training.consensus import ConsensusError
 from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.engine import Engine, RankPlacement
@@ -47,7 +47,7 @@ def build_engine(rank: int, open_command: dict[str, Any], state: str) -> Engine:
 
 def shard_every_block() -> None:
     """Make each block a sharding unit, however small; avoid overflow in the first fp16 steps."""
-    isthmus_datacenter.training.optimizer.INITIAL_LOSS_SCALE = 256.0
+    isthmus_datacenter.parallel.optimizer.INITIAL_LOSS_SCALE = 256.0
 
     isthmus_datacenter.training.engine.parallelize = functools.partial(
         parallelize, smallest_unit=1, backend="aot_eager"

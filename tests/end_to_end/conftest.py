@@ -1,4 +1,4 @@
-"""A small whole job, and real `isthmus run` processes that a test can watch and kill."""
+"""A small complete job, and real `isthmus run` processes that tests can watch and kill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import isthmus
 class Table(isthmus.Task):
     """Rows of eight numbers in three classes.
 
-    In training `block` hangs for good, and `hold` until its gate is opened.
+    In training, the participant `block` blocks forever, and `hold` until its gate is opened.
     """
 
     def model(self):
@@ -60,11 +60,11 @@ class Table(isthmus.Task):
             if marker.is_fifo():
                 marker.write_text(str(os.getpid()))
                 while True:
-                    os.read(os.pipe()[0], 1)  # until somebody kills this process
+                    os.read(os.pipe()[0], 1)  # until this process is killed
         if model.training and self.me() == self.settings.get("hold"):
             gate = Path(self.settings["gate"])
             if gate.is_fifo():
-                gate.read_text()  # until somebody opens it at the other end
+                gate.read_text()  # until the test opens the other end
         return model(inputs)
 
     def me(self):
@@ -113,7 +113,7 @@ lease_seconds = 60
 """
 
 
-class Run:
+class RunProcess:
     """One `isthmus run` process."""
 
     def __init__(self, *arguments: str, cwd: Path) -> None:
@@ -123,44 +123,44 @@ class Run:
         pipe.close()
         self.output = ""
 
-    def until(self, pattern: str) -> re.Match[str]:
-        """Read its output until a line matches; fails if it ends before."""
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
+        """Read the output until a line matches; fails if it ends before that."""
         for line in self.stdout:
             self.output += line
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError(f"it ended without {pattern!r}:\n{self.output}")
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"the output ended without {pattern!r}:\n{self.output}")
 
-    def hanging(self, marker: Path) -> int:
-        """Who hangs because of `marker`, a FIFO, once it says so; nobody else will."""
+    def wait_for_blocked(self, marker: Path) -> int:
+        """Wait for the participant that blocks on the FIFO `marker`, and return its process id."""
         reader = os.open(marker, os.O_RDONLY | os.O_NONBLOCK)
-        handle = self.process.sentinel
+        process_end = self.process.sentinel
         try:
-            ready, _, _ = select.select([reader, handle], [], [])
+            ready, _, _ = select.select([reader, process_end], [], [])
             assert reader in ready, self.stdout.read()
             marker.unlink()
             return int(os.read(reader, 32))
         finally:
             os.close(reader)
 
-    def opened(self, log: Path, times: int) -> None:
-        """Wait until a device's log tells that it has loaded the task so often."""
+    def wait_for_opens(self, log: Path, times: int) -> None:
+        """Wait until a device's log shows that it has opened the run `times` times."""
         while log.read_text().count("opened ") < times:
             assert self.process.is_alive(), self.stdout.read()
-            time.sleep(0.02)  # a log tells nobody that it has grown
+            time.sleep(0.02)  # a log file can only be polled
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
 
     def interrupt(self) -> int | None:
-        """Ctrl-C; its exit status."""
+        """Send Ctrl-C; returns the exit status."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGINT)
         return self.finish()
 
     def finish(self) -> int | None:
-        """Read to the end; its exit status."""
+        """Read the output to its end; returns the exit status."""
         self.output += self.stdout.read()
         self.process.join()
         return self.process.exitcode
@@ -168,7 +168,7 @@ class Run:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the small job in it."""
+    """A folder with the small job."""
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "job.toml").write_text(JOB)
     return tmp_path
@@ -176,14 +176,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Any]:
-    """Start `isthmus run`; whatever is left of it goes when the test ends."""
-    started: list[Run] = []
+    """Start `isthmus run` processes, which are killed at the end of the test."""
+    started: list[RunProcess] = []
 
-    def begin(*arguments: str) -> Run:
-        started.append(Run(*arguments, cwd=folder))
+    def start_run(*arguments: str) -> RunProcess:
+        started.append(RunProcess(*arguments, cwd=folder))
         return started[-1]
 
-    yield begin
+    yield start_run
     for run in started:
         run.kill()
         run.stdout.close()
@@ -191,10 +191,10 @@ def start(folder: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def report_of(folder: Path) -> Any:
-    """`isthmus report --json`, as a program would read it."""
+    """Read a run with `isthmus report --json`."""
 
     def read(name: str) -> Any:
-        asked = CliRunner().invoke(report, [str(folder / name), "--json"], catch_exceptions=False)
-        return json.loads(asked.output)
+        result = CliRunner().invoke(report, [str(folder / name), "--json"], catch_exceptions=False)
+        return json.loads(result.output)
 
     return read

@@ -1,13 +1,12 @@
-"""Several hosts on one machine: Linux network namespaces on a bridge, with cables that are slow.
+"""Several hosts on one machine: Linux network namespaces on a bridge, connected by slow cables.
 
     with Network({"server": "10.77.0.1/24", "phone": "10.77.0.2/24"}) as network:
         network.run("phone", ["ip", "address"])
 
-Each host has an interface of its own and nothing else in common with the others, and the
-addresses exist only in these namespaces. A token bucket of the kernel (tc tbf) caps what goes in
-and out of a host. Delay and loss are the cables', which are this program: it carries every frame
-between the host's end (a TAP device) and the bridge's, late or not at all. Linux has netem for
-that, which not every kernel is built with; this does the same on all of them.
+Each host has its own interface, and the addresses exist only in these namespaces. A kernel token
+bucket (tc tbf) limits the rate into and out of a host. This program implements the cables with
+delay and loss: it forwards every frame between the host's end (a TAP device) and the bridge's end,
+or drops it. Linux has netem for that, but not every kernel includes it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 DELAY = 0.01
-"""Seconds on one cable; from host to host there are two."""
+"""Delay of one cable in seconds; the path between two hosts has two cables."""
 LOSS = 0.01
-"""Share of frames that one cable loses."""
+"""Fraction of frames that one cable loses."""
 RATE = 20e6
-"""Bits a second into and out of a host."""
+"""Bits per second into and out of a host."""
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -42,7 +41,7 @@ _QUEUE = "latency 500ms"
 
 
 class Network:
-    """Hosts by name with their addresses, until closed; then nothing of it is left."""
+    """Hosts by name with their addresses; `close` removes all of them."""
 
     def __init__(self, hosts: Mapping[str, str]) -> None:
         command = ["unshare", "--user", "--map-root-user", "--net"]
@@ -56,10 +55,10 @@ class Network:
         assert self._cables.stdout is not None
         ready = self._cables.stdout.readline()
         if not ready:
-            _, said = self._cables.communicate()
+            _, error = self._cables.communicate()
             raise AssertionError(
                 "this test needs Linux network namespaces (as root, or in user namespaces), "
-                f"/dev/net/tun, bridges, tc tbf and iproute2, and has them not: {said.strip()}"
+                f"/dev/net/tun, bridges, tc tbf and iproute2, which are missing: {error.strip()}"
             )
         self._namespaces: dict[str, int] = json.loads(ready)
 
@@ -71,34 +70,36 @@ class Network:
             self.close()
 
     def close(self) -> dict[str, int]:
-        """Take the network down; returns how many frames were carried, and lost."""
-        said, error = self._cables.communicate("", timeout=200)
+        """Remove the network; returns the numbers of frames carried and lost."""
+        output, error = self._cables.communicate("", timeout=200)
         assert self._cables.returncode == 0, error
-        counted: dict[str, int] = json.loads(said)
-        return counted
+        counts: dict[str, int] = json.loads(output)
+        return counts
 
     def namespaces(self, host: str) -> dict[str, int]:
-        """What a process on a host is in, in the order of entering: paths with their kinds."""
+        """Namespaces of a host in the order of entering: paths with their kinds."""
         cables = f"/proc/{self._cables.pid}"
         network = f"{cables}/fd/{self._namespaces[host]}"
         return {f"{cables}/ns/user": _CLONE_NEWUSER, network: _CLONE_NEWNET}
 
     def on(self, host: str, command: Sequence[str | Path]) -> list[str]:
-        """The command that runs a command on a host."""
+        """Wrap a command so that it runs on a host."""
         user, network = self.namespaces(host)
         enter = ["nsenter", f"--user={user}", "--preserve-credentials", f"--net={network}"]
         return [*enter, "--", *map(str, command)]
 
-    def start(self, host: str, command: Sequence[str | Path], **more: Any) -> subprocess.Popen[str]:
+    def start(
+        self, host: str, command: Sequence[str | Path], **options: Any
+    ) -> subprocess.Popen[str]:
         """Start a command on a host."""
-        return subprocess.Popen(self.on(host, command), text=True, **more)
+        return subprocess.Popen(self.on(host, command), text=True, **options)
 
-    def run(self, host: str, command: Sequence[str | Path], **more: Any) -> str:
-        """Run a command on a host; returns what it printed."""
-        return subprocess.check_output(self.on(host, command), text=True, timeout=200, **more)
+    def run(self, host: str, command: Sequence[str | Path], **options: Any) -> str:
+        """Run a command on a host and return its output."""
+        return subprocess.check_output(self.on(host, command), text=True, timeout=200, **options)
 
 
-# -- what runs inside ------------------------------------------------------------------------------
+# -- inside the namespaces ------------------------------------------------------------------------
 
 
 def _tap(name: str) -> int:
@@ -117,7 +118,7 @@ def _cap(device: str) -> str:
 
 
 def _plug_in(host: str, address: str) -> tuple[int, int, int]:
-    """A host in a namespace of its own: the namespace, and both ends of its cable."""
+    """Create a host; returns its namespace and both ends of its cable."""
     libc = ctypes.CDLL(None, use_errno=True)
     bridge = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     port = _tap(host)
@@ -134,28 +135,28 @@ def _plug_in(host: str, address: str) -> tuple[int, int, int]:
 
 
 def _carry(cables: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Carry frames, until standard input ends."""
-    draw = random.Random(1)
-    other = {a: b for pair in cables for a, b in (pair, pair[::-1])}
-    waiting: list[tuple[float, int, int, bytes]] = []
+    """Forward frames until standard input ends."""
+    rng = random.Random(1)
+    opposite = {a: b for pair in cables for a, b in (pair, pair[::-1])}
+    in_transit: list[tuple[float, int, int, bytes]] = []
     carried = lost = 0
     poll = select.epoll()
-    for handle in (*other, 0):
+    for handle in (*opposite, 0):
         poll.register(handle, select.EPOLLIN)
     while True:
-        timeout = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
+        timeout = max(in_transit[0][0] - time.monotonic(), 0) if in_transit else None
         for handle, _ in poll.poll(timeout):
             if handle == 0:
                 return {"carried": carried, "lost": lost}
             frame = os.read(handle, 1 << 16)
-            if draw.random() < LOSS:
+            if rng.random() < LOSS:
                 lost += 1
                 continue
             carried += 1
             due = time.monotonic() + DELAY
-            heapq.heappush(waiting, (due, carried, other[handle], frame))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, _, handle, frame = heapq.heappop(waiting)
+            heapq.heappush(in_transit, (due, carried, opposite[handle], frame))
+        while in_transit and in_transit[0][0] <= time.monotonic():
+            _, _, handle, frame = heapq.heappop(in_transit)
             os.write(handle, frame)
 
 

@@ -1,4 +1,4 @@
-"""Our ServerApp and ClientApp on Flower's own SuperLink and SuperNodes."""
+"""Isthmus' ServerApp and ClientApp on Flower's own SuperLink and SuperNodes."""
 
 import json
 import os
@@ -18,11 +18,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 APP = ROOT / "examples" / "flower"
 
 
-def test_flwr_run_of_our_pair_trains_a_task_to_its_end(tmp_path, monkeypatch):
+def test_flwr_run_trains_an_isthmus_task(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # everybody is on this machine
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # all processes share this machine
     monkeypatch.setenv("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.05")
-    roots = PROJECT["tool"]["hatch"]["build"]["dev-mode-dirs"]  # what is here, wherever flwr is
+    roots = PROJECT["tool"]["hatch"]["build"][
+        "dev-mode-dirs"
+    ]  # this checkout, for Flower's processes
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / name) for name in roots))
     from harness.flower_runtime import NAME, SCRIPTS, deployment
 

@@ -1,4 +1,4 @@
-"""A whole job whose datacenter cuts the model, with rounds on devices between."""
+"""A complete job whose datacenter shards the model, with device rounds in between."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from task import Table
 
 
 class Plain(Table):
-    forward = isthmus.Task.forward  # a pipeline's stages go through no other
+    forward = isthmus.Task.forward  # pipeline stages support only the default
 """
 LAYOUTS = {
-    "one": {"ranks": 1},
+    "single": {"ranks": 1},
     "composed": {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2},
 }
 
 
-def test_a_job_on_a_composed_layout_learns_what_it_does_on_one_rank(
+def test_a_composed_layout_learns_the_same_model_as_one_rank(
     folder: Path, start: Any, report_of: Any
 ) -> None:
     (folder / "plain.py").write_text(TASK)
@@ -36,12 +36,12 @@ def test_a_job_on_a_composed_layout_learns_what_it_does_on_one_rank(
         run = start("job.toml", "--run-dir", name, *sets)
         assert run.finish() == 0, run.output
         reports[name] = report_of(name)
-    one, composed = (reports[name] for name in LAYOUTS)
-    # The model went out to the devices and came back between datacenter rounds, twice.
+    single, composed = (reports[name] for name in LAYOUTS)
+    # Between datacenter rounds the model went to the devices and back, twice.
     regimes = [row["regime"] for row in composed["rounds"]]
     assert regimes == ["datacenter"] * 2 + ["hybrid"] * 2 + ["federated", "datacenter"]
-    models = [load_file(report["final"]["model_path"]) for report in (one, composed)]
+    models = [load_file(report["final"]["model_path"]) for report in (single, composed)]
     assert models[0].keys() == models[1].keys()
     for name, tensor in models[0].items():
         assert torch.allclose(tensor, models[1][name], atol=1e-3), name
-    assert abs(one["final"]["metrics"]["loss"] - composed["final"]["metrics"]["loss"]) < 1e-3
+    assert abs(single["final"]["metrics"]["loss"] - composed["final"]["metrics"]["loss"]) < 1e-3

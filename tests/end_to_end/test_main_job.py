@@ -1,4 +1,4 @@
-"""One command trains one model across real ranks and real devices, and survives losing any."""
+"""One command trains a model on real ranks and devices, and survives the loss of any process."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from safetensors.torch import load_file
 
 
 def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, report_of: Any) -> None:
-    """kill -9 of the coordinator after a datacenter and a hybrid round, Ctrl-C in the last."""
+    """Kill the coordinator after a datacenter and a hybrid round, and interrupt it later."""
     whole = start("job.toml", "--run-dir", "whole")
     assert whole.finish() == 0, whole.output
 
     run = start("job.toml", "--run-dir", "killed")
     for round_ in (1, 3):
-        run.until(rf"round +{round_} ")
+        run.wait_for_line(rf"round +{round_} ")
         run.kill()
         run = start("--resume", "--run-dir", "killed")
-    run.until(r"round +5 ")
+    run.wait_for_line(r"round +5 ")
     assert run.interrupt() == 130
     assert "stopped; go on with  isthmus run --resume --run-dir killed" in run.output
     run = start("--resume", "--run-dir", "killed")
     assert run.finish() == 0, run.output
 
-    one, other = report_of("whole"), report_of("killed")
-    assert other["final"]["model_sha256"] == one["final"]["model_sha256"]
-    assert other["final"]["metrics"] == one["final"]["metrics"]
-    for ours, theirs in zip(other["rounds"], one["rounds"], strict=True):
+    uninterrupted, resumed = report_of("whole"), report_of("killed")
+    assert resumed["final"]["model_sha256"] == uninterrupted["final"]["model_sha256"]
+    assert resumed["final"]["metrics"] == uninterrupted["final"]["metrics"]
+    for row, expected in zip(resumed["rounds"], uninterrupted["rounds"], strict=True):
         for key in ("round", "regime", "reason", "metrics", "model_sha256", "training"):
-            assert ours[key] == theirs[key]
-    assert {row["regime"] for row in one["rounds"]} == {"datacenter", "hybrid", "federated"}
-    assert set(load_file(one["final"]["model_path"])) == {
+            assert row[key] == expected[key]
+    assert {row["regime"] for row in uninterrupted["rounds"]} == {
+        "datacenter",
+        "hybrid",
+        "federated",
+    }
+    assert set(load_file(uninterrupted["final"]["model_path"])) == {
         "0.bias",
         "0.weight",
         "2.bias",
@@ -42,7 +46,7 @@ def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, repor
     }
 
 
-def test_a_device_killed_in_the_middle_of_a_round_is_reported_and_comes_back(
+def test_a_device_killed_during_a_round_is_reported_and_rejoins(
     folder: Path, start: Any, report_of: Any
 ) -> None:
     marker, gate = folder / "marker", folder / "gate"
@@ -54,16 +58,16 @@ def test_a_device_killed_in_the_middle_of_a_round_is_reported_and_comes_back(
         *("--set", "task.settings.block=client-1", "--set", f"task.settings.marker={marker}"),
         *("--set", "task.settings.hold=client-0", "--set", f"task.settings.gate={gate}"),
     )
-    os.kill(run.hanging(marker), signal.SIGKILL)
-    run.opened(folder / "run/logs/client-1.log", times=2)
+    os.kill(run.wait_for_blocked(marker), signal.SIGKILL)
+    run.wait_for_opens(folder / "run/logs/client-1.log", times=2)
     with gate.open("w"):
         gate.unlink()
     assert run.finish() == 0, run.output
 
     report = report_of("run")
-    first = {row["participant"]: row for row in report["rounds"][0]["receipts"]}
-    assert first["client-1"]["status"] == "dropped"
-    assert "a new one has come back" in first["client-1"]["reason"]
+    receipts = {row["participant"]: row for row in report["rounds"][0]["receipts"]}
+    assert receipts["client-1"]["status"] == "dropped"
+    assert "a new one has come back" in receipts["client-1"]["reason"]
     assert report["rounds"][0]["participants"] == {
         "invited": 4,
         "started": 4,
@@ -76,7 +80,7 @@ def test_a_device_killed_in_the_middle_of_a_round_is_reported_and_comes_back(
     assert "client-1" in run.output
 
 
-def test_a_rank_killed_in_the_middle_of_a_round_is_replaced_and_the_result_is_the_same(
+def test_a_rank_killed_during_a_round_is_replaced_without_changing_the_result(
     folder: Path, start: Any, report_of: Any
 ) -> None:
     marker = folder / "marker"
@@ -87,14 +91,14 @@ def test_a_rank_killed_in_the_middle_of_a_round_is_replaced_and_the_result_is_th
         *("job.toml", "--run-dir", "run", *settings),
         *("--set", "task.settings.block=rank-1", "--set", f"task.settings.marker={marker}"),
     )
-    os.kill(run.hanging(marker), signal.SIGKILL)
+    os.kill(run.wait_for_blocked(marker), signal.SIGKILL)
     assert run.finish() == 0, run.output
-    calm = start("job.toml", "--run-dir", "calm", *settings)
-    assert calm.finish() == 0, calm.output
+    undisturbed = start("job.toml", "--run-dir", "undisturbed", *settings)
+    assert undisturbed.finish() == 0, undisturbed.output
 
     report = report_of("run")
     assert "rank 1" in report["rounds"][0]["receipts"][0]["reason"]
-    assert report["final"]["model_sha256"] == report_of("calm")["final"]["model_sha256"]
+    assert report["final"]["model_sha256"] == report_of("undisturbed")["final"]["model_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_a_rank_killed_in_the_middle_of_a_round_is_replaced_and_the_result_is_th
 def test_a_mistake_in_the_job_is_one_sentence(
     start: Any, settings: list[str], sentence: str
 ) -> None:
-    run = start("job.toml", *[part for one in settings for part in ("--set", one)])
+    run = start("job.toml", *[part for setting in settings for part in ("--set", setting)])
     assert run.finish() == 1
     assert sentence in run.output
     assert run.output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Secure aggregation is what a job does unless it says otherwise, and it changes nothing else."""
+"""Secure aggregation is the default, and it does not change the result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 def test_a_killed_device_leaves_the_plain_weighted_mean_of_the_survivors(
     folder: Path, start: Any, report_of: Any
 ) -> None:
-    """One device is killed in the middle of the round, once with masks and once in plain."""
+    """One device is killed during the round, once with secure aggregation and once without."""
     models = {}
-    for way, settings in (("secure", ()), ("plain", ("federated.secure_aggregation=false",))):
-        marker = folder / f"marker-{way}"
+    for mode, settings in (("secure", ()), ("plain", ("federated.secure_aggregation=false",))):
+        marker = folder / f"marker-{mode}"
         os.mkfifo(marker)
         changes = (
             *("strategy.policy=federated", "rounds=1", "datacenter.ranks=0"),
@@ -25,18 +25,18 @@ def test_a_killed_device_leaves_the_plain_weighted_mean_of_the_survivors(
             *(f"task.settings.marker={marker}", *settings),
         )
         arguments = [part for change in changes for part in ("--set", change)]
-        run = start("job.toml", "--run-dir", way, *arguments)
-        os.kill(run.hanging(marker), signal.SIGKILL)
+        run = start("job.toml", "--run-dir", mode, *arguments)
+        os.kill(run.wait_for_blocked(marker), signal.SIGKILL)
         assert run.finish() == 0, run.output
-        report = report_of(way)
+        report = report_of(mode)
         (row,) = report["rounds"]
-        assert {r["participant"]: r["status"] for r in row["receipts"]} == {
+        assert {receipt["participant"]: receipt["status"] for receipt in row["receipts"]} == {
             "client-0": "accepted",
             "client-1": "dropped",
             "client-2": "accepted",
             "client-3": "accepted",
         }
-        models[way] = load_file(report["final"]["model_path"])
+        models[mode] = load_file(report["final"]["model_path"])
     assert report_of("secure")["job"]["federated"]["secure_aggregation"] is True
     for name, parameter in models["plain"].items():
         assert torch.allclose(models["secure"][name], parameter, atol=1e-6)

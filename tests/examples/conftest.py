@@ -1,4 +1,4 @@
-"""The examples as a job loads them, and how to train one in this process."""
+"""Load the examples as a job does, and train their tasks in this process."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def device(index, count):
 
 @pytest.fixture
 def load_example(monkeypatch):
-    """The job of an example with some keys changed, and its task."""
+    """Load an example's job, with overrides, and its task."""
     monkeypatch.setattr(sys, "path", sys.path.copy())  # loading a task file extends it
 
     def load(name, *overrides, data=None):
@@ -33,7 +33,7 @@ def load_example(monkeypatch):
 
 
 def train(task, participant, epochs, batch_size):
-    """The held-out figures before and after a short training on the participant's own data."""
+    """The metrics on held-out data before and after a short training on a participant's data."""
     model = build_model(task, seed=1)
     data, held_out = task.local_data(participant), task.eval_data()
     optimizer = task.optimizer(model.parameters(), participant)

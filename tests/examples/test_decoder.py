@@ -1,4 +1,4 @@
-"""A decoder of Hugging Face's transformers, laid out by the fallback plans alone."""
+"""A decoder of Hugging Face's transformers, sharded only by the fallback plans."""
 
 import shutil
 from pathlib import Path
@@ -52,7 +52,7 @@ CASES = {
     ),
     "transposed": ("gpt2", GPT2, {"tensor_parallel": 2}, ""),
 }
-"""Of two ranks: the model, the layout, and what is said of it."""
+"""Cases on two ranks: model, its settings, the layout, and the expected note."""
 
 
 @pytest.fixture
@@ -81,13 +81,13 @@ def opening(base, kind, model, section):
     return {"op": "open", "run_id": "run", "job": job.model_dump_json(), **where}
 
 
-def test_every_layout_trains_as_one_process_does(base):
+def test_every_layout_trains_like_one_process(base):
     openings = [opening(base, *case[:3]) for case in CASES.values()]
     with Ranks(2) as ranks:
-        found, again = ranks.run(
+        results, repeated = ranks.run(
             ON_RANKS, "compare_with_one_process", openings, STEPS, BATCH, str(base)
         )
-    assert found == again
-    for (name, case), (difference, said) in zip(CASES.items(), found, strict=True):
+    assert results == repeated
+    for (name, case), (difference, note) in zip(CASES.items(), results, strict=True):
         assert difference < 1e-5, name
-        assert said == case[3], name
+        assert note == case[3], name

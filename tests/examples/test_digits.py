@@ -13,8 +13,8 @@ def digit_counts(dataset):
     return torch.bincount(dataset.tensors[1], minlength=10).tolist()
 
 
-def test_the_images_are_scikit_learns(load_example):
-    from sklearn.datasets import load_digits  # takes seconds, and every worker reads this file
+def test_the_images_are_those_of_scikit_learn(load_example):
+    from sklearn.datasets import load_digits  # slow, so not at the top
 
     _, task = load_example("digits")
     images, labels = load_digits(return_X_y=True)
@@ -22,7 +22,7 @@ def test_the_images_are_scikit_learns(load_example):
     assert (task.labels == labels).all()
 
 
-def test_every_image_lies_in_exactly_one_place(load_example):
+def test_every_image_is_in_exactly_one_place(load_example):
     _, task = load_example("digits")
 
     devices = task.deal(8)
@@ -31,7 +31,7 @@ def test_every_image_lies_in_exactly_one_place(load_example):
     assert sorted(rows) == list(range(1797))
 
 
-def test_the_archive_knows_six_digits_and_the_fleet_hardly_knows_three_of_them(load_example):
+def test_the_archive_and_the_devices_have_different_digits(load_example):
     _, task = load_example("digits")
 
     archive = digit_counts(task.local_data(DATACENTER))
@@ -56,13 +56,13 @@ def test_devices_differ_in_size_and_in_digits(load_example):
 
 
 @pytest.mark.parametrize("count", [1, 8, 500])
-def test_no_device_goes_without(load_example, count):
+def test_every_device_has_data(load_example, count):
     _, task = load_example("digits")
 
     assert min(len(rows) for rows in task.deal(count)) >= 1
 
 
-def test_the_split_is_a_function_of_the_settings(load_example):
+def test_the_split_depends_only_on_the_settings(load_example):
     _, task = load_example("digits")
     _, again = load_example("digits", "seed=9")
     _, other = load_example("digits", "task.settings.split_seed=7")
@@ -74,7 +74,7 @@ def test_the_split_is_a_function_of_the_settings(load_example):
     assert not torch.equal(first_device(task)[:10], first_device(other)[:10])
 
 
-def test_a_device_without_a_shard_is_told(load_example):
+def test_a_device_without_a_shard_is_refused(load_example):
     _, task = load_example("digits")
 
     with pytest.raises(TaskError, match=r"^this example splits one data set: each device needs"):
@@ -99,7 +99,7 @@ def test_each_policy_can_spend_the_whole_budget(load_example):
     assert job.rounds * datacenter == job.budget
 
 
-def test_the_model_travels(load_example):
+def test_the_model_can_be_exchanged(load_example):
     job, task = load_example("digits")
 
     assert TensorLayout.of(build_model(task, job.seed)).size == 64 * 128 + 3 * 128 + 128 * 10 + 10

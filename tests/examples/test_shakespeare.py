@@ -21,7 +21,7 @@ SMALL = (
 
 @pytest.fixture
 def play(tmp_path):
-    """A play in which each speaker has its own letters, the fool has little to say."""
+    """A play in which every speaker uses different letters, and the fool has few lines."""
     letters = {"DUKE": "abc ", "ROSE": "def ", "First Guard": "ghi ", "FOOL": "jkl "}
     speeches = {"DUKE": 60, "ROSE": 40, "First Guard": 30, "FOOL": 2}
     draw = random.Random(0)
@@ -37,10 +37,10 @@ def play(tmp_path):
 
 
 def letters(dataset):
-    """All characters of a data set but the spaces and ends of lines between them."""
+    """All characters of a data set except spaces and line ends."""
     characters = "\n" + "".join(map(chr, range(32, 127)))
-    seen = {int(number) for part in dataset.tensors for number in part.flatten()}
-    return "".join(sorted(characters[number] for number in seen)).strip()
+    numbers = {int(number) for part in dataset.tensors for number in part.flatten()}
+    return "".join(sorted(characters[number] for number in numbers)).strip()
 
 
 def test_each_speaker_is_a_device_and_the_datacenter_has_the_public_ones(load_example, play):
@@ -66,7 +66,7 @@ def test_the_last_tenth_of_each_device_is_held_out(load_example, play):
     assert torch.equal(task.eval_data()[0][0], task.windows([held_out])[0][0])
 
 
-def test_windows_do_not_overlap_and_the_target_is_what_comes_next(load_example, play):
+def test_windows_do_not_overlap_and_targets_are_the_next_characters(load_example, play):
     _, task = load_example("shakespeare", *SMALL, data=play)
 
     inputs, targets = task.windows(["".join(map(chr, range(32, 32 + 33)))]).tensors
@@ -76,7 +76,7 @@ def test_windows_do_not_overlap_and_the_target_is_what_comes_next(load_example, 
     assert len(task.windows(["", "too short"])) == 0
 
 
-def test_a_device_with_its_own_text_uses_all_of_it_and_the_same_numbers(load_example, tmp_path):
+def test_a_device_with_its_own_text_uses_all_of_it_and_the_same_encoding(load_example, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("ab\u00e9" * 16 + "\n", encoding="utf-8")
     _, task = load_example("shakespeare", *SMALL, data=path)
@@ -99,7 +99,7 @@ def test_the_split_does_not_depend_on_the_seed(load_example, play):
 @pytest.mark.parametrize(
     ("participant", "override", "message"),
     [
-        (DATACENTER, "task.settings.public_speakers=['KING']", r"^nobody called 'KING' speaks in "),
+        (DATACENTER, "task.settings.public_speakers=['KING']", r"^there is no speaker 'KING' in "),
         (
             device(2, 3),
             "seed=1",
@@ -107,7 +107,7 @@ def test_the_split_does_not_depend_on_the_seed(load_example, play):
         ),
     ],
 )
-def test_a_job_that_does_not_fit_the_text_is_told(
+def test_a_job_that_does_not_fit_the_text_is_refused(
     load_example, play, participant, override, message
 ):
     _, task = load_example("shakespeare", *SMALL, override, data=play)
@@ -123,7 +123,7 @@ def test_a_missing_text_is_one_sentence(load_example, tmp_path):
         task.eval_data()
 
 
-def test_the_model_travels_and_gives_one_loss_per_character(load_example):
+def test_the_model_can_be_exchanged_and_has_one_loss_per_character(load_example):
     job, task = load_example("shakespeare")
     model = build_model(task, job.seed)
     numbers = torch.randint(96, (3, 64), generator=torch.Generator().manual_seed(0))
@@ -135,7 +135,7 @@ def test_the_model_travels_and_gives_one_loss_per_character(load_example):
     assert values.shape == task.metrics(model(numbers), numbers)["accuracy"].shape == (3, 64)
 
 
-def test_no_character_sees_what_comes_after_it(load_example):
+def test_attention_is_causal(load_example):
     job, task = load_example("shakespeare")
     model = build_model(task, job.seed)
     numbers = torch.zeros(1, 64, dtype=torch.long)
@@ -153,7 +153,7 @@ def test_training_lowers_the_loss(load_example, play):
     assert after["loss"] < before["loss"] - 0.5
 
 
-def test_the_job_as_it_is_written_fits_plays_with_its_speakers(load_example, tmp_path):
+def test_the_unchanged_job_fits_suitable_plays(load_example, tmp_path):
     """The plays themselves are not part of the project."""
     path = tmp_path / "plays.txt"
     job, task = load_example("shakespeare", data=path)

@@ -1,3 +1,5 @@
+"""The commands of the server that start, compare and report runs."""
+
 import pytest
 from click.testing import CliRunner
 
@@ -7,7 +9,7 @@ from isthmus_server.local.processes import participant_commands
 from isthmus_server.storage.store import Store
 
 
-def typed(command, *arguments):
+def invoke(command, *arguments):
     """The exit code and output of a command; its `UserError` is for `isthmus.cli` to show."""
     result = CliRunner().invoke(command, [str(argument) for argument in arguments])
     if isinstance(result.exception, UserError):
@@ -29,9 +31,9 @@ def typed(command, *arguments):
         (["nowhere.toml"], r"^there is no job file nowhere\.toml$"),
     ],
 )
-def test_a_run_that_cannot_begin_is_one_sentence(arguments, sentence):
+def test_a_run_that_cannot_start_is_one_sentence(arguments, sentence):
     with pytest.raises(UserError, match=sentence):
-        typed(commands.run, *arguments)
+        invoke(commands.run, *arguments)
 
 
 @pytest.mark.parametrize("address", ["8080", "127.0.0.1:port", "127.0.0.1:70000", "127.0.0.1:"])
@@ -40,7 +42,7 @@ def test_an_address_of_another_form_is_refused(tmp_path, write_task, address):
     job = tmp_path / "job.toml"
     job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
     with pytest.raises(UserError, match=r"is not of the form HOST:PORT$"):
-        typed(commands.run, job, "--run-dir", tmp_path / "run", "--address", address)
+        invoke(commands.run, job, "--run-dir", tmp_path / "run", "--address", address)
 
 
 def test_a_comparison_needs_a_budget(tmp_path, write_task):
@@ -48,47 +50,47 @@ def test_a_comparison_needs_a_budget(tmp_path, write_task):
     job = tmp_path / "job.toml"
     job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
     with pytest.raises(UserError, match=r"^a comparison needs a budget"):
-        typed(commands.compare, job, "--run-dir", tmp_path / "runs")
+        invoke(commands.compare, job, "--run-dir", tmp_path / "runs")
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--json"])
-def test_a_comparison_that_could_not_be_written_does_not_begin(tmp_path, write_task, option):
+def test_a_comparison_does_not_start_if_its_results_cannot_be_written(tmp_path, write_task, option):
     write_task()
     job = tmp_path / "job.toml"
     job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
     place = job / "below" if option == "--run-dir" else tmp_path / "nowhere" / "figures.json"
     more = () if option == "--run-dir" else ("--run-dir", tmp_path / "runs")
     with pytest.raises(UserError, match=rf"^{place} cannot be written: "):
-        typed(commands.compare, job, option, place, *more)
+        invoke(commands.compare, job, option, place, *more)
 
 
 def test_a_comparison_of_no_seeds_is_refused(tmp_path):
-    result = typed(commands.compare, tmp_path / "job.toml", "--seeds", 0)
+    result = invoke(commands.compare, tmp_path / "job.toml", "--seeds", 0)
     assert result.exit_code == 2
     assert "0 is not in the range" in result.output
 
 
-def test_a_log_that_is_cut_short_is_one_sentence(make_job, tmp_path):
+def test_a_truncated_log_is_one_sentence(make_job, tmp_path):
     Store.create(tmp_path / "run", make_job(), tmp_path).close()
     log = tmp_path / "run" / "run.sqlite"
     with log.open("r+b") as file:
         file.truncate(log.stat().st_size - 4096)
     with pytest.raises(UserError, match=r"^the run in .* cannot be read: database disk image"):
-        typed(commands.report, tmp_path / "run")
+        invoke(commands.report, tmp_path / "run")
 
 
 def test_the_report_of_a_run_that_just_began(make_job, tmp_path):
     Store.create(tmp_path / "run", make_job(), tmp_path).close()
-    result = typed(commands.report, tmp_path / "run")
+    result = invoke(commands.report, tmp_path / "run")
     assert result.exit_code == 0
     assert "running" in result.output
-    result = typed(commands.report, tmp_path / "run", "--json")
+    result = invoke(commands.report, tmp_path / "run", "--json")
     assert '"rounds": []' in result.output
     with pytest.raises(UserError, match="does not hold a run"):
-        typed(commands.report, tmp_path)
+        invoke(commands.report, tmp_path)
 
 
-def test_embedded_participants_run_the_commands_a_user_would_type(make_job, tmp_path):
+def test_local_participants_run_the_documented_commands(make_job, tmp_path):
     job = make_job("federated.clients=2", "datacenter.ranks=4")
     found = participant_commands(job, "127.0.0.1:1234", tmp_path)
     assert list(found) == ["datacenter-0", "client-0", "client-1"]

@@ -125,22 +125,22 @@ async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(plac
     assert read_report(again).to_json()["status"] == "finished"
 
 
-async def test_a_model_that_is_large_rests_and_comes_to_the_same_bytes(place, monkeypatch):
+async def test_spilling_a_large_model_does_not_change_the_result(place, monkeypatch):
     """Sent from its checkpoint, or in the first round from a file, and with failures."""
     await place.listen()
     place.faults["b"][2, 1] = "no power"
     _, final = await place.run("small")
-    rested = []
+    spills = []
     monkeypatch.setattr(trainer, "LARGE_BYTES", 0)
     monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
-    rest = GlobalModel.spill
+    spill = GlobalModel.spill
     monkeypatch.setattr(
-        GlobalModel, "spill", lambda model, scratch: (rest(model, scratch), rested.append(1))
+        GlobalModel, "spill", lambda model, scratch: (spill(model, scratch), spills.append(1))
     )
     report, same = await place.run("large")
     assert same.model_sha256 == final.model_sha256
     assert [row["attempt"] for row in report["rounds"]] == [1, 2, 1]
-    assert len(rested) == 4
+    assert len(spills) == 4
 
 
 async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):

@@ -265,7 +265,7 @@ async def test_an_attempt_that_devices_have_seen_is_refused_by_all(place):
 async def test_a_sum_a_device_helped_to_unmask_is_on_its_disk(place, tmp_path):
     memory = tmp_path / "rounds.json"
     agent = place.devices["a"].agent
-    agent._memory, agent._credentials = memory, None
+    agent._secure._history_file, agent._secure._credentials = memory, None
     await place.train()
     ((round_, _, survivors),) = json.loads(memory.read_text())["run"]["unmasked"]
     assert (round_, survivors) == (1, list(NAMES))

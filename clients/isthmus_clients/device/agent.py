@@ -1,4 +1,4 @@
-"""The device agent: holds the link, and hands work to the run it belongs to.
+"""The device agent: passes requests of the server to the runs they belong to.
 
 PyTorch is imported only when a run is opened, so that an idle device stays small.
 """
@@ -21,22 +21,21 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.device.resource_limits import Pace
+from isthmus_clients.device.resource_limits import CpuThrottle
+from isthmus_clients.device.secure_sessions import SecureSessions
 
 if TYPE_CHECKING:
-    from isthmus_clients.device.owner_limits import Guard
+    from isthmus_clients.device.owner_limits import LimitsGuard
     from isthmus_clients.flower.client_app import FlowerRun
     from isthmus_clients.training.local_run import LocalRun
-    from isthmus_clients.training.secure import Credentials, SecureParticipation
-    from isthmus_privacy.secagg import ClientRequirements
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 log = logging.getLogger(__name__)
 
 MAX_MODELS = 8
-"""That a device holds at a time, to compare them."""
+"""Maximum number of models of one comparison."""
 
 
 class Agent:
@@ -44,8 +43,8 @@ class Agent:
 
     Guarantees:
       * its data never leaves this process: only an update, its weight and average figures do;
-      * of a run with secure aggregation nothing leaves it in clear, whatever the server asks for;
-      * one piece of work at a time, off the event loop, so the link stays alive meanwhile.
+      * in a run with secure aggregation nothing is sent in clear, for any request of the server;
+      * requests run one at a time and off the event loop, so that the link stays alive.
     """
 
     def __init__(
@@ -56,22 +55,22 @@ class Agent:
         hours: Sequence[str] = (),
         *,
         signing_key: Ed25519PrivateKey | None = None,
-        memory: Path | None = None,
+        history_file: Path | None = None,
         tasks: Path | None = None,
-        guard: Guard | None = None,
+        guard: LimitsGuard | None = None,
     ) -> None:
-        """Be a device.
+        """Create a device.
 
         Args:
             participant: its name, and its shard where one data set is split.
-            data: where this device keeps its data; it wins over what a job says.
+            data: location of this device's data; overrides the one of a job.
             threads: CPU threads used for training.
-            hours: in which it wants to be asked, see `isthmus.job.section.Hours.parse`.
-            signing_key: who it is in secure aggregation; None draws a key for this process.
-            memory: file that keeps, beside such a key, which rounds this device was in.
-            tasks: directory of the only tasks that are loaded here; None loads what the server
-                names, from where it says: for a server that started this device itself.
-            guard: holds it to its owner's policy; None allows whatever is asked.
+            hours: working hours that are sent to the server, see `isthmus.job.section.Hours.parse`.
+            signing_key: identity in secure aggregation; None generates a key for this process.
+            history_file: persists which rounds this device was in; as long-lived as the key.
+            tasks: directory of the only tasks that may be loaded; None loads any task from the
+                path in the request, for a server that started this device itself.
+            guard: checks requests against the owner's limits; None allows everything.
         """
         self.participant = participant
         self.data = data
@@ -80,45 +79,45 @@ class Agent:
         self.tasks = tasks
         self._runs: dict[str, LocalRun] = {}
         self._apps: dict[str, FlowerRun] = {}
-        self._signing_key = signing_key or Ed25519PrivateKey.generate()
-        self._memory = memory
         self._guard = guard
-        self._pace = Pace(None if guard is None else guard.policy.cpu_percent)
-        self._welcome: link_pb2.Welcome | None = None
-        self._credentials: Credentials | None = None
-        self._secure: SecureParticipation | None = None
-        self._kept: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
-        """An update that waits to be summed with others', and what it was asked and came to."""
+        limits = None if guard is None else guard.limits
+        self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
+        clients_min = None if limits is None else limits.privacy.clients_min
+        self._secure = SecureSessions(signing_key, history_file, clients_min)
+        self._buffered: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
+        """An update that waits for a buffered secure sum: its request, bytes and reply."""
         self._sent: tuple[str, Buffer] | None = None
-        """A request whose update went out in plain, and its memory."""
+        """Request ID and memory of an update that was sent in plain."""
         self._spare: Buffer | None = None
-        """Memory for the next model: fresh memory costs more time than filling it."""
+        """Memory for the next model: allocating it takes longer than filling it."""
         self._working = asyncio.Lock()
-        self._stopped: set[str] = set()
+        self._cancelled: set[str] = set()
+        """IDs of requests whose result is no longer wanted."""
 
     @property
     def identity(self) -> bytes:
-        """The public key that others know this device by."""
-        return self._signing_key.public_key().public_bytes_raw()
+        """This device's public key."""
+        return self._secure.identity
 
     def welcomed(self, welcome: link_pb2.Welcome) -> None:
-        """The server has enrolled this device's identity."""
-        self._welcome = welcome
+        """Take the enrolment of this device's identity from the server's welcome."""
+        self._secure.welcomed(welcome)
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
-        """Memory for what arrives: exactly the models that a request of an open run names.
+        """Allocate memory for the payload of a request.
 
-        For a package of the run's task, if its owner wants it from there; None if not.
+        The payload is the models of an open run, or the package of a run's task; None declines a
+        package.
 
         Raises:
-            UpdateError: no such run is open, or the size is not that of its models.
-            AdmissionRefused: its owner does not allow it.
+            UpdateError: the run is not open, or the size is not that of its models.
+            AdmissionRefused: the owner does not allow the request.
         """
         kind = request.WhichOneof("work")
         if kind == "open":
             from isthmus_clients.device import task_delivery
 
-            if task_delivery.wanted(request.open, self.tasks, self._guard):
+            if task_delivery.should_fetch(request.open, self.tasks, self._guard):
                 return bytearray(size)
             return None
         self._check(request, size)
@@ -127,7 +126,7 @@ class Agent:
         if kind == "score":
             run = self._run(request.score.run_id)
             candidates = request.score.candidates
-            count = 1 + max((number for one in candidates for number in one.of), default=0)
+            count = 1 + max((number for mean in candidates for number in mean.of), default=0)
             if count > MAX_MODELS:
                 raise UpdateError(f"{count} models are to be scored; at most {MAX_MODELS} are")
         else:
@@ -135,14 +134,14 @@ class Agent:
             count = 2 if request.train_local.with_gradient else 1
         if size != count * run.layout.nbytes:
             raise UpdateError(
-                f"{count} models in {size} bytes were announced where one of this run's takes "
+                f"{count} models in {size} bytes were announced; a model of this run has "
                 f"{run.layout.nbytes}"
             )
         spare, self._spare = self._spare, None
         return spare if spare is not None and len(spare) == size else bytearray(size)
 
     def _check(self, request: link_pb2.Request, size: int) -> None:
-        """Ask the owner's policy, before memory is taken for what comes."""
+        """Check the owner's limits before memory is allocated."""
         if self._guard is None:
             return
         kind = request.WhichOneof("work")
@@ -162,60 +161,62 @@ class Agent:
         if kind == "train_local":
             assert model is not None
             async with self._working:
-                return await self._paced(self._train, request, model, progress)
+                return await self._throttled(self._train, request, model, progress)
         if kind == "score":
             assert model is not None
             async with self._working:
-                return await self._paced(self._score, request.score, model), None
+                return await self._throttled(self._score, request.score, model), None
         if kind == "flower":
             app = self._app(request.flower.run_id)
             if model is None:
                 self._check(request, 0)
             async with self._working:
-                answer, records = await self._paced(app.answer, request.flower, model or b"")
+                answer, records = await self._throttled(app.answer, request.flower, model or b"")
             return link_pb2.Reply(flower_replied=answer), records
         if kind == "agree":
             async with self._working:
-                return await asyncio.to_thread(self._agree_on_kept, request.agree), None
+                return await asyncio.to_thread(self._agree_on_buffered, request.agree), None
         if kind == "secure_step":
             async with self._working:
-                stepped, payload = await self._paced(self._step, request.secure_step)
+                stepped, payload = await self._throttled(self._secure.step, request.secure_step)
             return link_pb2.Reply(secure_stepped=stepped), payload
         if kind == "close":
             self._runs.pop(request.close.run_id, None)
             self._apps.pop(request.close.run_id, None)
-            self._kept = self._sent = self._spare = None
+            self._buffered = self._sent = self._spare = None
             return link_pb2.Reply(closed=link_pb2.Closed()), None
-        raise AdmissionRefused(f"an edge client does not do {kind!r}")
+        raise AdmissionRefused(f"an edge client does not support the request {kind!r}")
 
-    async def _paced(self, work: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> _T:
-        """Work on a thread, with no more of a core than the owner gives."""
+    async def _throttled(
+        self, work: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs
+    ) -> _Result:
+        """Run a function on a thread, within the owner's CPU limit."""
 
-        def run() -> _T:
-            self._pace.begin()
+        def run() -> _Result:
+            self._throttle.begin()
             try:
-                return work(*args, **more)
+                return work(*args, **kwargs)
             finally:
-                self._pace.rest()
+                self._throttle.pause()
 
         return await asyncio.to_thread(run)
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """Its memory is for the next model."""
-        self._stopped.discard(request.id)
+        """Reuse the memory of the acknowledged update for the next model."""
+        self._cancelled.discard(request.id)
         if self._sent is not None and self._sent[0] == request.id:
             self._spare, self._sent = self._sent[1], None
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """Stop training for a result that nobody wants, at the next step."""
-        self._stopped.add(request.id)
+        """Stop training at the next step: its result is no longer wanted."""
+        self._cancelled.add(request.id)
 
     def _train(
         self, request: link_pb2.Request, payload: Buffer, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Train, and send the update; or keep it here, and send the keys it will be masked with.
+        """Train; send the update, or keep it and send the keys it will be masked with.
 
-        With secure aggregation nothing about this device goes out in clear: no loss, no progress,
+        With secure aggregation nothing about this device is sent in clear: no loss, no progress,
         no number of examples.
         """
         from isthmus_clients.training.local_run import pieces
@@ -223,105 +224,76 @@ class Agent:
         work = request.train_local
         run = self._run(work.run_id)
         if not (work.secure or work.keep):
-            _may_speak_plainly(run)
+            _check_plain_allowed(run)
         model, *gradient = pieces(run.layout, payload)
 
         def stopped() -> bool:
-            self._pace.rest()  # this is between two steps
-            return request.id in self._stopped
+            self._throttle.pause()  # between two training steps
+            return request.id in self._cancelled
 
         if work.keep:
             trained = run.train(work, model, lambda progress: None, stopped, *gradient)
-            self._kept = work, model, trained
+            self._buffered = work, model, trained
             return link_pb2.Reply(trained=link_pb2.Trained(seconds=trained.seconds)), None
         if not work.secure:
             trained = run.train(work, model, progress, stopped, *gradient)
             self._sent = request.id, payload
             return link_pb2.Reply(trained=trained), model
-        attempt = self._agree((work.run_id, work.round, work.attempt), work.secure, work.model)
+        about = (work.run_id, work.round, work.attempt)
+        attempt = self._secure.propose(about, work.secure, work.model)
         trained = run.train(work, model, lambda progress: None, stopped, *gradient)
-        advert = attempt.advertise(
+        keys = self._secure.advertise(
+            attempt,
             run.layout.decode(model),
             examples=trained.examples,
             loss=trained.training.get("loss", 0.0),
             seed=run.seed_of(work.round),
         )
-        self._secure = attempt
-        answer = link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
-        return link_pb2.Reply(trained=answer), None
+        reply = link_pb2.Trained(seconds=trained.seconds, secure=keys)
+        return link_pb2.Reply(trained=reply), None
 
-    def _agree_on_kept(self, work: link_pb2.Agree) -> link_pb2.Reply:
-        """Have the update that was kept summed with others', discounted by its age in rounds."""
+    def _agree_on_buffered(self, work: link_pb2.Agree) -> link_pb2.Reply:
+        """Begin the secure sum of the buffered update, discounted by its age in rounds."""
         from isthmus.job.federated import buffer_name
 
-        if self._kept is None or self._kept[0].run_id != work.run_id:
+        if self._buffered is None or self._buffered[0].run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
-        began, payload, trained = self._kept
+        request, payload, trained = self._buffered
         run = self._run(work.run_id)
-        about = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
-        attempt = self._agree((work.run_id, work.round, work.attempt), work.secure, about)
-        self._kept = None
-        stale = max(work.round - began.round, 0)
-        advert = attempt.advertise(
-            run.layout.decode(payload).mul_(run.job.federated.buffer.discount(stale)),
+        about = (work.run_id, work.round, work.attempt)
+        blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
+        attempt = self._secure.propose(about, work.secure, blob)
+        self._buffered = None
+        staleness = max(work.round - request.round, 0)
+        keys = self._secure.advertise(
+            attempt,
+            run.layout.decode(payload).mul_(run.job.federated.buffer.discount(staleness)),
             examples=trained.examples,
             loss=trained.training.get("loss", 0.0),
             seed=run.seed_of(work.round),
         )
-        self._secure = attempt
-        answer = link_pb2.Trained(seconds=trained.seconds, secure=advert.to_bytes())
-        return link_pb2.Reply(trained=answer)
+        reply = link_pb2.Trained(seconds=trained.seconds, secure=keys)
+        return link_pb2.Reply(trained=reply)
 
     def _score(self, work: link_pb2.Score, payload: Buffer) -> link_pb2.Reply:
-        """Score models; with secure aggregation the scores stay here until they are masked."""
+        """Score models; with secure aggregation the scores are not sent before they are masked."""
         from isthmus.task import paired_scores
         from isthmus_clients.training.local_run import local_seed
 
         run = self._run(work.run_id)
-        candidates = [list(one.of) for one in work.candidates]
+        candidates = [list(mean.of) for mean in work.candidates]
         if not work.secure:
-            _may_speak_plainly(run)
+            _check_plain_allowed(run)
             scores = run.score(payload, candidates)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
-        attempt = self._agree(about, work.secure, work.models)
+        attempt = self._secure.propose(about, work.secure, work.models)
         started = time.monotonic()
         vector = paired_scores.score_vector(run.score(payload, candidates))
         seed = local_seed(run.job.seed, -work.comparison, self.participant.name)
-        advert = attempt.advertise(vector, examples=1, loss=0.0, seed=seed)
-        self._secure = attempt
+        keys = self._secure.advertise(attempt, vector, examples=1, loss=0.0, seed=seed)
         seconds = time.monotonic() - started
-        return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=advert.to_bytes()))
-
-    def _agree(
-        self, about: tuple[str, int, int], agreed: bytes, blob: link_pb2.Blob
-    ) -> SecureParticipation:
-        """Look at what the server proposes, before anything is done for it."""
-        from isthmus_clients.training.secure import Credentials, SecureParticipation
-
-        if self._credentials is None:
-            self._credentials = Credentials(
-                self._signing_key.private_bytes_raw(), self._memory, self._floor()
-            )
-        if self._welcome is not None:
-            self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
-        self._secure = None
-        return SecureParticipation(about, agreed, blob.sha256, self._credentials)
-
-    def _floor(self) -> ClientRequirements:
-        """The least privacy that this device insists on."""
-        from isthmus_privacy.secagg import ClientRequirements
-
-        if self._guard is None:
-            return ClientRequirements()
-        wanted = self._guard.policy.privacy
-        return ClientRequirements(clients_min=wanted.clients_min)
-
-    def _step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
-        attempt = self._secure
-        if attempt is None or attempt.key != (work.run_id, work.round, work.attempt):
-            raise UpdateError("this device is not in that attempt of secure aggregation")
-        return attempt.step(work)
+        return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=keys))
 
     def _run(self, run_id: str) -> LocalRun:
         run = self._runs.get(run_id)
@@ -342,7 +314,7 @@ class Agent:
         from isthmus_clients.training.local_run import LocalRun, app_of
 
         torch.set_num_threads(self.threads)
-        task_delivery.admit(work, package, self.tasks, self._guard)
+        task_delivery.admit_job(work, package, self.tasks, self._guard)
         if app_of(work):
             from isthmus_clients.flower.client_app import FlowerRun
 
@@ -357,8 +329,8 @@ class Agent:
         return link_pb2.Reply(opened=opened)
 
 
-def _may_speak_plainly(run: LocalRun) -> None:
-    """Refuse a request in clear where the job that was opened here promised a secure sum."""
+def _check_plain_allowed(run: LocalRun) -> None:
+    """Refuse to send figures in clear if the opened job promises secure aggregation."""
     if run.job.federated.secure_aggregation:
         raise UpdateError(
             f"{run.job.name!r} was opened with federated.secure_aggregation, and this request "
@@ -367,10 +339,10 @@ def _may_speak_plainly(run: LocalRun) -> None:
 
 
 async def serve(address: str, agent: Agent, membership: Membership | None = None) -> None:
-    """Dial in and work until cancelled.
+    """Connect to the server and serve its requests until cancelled.
 
     Raises:
-        AdmissionRefused: the server does not want this device.
+        AdmissionRefused: the server refuses this device.
         UserError: the server is on another machine, and this device has not joined it.
     """
     uplink = Uplink(

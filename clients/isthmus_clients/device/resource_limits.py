@@ -1,7 +1,7 @@
-"""An owner's caps on CPU and memory, held by the device's own process.
+"""The owner's limits on CPU and memory, enforced by the device's own process.
 
-They hold wherever it runs. Where systemd runs it, the unit that `--print-systemd` prints has the
-kernel hold the same ones from outside.
+They apply on every platform. Under systemd, the unit printed by `--print-systemd` makes the kernel
+enforce the same limits.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ import time
 from collections.abc import Callable
 
 from isthmus.errors import UserError
-from isthmus_clients.device.owner_limits import Policy
+from isthmus_clients.device.owner_limits import OwnerLimits
 
 _NICENESS = 10
-_LONGEST_REST = 60.0
+_MAX_PAUSE_SECONDS = 60.0
 
 
-def hold(policy: Policy) -> None:
-    """Put this process behind others if there is a cap on CPU, and under the cap on memory.
+def apply_limits(limits: OwnerLimits) -> None:
+    """Lower the priority of this process if CPU is limited, and limit its memory.
 
-    Memory is what the kernel calls data: heap and private mappings, which is nearly all that a
-    device has. Beyond the cap an allocation fails, and the work with it.
+    The memory limit is RLIMIT_DATA: heap and private mappings, which are nearly all memory of a
+    device. Allocations beyond it fail, and so does the work that needs them.
 
     Raises:
-        UserError: the cap is above one that is in force already, or below what is in use.
+        UserError: the limit is above one already in force, or below the memory in use.
     """
-    if policy.cpu_percent is not None:
+    if limits.cpu_percent is not None:
         os.nice(max(_NICENESS - os.nice(0), 0))
-    if policy.memory_mb is None:
+    if limits.memory_mb is None:
         return
-    size = policy.memory_mb << 20
+    size = limits.memory_mb << 20
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     except (ValueError, OSError) as error:
-        raise UserError(f"memory_mb={policy.memory_mb} cannot be held to: {error}") from None
+        raise UserError(f"memory_mb={limits.memory_mb} cannot be applied: {error}") from None
 
 
-def threads(wanted: int, policy: Policy) -> int:
-    """Threads to train with: no more than the cap on CPU has use for.
+def max_threads(requested: int, limits: OwnerLimits) -> int:
+    """Number of training threads: no more than the CPU limit can use.
 
-    >>> threads(4, Policy(cpu_percent=150)), threads(4, Policy())
+    >>> max_threads(4, OwnerLimits(cpu_percent=150)), max_threads(4, OwnerLimits())
     (2, 4)
     """
-    if policy.cpu_percent is None:
-        return wanted
-    return min(wanted, math.ceil(policy.cpu_percent / 100))
+    if limits.cpu_percent is None:
+        return requested
+    return min(requested, math.ceil(limits.cpu_percent / 100))
 
 
-class Pace:
-    """Rests, so that this process has no more than a share of one core on average.
+class CpuThrottle:
+    """Pauses work so that this process uses at most a share of one core on average.
 
-    >>> Pace(None).rest()  # without a cap: never
+    >>> CpuThrottle(None).pause()  # without a limit it never pauses
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Pace:
         """`percent` of one core; `used()` is CPU time in seconds, of all threads."""
         self._percent = percent
         self._used, self._now, self._sleep = used, now, sleep
-        self.begin()
-
-    def begin(self) -> None:
-        """Work begins: what was not used before counts for nothing."""
         self._since = self._now(), self._used()
 
-    def rest(self) -> None:
-        """Sleep for as long as what was used since `begin` asks for."""
+    def begin(self) -> None:
+        """Start to measure: idle time before this call is not credited."""
+        self._since = self._now(), self._used()
+
+    def pause(self) -> None:
+        """Sleep until the CPU time used since `begin` is within the limit."""
         if self._percent is None:
             return
         began, used = self._since
-        due = (self._used() - used) * 100 / self._percent - (self._now() - began)
-        if due > 0:
-            self._sleep(min(due, _LONGEST_REST))
+        seconds = (self._used() - used) * 100 / self._percent - (self._now() - began)
+        if seconds > 0:
+            self._sleep(min(seconds, _MAX_PAUSE_SECONDS))

@@ -1,27 +1,27 @@
-"""A device as a systemd unit of its owner: printed, not installed."""
+"""Print a systemd user unit for a device."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 
-from isthmus_clients.device.owner_limits import Policy
+from isthmus_clients.device.owner_limits import OwnerLimits
 
 
-def unit(command: Sequence[str], folder: str, policy: Policy) -> str:
-    """The text of a user unit that runs a command in a folder, held to the policy's caps.
+def unit(command: Sequence[str], folder: str, limits: OwnerLimits) -> str:
+    """The text of a user unit that runs a command in a folder with the owner's limits.
 
-    >>> print(unit(["isthmus", "client", "start"], "/home/me", Policy(memory_mb=512)))
+    >>> print(unit(["isthmus", "client", "start"], "/home/me", OwnerLimits(memory_mb=512)))
     [Unit]
     ...
     MemoryMax=512M
     ...
     """
-    caps = []
-    if policy.cpu_percent is not None:
-        caps.append(f"CPUQuota={policy.cpu_percent}%")
-    if policy.memory_mb is not None:
-        caps.append(f"MemoryMax={policy.memory_mb}M")
+    resource_lines = []
+    if limits.cpu_percent is not None:
+        resource_lines.append(f"CPUQuota={limits.cpu_percent}%")
+    if limits.memory_mb is not None:
+        resource_lines.append(f"MemoryMax={limits.memory_mb}M")
     # A unit file reads % itself, and $ in a command.
     line = shlex.join(command).replace("%", "%%").replace("$", "$$")
     folder = folder.replace("%", "%%")
@@ -37,10 +37,10 @@ def unit(command: Sequence[str], folder: str, policy: Policy) -> str:
             f"ExecStart={line}",
             "Restart=on-failure",
             "RestartSec=30",
-            # A refusal for good (exit code 1) is for a person to look at, not to be repeated.
+            # A permanent refusal (exit code 1) needs a person and must not be repeated.
             "RestartPreventExitStatus=1",
             "Nice=10",
-            *caps,
+            *resource_lines,
             "NoNewPrivileges=yes",
             "",
             "[Install]",

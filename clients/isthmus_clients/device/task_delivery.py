@@ -1,7 +1,7 @@
-"""Tasks that a server hands on: fetched if the owner trusts their author, checked, then installed.
+"""Fetch task packages from the server, verify them and install them.
 
-Nothing of a package is written before its signature, its digest and its author are what the owner
-allows, and nothing in it is executed before a run is opened with it.
+A package is fetched only if the owner trusts its author. Nothing of it is written before its
+signature, digest and author are verified, and nothing in it is executed before a run uses it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ from isthmus.job import read_job
 from isthmus.task import packages
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
-from isthmus_clients.device.owner_limits import Guard
+from isthmus_clients.device.owner_limits import LimitsGuard
 
 log = logging.getLogger(__name__)
 
 
-def wanted(work: link_pb2.OpenRun, tasks: Path | None, guard: Guard | None) -> bool:
+def should_fetch(work: link_pb2.OpenRun, tasks: Path | None, guard: LimitsGuard | None) -> bool:
     """Whether to fetch the package that a server offers with a run.
 
-    What was installed by hand is the owner's and stays; so does what is by another author.
+    A task that was installed by hand, or is of another author, is never replaced.
 
     Raises:
-        AdmissionRefused: its owner does not allow it, and has not installed the task either.
+        AdmissionRefused: the owner does not allow it and has not installed the task either.
         JobError: the job cannot be read.
     """
-    if tasks is None or guard is None:  # this server has started this device
+    if tasks is None or guard is None:  # the server has started this device itself
         return False
-    job, offer, policy = read_job(work.job), work.package, guard.policy
+    job, offer, limits = read_job(work.job), work.package, guard.limits
     guard.check_job(job)
     name, author = packages.name_of(job), offer.author.hex()
     try:
-        here = packages.installed(tasks, name)
-    except AdmissionRefused:  # the owner has changed it, and made it theirs
+        installed = packages.installed(tasks, name)
+    except AdmissionRefused:  # the owner has changed it
         return False
-    if here is None and (tasks / name).exists():
+    if installed is None and (tasks / name).exists():
         return False
-    if here is not None and (here.digest == offer.digest or here.author != offer.author):
+    if installed is not None and (
+        installed.digest == offer.digest or installed.author != offer.author
+    ):
         return False
-    if author not in policy.authors:
-        if here is not None:
+    if author not in limits.authors:
+        if installed is not None:
             return False
         raise AdmissionRefused(
             f"its owner has not installed {name!r}, nor allowed packages of the author {author} "
@@ -51,15 +53,17 @@ def wanted(work: link_pb2.OpenRun, tasks: Path | None, guard: Guard | None) -> b
         )
     _check_digest(offer.digest, guard)
     if offer.blob.size > packages.MAX_BYTES:
-        raise AdmissionRefused(f"a package of {offer.blob.size} bytes is larger than any")
+        raise AdmissionRefused(
+            f"a package of {offer.blob.size} bytes exceeds the limit of {packages.MAX_BYTES}"
+        )
     guard.check_fetch(offer.blob.size)
     return True
 
 
-def admit(
-    work: link_pb2.OpenRun, data: Buffer | None, tasks: Path | None, guard: Guard | None
+def admit_job(
+    work: link_pb2.OpenRun, data: Buffer | None, tasks: Path | None, guard: LimitsGuard | None
 ) -> None:
-    """Ask the owner's policy before anything of a job is loaded; install first what was fetched.
+    """Check a job against the owner's limits before loading it; install a fetched package first.
 
     Raises:
         AdmissionRefused: its owner does not allow the job, or its task, or what came is no package,
@@ -76,7 +80,7 @@ def admit(
     name = packages.name_of(job)
     if data is not None:
         _install(work.package, bytes(data), name, tasks, guard)
-    if guard.policy.digests:
+    if guard.limits.digests:
         package = packages.installed(tasks, name)
         if package is None:
             raise AdmissionRefused(
@@ -86,21 +90,21 @@ def admit(
         _check_digest(package.digest, guard)
 
 
-def _install(offer: link_pb2.Package, data: bytes, name: str, tasks: Path, guard: Guard) -> None:
+def _install(
+    offer: link_pb2.Package, data: bytes, name: str, tasks: Path, guard: LimitsGuard
+) -> None:
     package = packages.read(data)
     if (package.name, package.digest, package.author) != (name, offer.digest, offer.author):
-        raise AdmissionRefused(
-            f"the package that came for {name!r} is not the one that was offered"
-        )
-    packages.install(package, tasks, [bytes.fromhex(key) for key in guard.policy.authors])
+        raise AdmissionRefused(f"the package received for {name!r} is not the one that was offered")
+    packages.install(package, tasks, [bytes.fromhex(key) for key in guard.limits.authors])
     log.info("fetched and installed %s of the author %s", name, package.author.hex())
     folder = (tasks / name).resolve()
-    for module, loaded in list(sys.modules.items()):  # of a version that was loaded before
+    for module, loaded in list(sys.modules.items()):  # of a version that was loaded earlier
         if (path := getattr(loaded, "__file__", None)) and folder in Path(path).parents:
             del sys.modules[module]
 
 
-def _check_digest(digest: bytes, guard: Guard) -> None:
-    allowed = guard.policy.digests
+def _check_digest(digest: bytes, guard: LimitsGuard) -> None:
+    allowed = guard.limits.digests
     if allowed and digest.hex() not in allowed:
         raise AdmissionRefused(f"its owner does not allow the task of digest {digest.hex()}")

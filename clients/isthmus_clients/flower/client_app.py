@@ -1,6 +1,6 @@
-"""A Flower ClientApp on a device: messages in, messages out, in one process that stays.
+"""Run a Flower ClientApp on a device.
 
-The app is loaded once for a run, and its `context.state` lives as long as the run is open here.
+The app is loaded once for a run, and its `context.state` lives as long as the run is open.
 Only devices that take part in such a job need the extra `flower`.
 """
 
@@ -28,7 +28,7 @@ from isthmus.job import read_job
 from isthmus.task import Participant, user_code
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
-from isthmus_clients.training.local_run import place_of
+from isthmus_clients.training.local_run import locate
 
 
 class FlowerRun:
@@ -41,10 +41,10 @@ class FlowerRun:
         data: Path | None,
         tasks: Path | None = None,
     ) -> None:
-        """Load the app; with a directory of `tasks`, only one that is a file in it.
+        """Load the app; if a directory `tasks` is given, only from a file in it.
 
         Raises:
-            TaskError: it cannot be loaded, or is no ClientApp that can be used.
+            TaskError: it cannot be loaded, or is not a usable ClientApp.
             JobError: Flower is not installed.
         """
         self.job = read_job(work.job)
@@ -54,7 +54,7 @@ class FlowerRun:
         assert flower.app is not None
         self.max_bytes = flower.max_bytes
         key = "federated.flower.app"
-        base, data = place_of(flower.app, self.job, Path(work.base), data, tasks, key)
+        base, data = locate(flower.app, self.job, Path(work.base), data, tasks, key)
         self.app = load_app(flower.app, key, base=base)
         node: dict[str, bool | int | float | str] = {"name": participant.name}
         if participant.shard is not None:
@@ -70,10 +70,10 @@ class FlowerRun:
         )
 
     def buffer(self, size: int) -> bytearray:
-        """Memory for the records of a message.
+        """Allocate memory for the records of a message.
 
         Raises:
-            UpdateError: they are larger than the job lets anything be.
+            UpdateError: they exceed the job's limit.
         """
         if size > self.max_bytes:
             raise UpdateError(
@@ -85,9 +85,9 @@ class FlowerRun:
     def answer(
         self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
-        """Hand a message to the app; whatever it raises becomes an error of Flower's kind."""
+        """Pass a message to the app; an exception of the app becomes a Flower error."""
         started = time.monotonic()
-        asked = message(
+        request = message(
             decode(payload),
             kind=work.kind,
             source=SERVER_NODE,
@@ -97,20 +97,20 @@ class FlowerRun:
         )
         try:
             with captured_warnings(), user_code("the app"):
-                reply = self.app(asked, self.context)
+                reply = self.app(request, self.context)
             failure = _failure_of(reply)
         except TaskError as error:
             failure = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))
         seconds = time.monotonic() - started
         if failure is not None:
-            code, why = failure
-            return link_pb2.FlowerReply(error_code=code, error=why, seconds=seconds), None
+            code, reason = failure
+            return link_pb2.FlowerReply(error_code=code, error=reason, seconds=seconds), None
         records = memoryview(encode(reply.content))
         return link_pb2.FlowerReply(records=describe(records), seconds=seconds), records
 
 
 def _failure_of(reply: Any) -> tuple[int, str] | None:
-    """What an app's reply says went wrong, or None."""
+    """Error code and reason of an app's reply, or None."""
     if not isinstance(reply, Message):
         name = type(reply).__name__
         return ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the app answered a {name}, not a Message"

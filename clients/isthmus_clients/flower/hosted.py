@@ -1,11 +1,11 @@
-"""Our task as a Flower ClientApp, for SuperNodes of Flower's own runtime.
+"""An Isthmus task as a Flower ClientApp, for SuperNodes of Flower's own runtime.
 
 In the app's module::
 
     app = client_app(Path(__file__).with_name("job.toml"))
 
 A SuperNode is a device: its node config may have a `name`, a shard as `partition-id` and
-`num-partitions`, and `data`, where its data is.
+`num-partitions`, and the path of its `data`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from isthmus_clients.training.local_run import LocalRun
 
 
 def client_app(job_file: Path) -> ClientApp:
-    """An app that trains the task of a job as our own devices do."""
+    """Create an app that trains the task of a job as an Isthmus device does."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        """From the model in `arrays` to the model after a round's local training.
+        """Train the model in `arrays` locally for one round.
 
         Raises:
             UserError: the job or the task cannot be used here, or its code failed.
         """
-        came = message.content["arrays"]
-        assert isinstance(came, ArrayRecord)
-        run = _open(job_file, came, context)
+        model = message.content["arrays"]
+        assert isinstance(model, ArrayRecord)
+        run = _open(job_file, model, context)
         payload = run.layout.encode(run.layout.gather(run.model))
-        read_record(came, run.layout.parts(run.layout.decode(payload)))
+        read_record(model, run.layout.parts(run.layout.decode(payload)))
         work = link_pb2.TrainLocal(round=_round_of(message))
         trained = run.train(work, payload, lambda progress: None, lambda: False)
         figures: dict[str, Any] = {"num-examples": trained.examples, **trained.training}
@@ -58,7 +58,7 @@ def client_app(job_file: Path) -> ClientApp:
     return app
 
 
-def _open(job_file: Path, came: ArrayRecord, context: Context) -> LocalRun:
+def _open(job_file: Path, model: ArrayRecord, context: Context) -> LocalRun:
     node: dict[str, Any] = dict(context.node_config)
     shard = None
     if {"partition-id", "num-partitions"} <= node.keys():
@@ -70,7 +70,7 @@ def _open(job_file: Path, came: ArrayRecord, context: Context) -> LocalRun:
             job=hosted_job(job_file, context.run_config).model_dump_json(),
             base=str(job_file.parent),
             layout=TensorLayout.from_shapes(
-                {key: array.shape for key, array in came.items()}
+                {key: array.shape for key, array in model.items()}
             ).header,
         ),
         Participant(name=name, regime="federated", shard=shard),
@@ -79,7 +79,7 @@ def _open(job_file: Path, came: ArrayRecord, context: Context) -> LocalRun:
 
 
 def _round_of(message: Message) -> int:
-    """What strategies of Flower say of it."""
+    """Round number from the message's configuration; 1 if a strategy sends none."""
     for config in message.content.config_records.values():
         number = config.get("server-round")
         if isinstance(number, int):

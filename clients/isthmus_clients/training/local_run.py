@@ -1,4 +1,4 @@
-"""Training on a device: from the round's model to a pseudo-gradient.
+"""Training on a device: from the model of a round to a pseudo-gradient.
 
 Shape legend: N = float32 elements of the exchange set.
 """
@@ -40,27 +40,27 @@ CPU = torch.device("cpu")
 
 
 def local_seed(seed: int, round_: int, name: str) -> bytes:
-    """What a device's randomness in a round comes from: 32 bytes."""
+    """32-byte seed of a device's randomness in a round."""
     return hashlib.sha256(f"isthmus/local/{seed}/{round_}/{name}".encode()).digest()
 
 
 def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iterator[list[int]]:
-    """Which examples each local step trains on: shuffled passes, as long as the job asks for.
+    """Yield the examples of each local step: shuffled epochs, as many as the job specifies.
 
-    >>> passes = FederatedSection(local_epochs=2, batch_size=2)
-    >>> [len(batch) for batch in step_indices(bytes(32), 3, passes)]
+    >>> section = FederatedSection(local_epochs=2, batch_size=2)
+    >>> [len(batch) for batch in step_indices(bytes(32), 3, section)]
     [2, 1, 2, 1]
     """
     generator = torch.Generator().manual_seed(_number(seed))
-    left = settings.local_steps
-    epochs = itertools.repeat(None) if left is not None else range(settings.local_epochs or 1)
+    steps_left = settings.local_steps
+    epochs = itertools.repeat(None) if steps_left is not None else range(settings.local_epochs or 1)
     for _ in epochs:
         order = torch.randperm(examples, generator=generator).tolist()
         for start in range(0, examples, settings.batch_size):
-            if left == 0:
+            if steps_left == 0:
                 return
             yield order[start : start + settings.batch_size]
-            left = None if left is None else left - 1
+            steps_left = None if steps_left is None else steps_left - 1
 
 
 def _number(seed: bytes) -> int:
@@ -68,13 +68,13 @@ def _number(seed: bytes) -> int:
 
 
 Candidates = Sequence[Sequence[int]]
-"""Models to score: each the mean of some of those that came, by their numbers."""
+"""Models to score: each is the mean of the received models with these indices."""
 
 
 def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
-    """The encoded vectors that came behind one another in one content."""
+    """Split a blob into its encoded vectors."""
     view = memoryview(payload)
-    return [view[at : at + layout.nbytes] for at in range(0, len(view), layout.nbytes)]
+    return [view[start : start + layout.nbytes] for start in range(0, len(view), layout.nbytes)]
 
 
 def score_each(
@@ -89,40 +89,40 @@ def score_each(
     """Each candidate's mean bounded score on a dataset, 0 (best) to 1; see `Task.score`.
 
     Args:
-        task: what is learned.
-        model: the module, which takes each candidate in turn.
-        layout: of the exchange set.
-        dataset: the device's own.
-        batch_size: examples at a time.
-        models: encoded.
-        candidates: what they are made into.
+        task: the task.
+        model: the module that each candidate is loaded into.
+        layout: layout of the exchange set.
+        dataset: the device's data.
+        batch_size: examples per batch.
+        models: encoded vectors.
+        candidates: indices of the models that each candidate is the mean of.
 
     Raises:
-        UpdateError: a candidate is made of a model that did not come.
+        UpdateError: a candidate refers to a model that was not received.
         TaskError: the task's code raised.
     """
-    vectors = [layout.decode(one) for one in models]
-    found = []
-    for of in candidates:
-        if not of or not all(number < len(vectors) for number in of):
+    vectors = [layout.decode(encoded) for encoded in models]
+    scores = []
+    for indices in candidates:
+        if not indices or not all(index < len(vectors) for index in indices):
             raise UpdateError(
-                f"a candidate of the models {list(of)} is to be scored and {len(vectors)} came"
+                f"a candidate of the models {list(indices)} is to be scored and {len(vectors)} came"
             )
-        mean = vectors[of[0]].clone()
-        for number in of[1:]:
-            mean.add_(vectors[number])
-        layout.scatter(mean.div_(len(of)), model)
-        found.append(score(task, model, dataset, batch_size))
-    return found
+        mean = vectors[indices[0]].clone()
+        for index in indices[1:]:
+            mean.add_(vectors[index])
+        layout.scatter(mean.div_(len(indices)), model)
+        scores.append(score(task, model, dataset, batch_size))
+    return scores
 
 
 def app_of(work: link_pb2.OpenRun) -> str | None:
-    """The Flower app that a run trains with in place of its task."""
+    """The Flower app that a run trains with instead of its task, or None."""
     flower = read_job(work.job).federated.flower
     return None if flower is None else flower.app
 
 
-def place_of(
+def locate(
     source: str,
     job: Job,
     base: Path,
@@ -130,10 +130,10 @@ def place_of(
     tasks: Path | None,
     key: str = "task.source",
 ) -> tuple[Path, Path | None]:
-    """Where the code lies that a run names, and where this device's data is.
+    """Locate the code of a run and this device's data.
 
     Raises:
-        TaskError: there is a directory of `tasks`, and the code is not in it.
+        TaskError: only code in the directory `tasks` may be loaded, and this code is not in it.
     """
     if tasks is not None:
         check_installed(source, tasks, key)
@@ -142,7 +142,7 @@ def place_of(
 
 
 class LocalRun:
-    """One run on one device: the task, its model and this device's data, kept between rounds."""
+    """One run on one device: task, model and data, which are kept between rounds."""
 
     def __init__(
         self,
@@ -151,10 +151,10 @@ class LocalRun:
         data: Path | None,
         tasks: Path | None = None,
     ) -> None:
-        """Load the task, build the model, find the data.
+        """Load the task, build the model and open the data.
 
-        With a directory of `tasks`, only those in it are loaded, and the server does not say where
-        data is either.
+        If a directory `tasks` is given, only tasks in it are loaded, and the job's data path is
+        ignored.
 
         Raises:
             TaskError: the task cannot be used here, its model is not the server's, or there is
@@ -163,7 +163,7 @@ class LocalRun:
         self.job = read_job(work.job)
         self.participant = participant
         source = self.job.task.source
-        base, data = place_of(source, self.job, Path(work.base), data, tasks)
+        base, data = locate(source, self.job, Path(work.base), data, tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, self.layout = build_same_model(
             self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "this device"
@@ -173,7 +173,7 @@ class LocalRun:
         self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
 
     def seed_of(self, round_: int) -> bytes:
-        """Of this device in a round; the same in every attempt, so that they do the same work."""
+        """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
         return local_seed(self.job.seed, round_, self.participant.name)
 
     def train(
@@ -184,13 +184,13 @@ class LocalRun:
         stopped: Callable[[], bool],
         gradient: Buffer | None = None,
     ) -> link_pb2.Trained:
-        """Train from the encoded model in `payload`, and leave the update there in its place.
+        """Train from the encoded model in `payload` and replace it by the update.
 
-        An encoded `gradient` is added to that of every step (one-way transfer of Mixed FL,
+        An encoded `gradient` is added to the gradient of every step (one-way transfer of Mixed FL,
         Augenstein et al. 2022).
 
-        The update is the pseudo-gradient, start minus end (Reddi et al. 2021). What happens is a
-        function of the job's seed, the round, the device's name and its data alone.
+        The update is the pseudo-gradient, start minus end (Reddi et al. 2021). It depends only
+        on the job's seed, the round, the device's name and its data.
 
         Raises:
             TaskError: the task's code raised, or its loss or update is not finite.
@@ -234,7 +234,7 @@ class LocalRun:
             step = 0
             for inputs, target in self._batches(round_):
                 if stopped():
-                    raise TaskError("the server does not want this round's update any more")
+                    raise TaskError("the server no longer wants the update of this round")
                 optimizer.zero_grad(set_to_none=True)
                 _, values = losses(self.task, self.model, inputs, target)
                 loss = values.mean()
@@ -268,7 +268,7 @@ class LocalRun:
                 parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
 
     def _add_gradient(self, added: dict[str, torch.Tensor]) -> None:
-        """What the datacenter's data say, in every step the same."""
+        """Add the gradient of the datacenter's data, which is the same in every step."""
         if not added:
             return
         for name, parameter in self.model.named_parameters():
@@ -280,7 +280,7 @@ class LocalRun:
                 parameter.grad.add_(added[name])
 
     def score(self, payload: Buffer, candidates: Candidates) -> list[float]:
-        """Score candidates, made of the encoded models in `payload`, on this device's data."""
+        """Score candidates, means of the encoded models in `payload`, on this device's data."""
         batch = self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
         return score_each(
@@ -288,7 +288,7 @@ class LocalRun:
         )
 
     def _subtract_end(self, start: torch.Tensor) -> None:
-        """Start (N) becomes start - end, in place."""
+        """Replace `start` (N) by start minus end, in place."""
         parameters = dict(self.model.named_parameters())
         for name, part in self.layout.parts(start):
             part.sub_(parameters[name].detach())

@@ -1,4 +1,4 @@
-"""A device's part in secure aggregation: one attempt, from the agreement to the released shares."""
+"""A device's part in one attempt at secure aggregation."""
 
 from __future__ import annotations
 
@@ -31,55 +31,57 @@ from isthmus_privacy.secagg import (
 
 
 class Credentials:
-    """Who this device is to the others of a cohort, and what it remembers of earlier rounds.
+    """Identity, enrolment and history of a device.
 
     Guarantees:
-      * with a file to remember in, no restart of this process lets a server repeat a round: what
-        happened is on the disk before the message that rests on it leaves.
+      * with a history file, no restart of this process lets a server repeat a round: the history
+        is on disk before a message that depends on it is sent.
     """
 
     def __init__(
-        self, private: bytes, memory: Path | None = None, floor: ClientRequirements | None = None
+        self,
+        private: bytes,
+        history_file: Path | None = None,
+        requirements: ClientRequirements | None = None,
     ) -> None:
-        """Be somebody.
+        """Load the identity and the history.
 
         Args:
             private: the device's 32-byte Ed25519 seed.
-            memory: file for the history, as long-lived as the seed; None if that ends with this
-                process.
-            floor: the least this device insists on; None is the default one.
+            history_file: persists the history, as long-lived as the seed; None keeps it in memory.
+            requirements: minimum security that this device requires; None for the defaults.
 
         Raises:
-            UserError: there is a history, and it cannot be read.
+            UserError: the history file exists and cannot be read.
         """
         self.identity = SigningKey(private)
-        self.memory = memory
-        self.floor = floor
-        self.history = History() if memory is None else _read_history(memory)
+        self.history_file = history_file
+        self.requirements = requirements
+        self.history = History() if history_file is None else _read_history(history_file)
         self.enrolment: Enrolment | None = None
         self.directory: Directory | None = None
 
     def welcomed(self, authority: bytes, enrolment: bytes) -> None:
-        """A server's welcome brought this device's enrolment."""
+        """Take this device's enrolment from the server's welcome."""
         if enrolment:
             self.enrolment = Enrolment.from_bytes(enrolment)
         if self.directory is None or self.directory.authority != authority:
             self.directory = Directory(authority)
 
-    def remember(self) -> None:
-        """Write the history down, durably.
+    def save_history(self) -> None:
+        """Write the history to disk durably.
 
         Raises:
-            UpdateError: that cannot be done, so the round must not go on.
+            UpdateError: it cannot be written, so the round must not continue.
         """
-        if self.memory is None:
+        if self.history_file is None:
             return
         try:
-            write_private_file(self.memory, json.dumps(self.history.state()).encode())
+            write_private_file(self.history_file, json.dumps(self.history.state()).encode())
         except OSError as error:
             raise UpdateError(
-                f"this device cannot write down which rounds it was in ({error.strerror}), and "
-                "does not aggregate without that"
+                f"this device cannot record which rounds it was in ({error.strerror}), and does "
+                "not aggregate without that record"
             ) from None
 
 
@@ -93,60 +95,64 @@ def _read_history(path: Path) -> History:
         return History()
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} says which rounds this device was in, and cannot be read ({error}); restore "
-            "it, or have the operator revoke this device and join again"
+            f"{path} records which rounds this device was in, and cannot be read ({error}); "
+            "restore it, or have the operator revoke this device and join again"
         ) from None
 
 
 class SecureParticipation:
-    """One attempt: agree first, train, then answer step by step.
+    """One attempt: check the configuration, encode the update, then answer each step.
 
     Guarantees:
-      * a server that proposes something unsafe is refused before anything is trained;
-      * the update in plain is gone from memory once it is masked.
+      * an unsafe configuration is refused before anything is trained;
+      * the plain update is overwritten when it is masked.
     """
 
     def __init__(
-        self, about: tuple[str, int, int], agreed: bytes, model: bytes, credentials: Credentials
+        self,
+        about: tuple[str, int, int],
+        config: bytes,
+        model_hash: bytes,
+        credentials: Credentials,
     ) -> None:
-        """Look at what the server proposes.
+        """Check the configuration that the server proposes.
 
         Args:
-            about: its run (or that run's comparisons, see `isthmus.task.paired_scores`), round and
-                attempt.
-            agreed: the agreement, encoded.
-            model: SHA-256 of the content that came with it.
-            credentials: this device's.
+            about: run (or the run's comparisons, see `isthmus.task.paired_scores`), round and
+                attempt of the request.
+            config: the encoded configuration.
+            model_hash: SHA-256 of the blob that came with the request.
+            credentials: the device's.
 
         Raises:
-            PeerMisbehaved: the proposal is refused, with the reason.
-            UpdateError: this device was never enrolled.
+            PeerMisbehaved: the configuration is refused.
+            UpdateError: this device is not enrolled, or cannot record the attempt.
         """
         if credentials.enrolment is None or credentials.directory is None:
             raise UpdateError("this device is not enrolled, so it cannot aggregate securely")
-        self.key = about
-        self.config = RoundConfig.from_bytes(agreed)
+        self.about = about
+        self.config = RoundConfig.from_bytes(config)
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
-            raise UpdateError("the agreement is about another round than the request")
+            raise UpdateError("the configuration is of another round than the request")
         self.session = ClientSession(
             self.config,
             identity=credentials.identity,
             enrolment=credentials.enrolment,
             directory=credentials.directory,
             history=credentials.history,
-            model_hash=model,
-            requirements=credentials.floor,
+            model_hash=model_hash,
+            requirements=credentials.requirements,
         )
-        self._remember = credentials.remember
-        self._remember()
+        self._credentials = credentials
+        credentials.save_history()
         self._encoded: Encoded | None = None
 
-    def advertise(
+    def advertise_keys(
         self, update: torch.Tensor, *, examples: int, loss: float, seed: bytes
     ) -> AdvertiseKeys:
-        """Encode an update (N), or what scores come to, and give the keys to mask it with.
+        """Encode an update (N) and return the keys it will be masked with.
 
-        `seed` makes its rounding the same whenever the same round is repeated.
+        `seed` determines its rounding, so that a repeated round encodes the same vector.
         """
         self._encoded = encode(
             self.config,
@@ -161,13 +167,13 @@ class SecureParticipation:
         """Answer the next message.
 
         Raises:
-            PeerMisbehaved: it is refused, and the attempt is over for this device.
+            PeerMisbehaved: it is refused, which ends the attempt for this device.
         """
         kind = work.WhichOneof("message")
         session = self.session
         if kind == "roster":
-            answer = session.share_keys(Roster.from_bytes(work.roster)).to_bytes()
-            return link_pb2.SecureStepped(message=answer), None
+            message = session.share_keys(Roster.from_bytes(work.roster)).to_bytes()
+            return link_pb2.SecureStepped(message=message), None
         if kind == "inbox":
             if self._encoded is None:
                 raise UpdateError("there is no update to mask")
@@ -176,12 +182,12 @@ class SecureParticipation:
             stepped = link_pb2.SecureStepped(message=masked.to_bytes(), masked=describe(payload))
             return stepped, payload
         if kind == "survivors":
-            answer = session.sign_survivors(Survivors.from_bytes(work.survivors)).to_bytes()
-            return link_pb2.SecureStepped(message=answer), None
+            message = session.sign_survivors(Survivors.from_bytes(work.survivors)).to_bytes()
+            return link_pb2.SecureStepped(message=message), None
         if kind == "consistency_signatures":
-            answer = session.reveal_unmasking_shares(
+            message = session.reveal_unmasking_shares(
                 ConsistencySignatures.from_bytes(work.consistency_signatures)
             ).to_bytes()
-            self._remember()
-            return link_pb2.SecureStepped(message=answer), None
-        raise UpdateError("this step of secure aggregation is not known here")
+            self._credentials.save_history()
+            return link_pb2.SecureStepped(message=message), None
+        raise UpdateError("this device does not know that step of secure aggregation")

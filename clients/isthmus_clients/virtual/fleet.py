@@ -1,8 +1,9 @@
-"""Many virtual devices in one process: those that train at once train as one batch.
+"""Virtual devices in one process: devices that train concurrently train as one batch.
 
-A virtual device does what `training.LocalRun` does - the same examples in the same steps with the
-task's own optimizer - but the models of a round's devices are stacked, and one pass of
-`torch.vmap` takes a step of all of them. A device's update is the real one's up to rounding.
+A virtual device trains as `training.local_run.LocalRun` does, on the same examples in the same
+steps with the task's own optimizer. The models of all devices of a round are stacked, and one pass
+of `torch.vmap` computes a step for all of them. A device's update equals that of a real device up
+to rounding.
 
 Shape legend: K = devices of the batch, S = steps, B = examples of a step, N = float32 elements of
 the exchange set.
@@ -40,85 +41,85 @@ from isthmus_clients.training.local_run import (
 from isthmus_clients.virtual.stacked import Gradients, Stacked, stacked_batches
 
 _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
-"""Optimizers that look beyond the single element, and would see all devices' models as one."""
+"""Optimizers that are not element-wise and would mix the stacked models of all devices."""
 
 
 class VirtualFleet:
     """Virtual devices of one process, numbered from 0.
 
-    `devices[i]` is a `isthmus.transport.worker.Worker`.
+    `devices[i]` is an `isthmus.transport.worker.Worker`.
 
     Guarantees:
-      * an update depends on the job, the round, the device's name and data, not on who else
-        trained at the same time (but for rounding);
-      * memory of O(K x N) for the devices of one round, whatever the size of the fleet.
+      * an update depends only on the job, the round, the device's name and its data, not on the
+        devices that train at the same time (up to rounding);
+      * memory is O(K x N) for the K devices of one round, for any size of the fleet.
     """
 
     def __init__(self, count: int, data: Path | None = None, step_seconds: float = 0.0) -> None:
         """`count` devices named `client-<i>`, each with shard `i` of `count` of the data at `data`.
 
-        `step_seconds` is what a device says that a step took it: virtual time.
+        `step_seconds` is the duration of a step that devices report: virtual time.
         """
         self.count = count
         self.data = data
         self.step_seconds = step_seconds
         self.devices = [VirtualDevice(self, index) for index in range(count)]
-        self._run: _Run | None = None
-        self._waiting: dict[tuple[object, ...], list[_Part]] = {}
+        self._run: _VirtualRun | None = None
+        self._waiting: dict[tuple[object, ...], list[_DeviceTraining]] = {}
         self._flushes: set[asyncio.Task[None]] = set()
 
-    def run(self, run_id: str) -> _Run:
+    def run(self, run_id: str) -> _VirtualRun:
         """The run that is open.
 
         Raises:
-            UpdateError: it is another, or none.
+            UpdateError: another run is open, or none.
         """
         if self._run is None or self._run.run_id != run_id:
             raise UpdateError(f"the run {run_id!r} is not open on these devices")
         return self._run
 
-    def open(self, work: link_pb2.OpenRun) -> _Run:
-        """Open a run for all devices, at the first one that asks."""
+    def open(self, work: link_pb2.OpenRun) -> _VirtualRun:
+        """Open a run for all devices; the first request of a device opens it."""
         if self._run is None or self._run.run_id != work.run_id:
-            self._run = _Run(work, self.data, self._run)
+            self._run = _VirtualRun(work, self.data, self._run)
         return self._run
 
-    async def train(self, part: _Part, work: link_pb2.TrainLocal) -> link_pb2.Trained:
-        """One device's part of a round; the update takes the model's place."""
+    async def train(self, training: _DeviceTraining, work: link_pb2.TrainLocal) -> link_pb2.Trained:
+        """Train one device in the batch of its round; the update replaces the model."""
         key = (work.run_id, work.round, work.attempt, work.model.sha256)
-        parts = self._waiting.setdefault(key, [])
-        parts.append(part)
-        if len(parts) == 1:
+        batch = self._waiting.setdefault(key, [])
+        batch.append(training)
+        if len(batch) == 1:
             flush = asyncio.create_task(self._flush(key, work))
             self._flushes.add(flush)
             flush.add_done_callback(self._flushes.discard)
-        return await part.done
+        return await training.done
 
     async def _flush(self, key: tuple[object, ...], work: link_pb2.TrainLocal) -> None:
-        """Wait until nobody else comes, then train everybody."""
-        parts, seen = self._waiting[key], 0
-        while seen < len(parts):
-            seen = len(parts)
+        """Wait until no further device joins the batch, then train all of its devices."""
+        batch, count = self._waiting[key], 0
+        while count < len(batch):
+            count = len(batch)
             await asyncio.sleep(0)
         del self._waiting[key]
         try:
-            trained = self.run(work.run_id).train(work, parts, self.step_seconds)
-        except Exception as error:  # noqa: BLE001 - each device says so
-            for part in parts:
-                if not part.done.done():
-                    part.done.set_exception(error)
+            trained = self.run(work.run_id).train(work, batch, self.step_seconds)
+        except Exception as error:  # noqa: BLE001 - reported for each device
+            for training in batch:
+                if not training.done.done():
+                    training.done.set_exception(error)
             return
-        for part, result in zip(parts, trained, strict=True):
-            if part.done.done():
+        for training, result in zip(batch, trained, strict=True):
+            if training.done.done():
                 continue
             if isinstance(result, TaskError):
-                part.done.set_exception(result)
+                training.done.set_exception(result)
             else:
-                part.done.set_result(result)
+                training.done.set_result(result)
 
 
 class VirtualDevice:
-    """One device of a fleet, as the link sees it."""
+    """One device of a fleet (an `isthmus.transport.worker.Worker`)."""
 
     def __init__(self, fleet: VirtualFleet, index: int) -> None:
         self.fleet = fleet
@@ -127,7 +128,7 @@ class VirtualDevice:
         )
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
-        """Memory for an arriving model; the task is loaded from where it is."""
+        """Allocate memory for a model; a task is loaded from its path, so no package is fetched."""
         return None if request.HasField("open") else bytearray(size)
 
     async def work(
@@ -146,43 +147,43 @@ class VirtualDevice:
             _check_plain(request.train_local.secure)
             run = self.fleet.run(request.train_local.run_id)
             start, *rest = pieces(run.layout, model)
-            part = _Part(self.participant, start, rest[0] if rest else None)
-            trained = await self.fleet.train(part, request.train_local)
+            training = _DeviceTraining(self.participant, start, rest[0] if rest else None)
+            trained = await self.fleet.train(training, request.train_local)
             return link_pb2.Reply(trained=trained), start
         if kind == "score":
             assert model is not None
             _check_plain(request.score.secure)
             run = self.fleet.run(request.score.run_id)
-            candidates = [list(one.of) for one in request.score.candidates]
+            candidates = [list(mean.of) for mean in request.score.candidates]
             scores = run.score(self.participant, model, candidates)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores)), None
         if kind == "close":
             return link_pb2.Reply(closed=link_pb2.Closed()), None
-        raise AdmissionRefused(f"a virtual device does not do {kind!r}")
+        raise AdmissionRefused(f"a virtual device does not support the request {kind!r}")
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """There is nothing to keep."""
+        """Nothing is kept after a reply."""
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """A batch that has begun is finished."""
+        """Ignored: a batch that has begun is finished."""
 
 
 @dataclasses.dataclass
-class _Part:
-    """One device in a batch."""
+class _DeviceTraining:
+    """Training of one device in a batch."""
 
     participant: Participant
     payload: Buffer
-    """The encoded model, and then the update."""
+    """The encoded model, which is replaced by the update."""
     gradient: Buffer | None = None
-    """Encoded; added to that of every step."""
+    """Encoded gradient that is added to the gradient of every step."""
     done: asyncio.Future[link_pb2.Trained] = dataclasses.field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
 def _check_plain(agreement: bytes) -> None:
-    """Devices of one process have no secrets from each other."""
+    """Refuse secure aggregation: devices of one process cannot hide updates from each other."""
     if agreement:
         raise AdmissionRefused(
             "virtual devices send their updates in plain; set "
@@ -190,24 +191,24 @@ def _check_plain(agreement: bytes) -> None:
         )
 
 
-class _Run:
-    """One run on all devices: one task and one model, and each device's data."""
+class _VirtualRun:
+    """One run on all devices: one task, one model, and the data of each device."""
 
     def __init__(
-        self, work: link_pb2.OpenRun, data: Path | None, before: _Run | None = None
+        self, work: link_pb2.OpenRun, data: Path | None, previous: _VirtualRun | None = None
     ) -> None:
-        """A run of the task, seed and place of the one `before` goes on with what that has read."""
+        """Load the task, or reuse what `previous` has loaded for the same task, seed and path."""
         self.run_id = work.run_id
         self.job = read_job(work.job)
-        self.same = (self.job.task, self.job.seed, work.base, work.layout)
+        self.source = (self.job.task, self.job.seed, work.base, work.layout)
         self.task: Task
         self.model: nn.Module
         self.layout: TensorLayout
         self.gradients: Gradients
         self._datasets: dict[str, Dataset[Any]] = {}
-        if before is not None and before.same == self.same:
-            self.task, self.model, self.layout = before.task, before.model, before.layout
-            self.gradients, self._datasets = before.gradients, before._datasets
+        if previous is not None and previous.source == self.source:
+            self.task, self.model, self.layout = previous.task, previous.model, previous.layout
+            self.gradients, self._datasets = previous.gradients, previous._datasets
             return
         base = Path(work.base)
         if data is None:
@@ -219,7 +220,7 @@ class _Run:
         self.gradients = Gradients(self.task, self.model)
 
     def dataset(self, participant: Participant) -> Dataset[Any]:
-        """A device's own data, read once."""
+        """The data of a device, which is loaded once."""
         if participant.name not in self._datasets:
             with user_code("local_data()"):
                 self._datasets[participant.name] = self.task.local_data(participant)
@@ -228,55 +229,59 @@ class _Run:
     def score(
         self, participant: Participant, payload: Buffer, candidates: Candidates
     ) -> list[float]:
-        """A device's scores of candidates; see `training.score_each`."""
-        dataset, batch = self.dataset(participant), self.job.evaluation.batch_size
+        """Score candidates on a device's data; see `training.local_run.score_each`."""
+        dataset, batch_size = self.dataset(participant), self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
-        return score_each(self.task, self.model, self.layout, dataset, batch, models, candidates)
+        return score_each(
+            self.task, self.model, self.layout, dataset, batch_size, models, candidates
+        )
 
     def train(
-        self, work: link_pb2.TrainLocal, parts: Sequence[_Part], step_seconds: float
+        self, work: link_pb2.TrainLocal, batch: Sequence[_DeviceTraining], step_seconds: float
     ) -> list[link_pb2.Trained | TaskError]:
-        """All devices of a batch, from the same model; each finds its update in its payload.
+        """Train all devices of a batch from the same model; updates replace their payloads.
 
-        In place of a result: the error of a device whose loss or update is not finite.
+        A device whose loss or update is not finite has an error as its result.
 
         Raises:
             TaskError: the task's code raised.
         """
-        start = self.layout.decode(bytearray(parts[0].payload))
-        gradient = parts[0].gradient
+        start = self.layout.decode(bytearray(batch[0].payload))
+        gradient = batch[0].gradient
         added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
-        datasets = [self.dataset(part.participant) for part in parts]
+        datasets = [self.dataset(training.participant) for training in batch]
         counts = [len(dataset) for dataset in datasets]  # type: ignore[arg-type]  # torch's Dataset promises no len()
-        seeds = [local_seed(self.job.seed, work.round, part.participant.name) for part in parts]
+        seeds = [
+            local_seed(self.job.seed, work.round, training.participant.name) for training in batch
+        ]
         indices = [
             list(step_indices(seed, count, self.job.federated))
             for seed, count in zip(seeds, counts, strict=True)
         ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(seeds[0][:8], "little") >> 1)
-            ends, mean_losses = self._steps(start, added, datasets, indices, parts[0].participant)
+            ends, mean_losses = self._steps(start, added, datasets, indices, batch[0].participant)
         updates = torch.cat(
             [
-                (part - ends[name]).reshape(len(parts), -1)
+                (part - ends[name]).reshape(len(batch), -1)
                 for name, part in self.layout.parts(start)
             ],
             dim=1,
         )  # (K, N)
         results: list[link_pb2.Trained | TaskError] = []
-        for k, part in enumerate(parts):
+        for k, training in enumerate(batch):
             if not bool(torch.isfinite(updates[k]).all()) or not math.isfinite(mean_losses[k]):
                 results.append(
                     TaskError(
-                        f"the update of {part.participant.name} is not finite; lower the learning "
-                        "rate or check the data"
+                        f"the update of {training.participant.name} is not finite; lower the "
+                        "learning rate or check the data"
                     )
                 )
                 continue
-            self.layout.decode(part.payload).copy_(updates[k])
+            self.layout.decode(training.payload).copy_(updates[k])
             results.append(
                 link_pb2.Trained(
-                    result=describe(part.payload),
+                    result=describe(training.payload),
                     examples=counts[k],
                     steps=len(indices[k]),
                     seconds=step_seconds * len(indices[k]),
@@ -293,23 +298,23 @@ class _Run:
         indices: Sequence[Sequence[list[int]]],
         participant: Participant,
     ) -> tuple[Stacked, list[float]]:
-        """Where each device's parameters end, and its mean loss."""
-        k, most = len(datasets), max(len(steps) for steps in indices)
+        """Final parameters and mean loss of each device."""
+        k, steps_max = len(datasets), max(len(steps) for steps in indices)
         stacked = {
             name: part.expand(k, *part.shape).clone() for name, part in self.layout.parts(start)
         }
         anchors = {name: part.clone() for name, part in stacked.items()}
-        if not most:
+        if not steps_max:
             return stacked, [0.0] * k
         inputs, targets, present = stacked_batches(
-            datasets, indices, most, self.job.federated.batch_size
+            datasets, indices, steps_max, self.job.federated.batch_size
         )
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
         optimizer = self._optimizer(stacked, participant)
         ends = {name: torch.empty_like(part) for name, part in stacked.items()}
         total = torch.zeros(k, dtype=torch.float64)
         mu = self.job.federated.proximal
-        for step in range(most):
+        for step in range(steps_max):
             batch = inputs[step], targets[step]
             gradients, examples = self.gradients(stacked, *batch, weights[step])
             total += (examples * present[step]).sum(1)
@@ -340,7 +345,7 @@ class _Run:
         name = type(optimizer).__name__
         if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
             raise TaskError(
-                f"virtual devices cannot use {name}: it does not treat every element alone; "
+                f"virtual devices cannot use {name}: it is not element-wise; "
                 "choose another optimizer, or real devices"
             )
         return optimizer

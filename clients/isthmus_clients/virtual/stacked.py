@@ -1,4 +1,4 @@
-"""Gradients of many devices' models at once: stacked, in one pass of `torch.vmap`.
+"""Compute the gradients of many devices' stacked models in one pass of `torch.vmap`.
 
 Shape legend: K = devices of the batch, S = steps, B = examples of a step.
 """
@@ -25,11 +25,11 @@ Stacked = dict[str, torch.Tensor]
 
 
 class Gradients:
-    """Gradients of all devices' losses, recorded once as plain operations for each shape."""
+    """Gradients of all devices' losses; the computation is traced once for each input shape."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._scored = _Scored(task, model)
-        self._recorded: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._traced: dict[tuple[object, ...], Callable[..., Any]] = {}
 
     def __call__(
         self, stacked: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
@@ -40,65 +40,69 @@ class Gradients:
         """
         parameters = {f"model.{name}": part.detach() for name, part in stacked.items()}
         key = (inputs.shape, inputs.dtype, target.shape, target.dtype)
-        if key not in self._recorded:
+        if key not in self._traced:
             with user_code("the loss of many devices at once (torch.vmap)"):
-                record = make_fx(lambda *tensors: self._all(*tensors))  # it counts arguments
-                self._recorded[key] = _simplified(record(parameters, inputs, target, weights))
+                record = make_fx(
+                    lambda *tensors: self._all(*tensors)
+                )  # make_fx counts the arguments
+                self._traced[key] = _simplified(record(parameters, inputs, target, weights))
         with user_code("the loss of many devices at once (torch.vmap)"), torch.no_grad():
-            gradients, examples = self._recorded[key](parameters, inputs, target, weights)
+            gradients, examples = self._traced[key](parameters, inputs, target, weights)
         return {name.removeprefix("model."): part for name, part in gradients.items()}, examples
 
     def _all(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
     ) -> tuple[Stacked, torch.Tensor]:
-        """The sum over devices has each device's gradient in its own rows."""
+        """Differentiate the sum over devices: each device's gradient is in its own rows."""
 
         def loss(parameters: Stacked) -> tuple[torch.Tensor, torch.Tensor]:
-            examples = torch.vmap(self._one, randomness="different")(parameters, inputs, target)
+            examples = torch.vmap(self._losses, randomness="different")(parameters, inputs, target)
             return (examples * weights).sum(), examples
 
         gradients, examples = torch.func.grad(loss, has_aux=True)(parameters)
-        # Fused optimizers take it for granted that a gradient lies as its parameter does.
+        # Fused optimizers require gradients with the strides of their parameters.
         return {name: part.contiguous() for name, part in gradients.items()}, examples
 
-    def _one(self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _losses(
+        self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
         scored: torch.Tensor = torch.func.functional_call(
             self._scored, parameters, (inputs, target)
         )
         return scored
 
 
-_NOTHING = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-"""Do nothing to a tensor that has the shape already."""
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+"""No-ops on a tensor that already has the shape."""
 _TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
 
 
 def _simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same without operations that change no bit: for small models they are a third of a step.
+    """Remove operations without effect: for small models they are a third of a step.
 
-    They come from vmap (every view of a batch) and from addmm's factors of one.
+    They come from vmap (views of a batch) and from factors of 1 in addmm.
     """
     nodes = [node for node in recorded.graph.nodes if node.op == "call_function"]
     if any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema")):
-        return recorded  # a copy may be needed, even one of the same values
+        return recorded  # an in-place operation may need the copy
     for node in nodes:
-        if node.target in _NOTHING or (node.target in _TIMES_ONE and node.args[1] == 1):
-            before = node.args[0]
-            if _lies_as(before) == _lies_as(node):
-                node.replace_all_uses_with(before)
+        if node.target in _RESHAPES or (node.target in _TIMES_ONE and node.args[1] == 1):
+            operand = node.args[0]
+            if _memory_format(operand) == _memory_format(node):
+                node.replace_all_uses_with(operand)
                 recorded.graph.erase_node(node)
     recorded.recompile()
     return recorded
 
 
-def _lies_as(node: torch.fx.Node) -> tuple[object, ...]:
-    """Shape, strides and type of a node's tensor."""
+def _memory_format(node: torch.fx.Node) -> tuple[object, ...]:
+    """Shape, strides and dtype of a node's tensor."""
     tensor = node.meta["tensor_meta"]
     return tensor.shape, tensor.stride, tensor.dtype
 
 
 class _Scored(nn.Module):
-    """Task and model as one module: examples in, the mean loss of each one's units (B) out."""
+    """Task and model as one module: maps examples to the mean loss (B) of each one's units."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
@@ -113,28 +117,28 @@ class _Scored(nn.Module):
 def stacked_batches(
     datasets: Sequence[Dataset[Any]],
     indices: Sequence[Sequence[list[int]]],
-    most: int,
+    steps_max: int,
     batch_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inputs and targets (S, K, B, ...), and which examples are real (S, K, B).
 
-    A device with fewer steps or a short last batch is filled up with its first example.
+    A device with fewer steps or a short last batch is padded with its first example.
     """
     inputs, targets = [], []
-    lengths = torch.zeros(most, len(datasets), 1)
+    lengths = torch.zeros(steps_max, len(datasets), 1)
     for k, (dataset, steps) in enumerate(zip(datasets, indices, strict=True)):
         flat = []
         for step in steps:
             flat += step + [0] * (batch_size - len(step))
         lengths[: len(steps), k, 0] = torch.tensor([float(len(step)) for step in steps])
-        flat += [0] * (batch_size * most - len(flat))
+        flat += [0] * (batch_size * steps_max - len(flat))
         x, y = next(batches(dataset, flat, len(flat), CPU))
         if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
             raise TaskError(
                 "virtual devices need examples of two tensors (input, target), not "
                 f"{type(x).__name__} and {type(y).__name__}"
             )
-        inputs.append(x.reshape(most, batch_size, *x.shape[1:]))
-        targets.append(y.reshape(most, batch_size, *y.shape[1:]))
+        inputs.append(x.reshape(steps_max, batch_size, *x.shape[1:]))
+        targets.append(y.reshape(steps_max, batch_size, *y.shape[1:]))
     present = torch.arange(batch_size) < lengths
     return torch.stack(inputs, 1), torch.stack(targets, 1), present.float()

@@ -1,1 +1,1 @@
-"""Keys, certificates and joining: how a machine becomes a known participant."""
+"""Keys, certificates and joining: the identity of a participant."""

@@ -1,9 +1,9 @@
-"""Joining a fleet: from a token to a certificate.
+"""Join a fleet: exchange a token for a certificate.
 
-The token says whom to believe: it holds the fingerprint of the operator's authority. So the first
-connection, on which nobody is believed, only fetches the authority's certificate; the second
-trusts that authority and nothing else, and on it the token's secret and our signing request go
-out. The private keys are made here and stay here.
+The token contains the fingerprint of the operator's authority. The first, untrusted connection
+only fetches the authority's certificate, which must match the fingerprint. The second connection
+trusts only that authority; the token's secret and the signing request are sent on it. Private keys
+are generated on this machine and never leave it.
 
 >>> token = Token(bytes(16), bytes(32))
 >>> Token.parse(str(token)) == token
@@ -39,7 +39,7 @@ AUTHORITY = "/isthmus.join.v1.Join/Authority"
 JOIN = "/isthmus.join.v1.Join/Join"
 
 MAX_JOIN_BYTES = 16 << 10
-"""Largest message either way."""
+"""Size limit of a message in both directions."""
 
 SECRET_BYTES = 16
 
@@ -55,7 +55,7 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A join token: a secret to be used once, and who may hear it."""
+    """A join token: a secret for one use, and the authority that it may be sent to."""
 
     secret: bytes
     fingerprint: bytes
@@ -70,7 +70,7 @@ class Token:
         """Read a token.
 
         Raises:
-            UserError: it is none, or not all of one.
+            UserError: the text is not a complete token.
         """
         body = text.strip().removeprefix(_PREFIX)
         try:
@@ -86,22 +86,22 @@ class Token:
 
     @property
     def digest(self) -> bytes:
-        """What the server keeps of it."""
+        """The hash of the secret, which the server stores."""
         return hashlib.sha256(b"isthmus/token/" + self.secret).digest()
 
 
 def statement(fingerprint: bytes, kind: str, secret: bytes, request: bytes) -> bytes:
-    """What the identity key signs, to show that whoever joins holds it."""
+    """The bytes that the identity key signs as proof of possession."""
     parts = (fingerprint, kind.encode(), hashlib.sha256(secret).digest(), request)
     return b"isthmus/join/1" + b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
 async def join(url: str, token: Token, directory: Path, kind: str) -> Membership:
-    """Get a certificate for this machine, and keep it in `directory`.
+    """Get a certificate for this machine and save it in `directory`.
 
     Raises:
         UserError: the address or the directory cannot be used.
-        AdmissionRefused: the server said no, or is not the one the token is for.
+        AdmissionRefused: the server refused, or is not the server of the token.
     """
     host, port = _parse_url(url)
     key, identity = await asyncio.to_thread(prepare, directory)
@@ -139,9 +139,9 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
 
 
 async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certificate:
-    """Ask whoever answers for its authority, and believe it only if it is the token's."""
+    """Fetch the server's authority and accept it only if its fingerprint is the token's."""
     leaf = await asyncio.to_thread(_presented, host, port)
-    # Trust for this one call is in the very certificate we were just shown, whatever it says.
+    # This call trusts exactly the certificate that the server has just presented.
     pinned = grpc.ssl_channel_credentials(tls.pem(leaf))
     answer = await _call(f"{host}:{port}", pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
     try:
@@ -153,7 +153,7 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
             f"the server at {host}:{port} is not the one this token is for; nothing was sent to it"
         )
     names = _names_of(leaf)
-    if _spelled(host.strip("[]")) not in map(_spelled, names):
+    if _canonical(host.strip("[]")) not in map(_canonical, names):
         raise UserError(
             f"the server at {host}:{port} has no certificate for {host!r}; it is known as "
             f"{', '.join(names)}: dial one of these"
@@ -162,7 +162,7 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
 
 
 def _presented(host: str, port: int) -> x509.Certificate:
-    """The certificate a server shows, not believed."""
+    """The certificate that a server presents, unverified."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -182,20 +182,20 @@ def _presented(host: str, port: int) -> x509.Certificate:
 
 
 def _names_of(certificate: x509.Certificate) -> list[str]:
-    """What a server may be dialled by: one at least."""
+    """The host names and addresses of a server's certificate, at least one."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         addresses = map(str, names.get_values_for_type(x509.IPAddress))
-        found = [*names.get_values_for_type(x509.DNSName), *addresses]
+        hosts = [*names.get_values_for_type(x509.DNSName), *addresses]
     except (x509.ExtensionNotFound, ValueError):
-        found = []
-    if not found:
+        hosts = []
+    if not hosts:
         raise AdmissionRefused("what answers there is not an Isthmus server")
-    return found
+    return hosts
 
 
-def _spelled(host: str) -> str:
-    """A name or an address in the one way to write it."""
+def _canonical(host: str) -> str:
+    """A host name or address in its canonical form."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -210,7 +210,7 @@ async def _call(
     *,
     override: str | None = None,
 ) -> bytes:
-    """One call, tried again while the server is busy."""
+    """Call a method, with retries while the server is busy."""
     more = () if override is None else (("grpc.ssl_target_name_override", override),)
     pause = 0.5
     for attempt in range(_TRIES):
@@ -220,7 +220,7 @@ async def _call(
             except grpc.aio.AioRpcError as error:
                 busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
                 if error.code() not in busy or attempt == _TRIES - 1:
-                    raise AdmissionRefused(_why_not(address, error)) from None
+                    raise AdmissionRefused(_failure_message(address, error)) from None
             else:
                 assert isinstance(answer, bytes)
                 return answer
@@ -229,7 +229,7 @@ async def _call(
     raise AssertionError("the last try returns or raises")
 
 
-def _why_not(address: str, error: grpc.aio.AioRpcError) -> str:
+def _failure_message(address: str, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return (
             f"nobody lets participants in at {address}: joining has a port of its own, the one "

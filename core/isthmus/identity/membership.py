@@ -1,7 +1,7 @@
-"""What makes this machine a participant: its keys, its certificate, the authority it believes.
+"""The membership of a machine in a fleet: its keys, its certificate and the trusted authority.
 
-A directory that only its owner can enter, made by `isthmus client join` or `isthmus datacenter
-join`, read by `start`. The private keys in it were made here and never leave.
+`isthmus client join` or `isthmus datacenter join` saves it in a directory that only the owner can
+access; `start` reads it. The private keys are generated on this machine and never leave it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isthmus.system.file_lock import file_lock
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 
 RENEW_AT = 2 / 3
-"""A certificate is renewed when this share of its life is over."""
+"""Share of a certificate's validity after which it is renewed."""
 
 _MEMBER = "member.json"
 _AUTHORITY = "authority.pem"
@@ -33,15 +33,15 @@ _IDENTITY = "identity.key"
 
 
 class Membership:
-    """One participant's place in a fleet, as it is kept in a directory.
+    """One participant's membership, stored in a directory.
 
     Guarantees:
-      * every secret in it is readable by its owner alone;
-      * key and certificate change together: a crash leaves the old pair or the new one.
+      * only the owner can read the secrets in it;
+      * key and certificate change together: after a crash either the old or the new pair is there.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read what `join` left in the directory.
+        """Read the membership that `join` saved in the directory.
 
         Raises:
             UserError: this machine has not joined, or the directory cannot be used.
@@ -82,7 +82,7 @@ class Membership:
         key: tls.Key,
         certificate: x509.Certificate,
     ) -> Membership:
-        """Keep what a join gave; the identity is there already (see `prepare`).
+        """Save the result of a join; `prepare` has already saved the identity.
 
         Raises:
             UserError: the directory cannot be written.
@@ -95,11 +95,11 @@ class Membership:
             "server": server,
             "enroller": enroller.hex(),
         }
-        said = json.dumps(about, indent=1).encode() + b"\n"
+        data = json.dumps(about, indent=1).encode() + b"\n"
         with _writing(directory):
             write_private_file(directory / _AUTHORITY, tls.pem(authority))
             write_private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
-            write_private_file(directory / _MEMBER, said)
+            write_private_file(directory / _MEMBER, data)
             (directory / _JOINING).unlink(missing_ok=True)
         return cls(directory)
 
@@ -110,26 +110,26 @@ class Membership:
 
     @property
     def rounds(self) -> Path:
-        """Where an edge device keeps which rounds it was in, for as long as its identity."""
+        """File of an edge device's past rounds, kept as long as its identity."""
         return self.directory / "rounds.json"
 
     @property
     def tasks(self) -> Path:
-        """Where this machine keeps the tasks it loads, unless its owner names another place."""
+        """Default directory of the tasks that this machine loads."""
         return self.directory / "tasks"
 
     @property
     def renew_at(self) -> float:
-        """When to ask for the next certificate, in unix seconds."""
+        """Time at which to request the next certificate, in unix seconds."""
         begin = self.certificate.not_valid_before_utc.timestamp()
         end = self.certificate.not_valid_after_utc.timestamp()
         return begin + RENEW_AT * (end - begin)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What to dial with: our certificate, and trust in the authority's alone.
+        """Credentials with this certificate that trust only the fleet's authority.
 
         Raises:
-            AdmissionRefused: the certificate is over, so that no server would let us in.
+            AdmissionRefused: the certificate has expired.
         """
         end = self.certificate.not_valid_after_utc
         if time.time() > end.timestamp():
@@ -149,10 +149,10 @@ class Membership:
         return tls.signing_request(self._next_key)
 
     def renewed(self, data: bytes) -> None:
-        """Keep the certificate (PEM) that came for the last `next_request`.
+        """Save the certificate (PEM) that was issued for the last `next_request`.
 
         Raises:
-            AdmissionRefused: it is not for that key, or for somebody else, or by another authority.
+            AdmissionRefused: it is for another key or participant, or by another authority.
         """
         certificate, key = tls.read_certificate(data), self._next_key
         if key is None or certificate.public_key() != key.public_key():
@@ -170,13 +170,13 @@ class Membership:
         self.certificate = tls.read_certificate(data)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Be the only process that uses this membership, while the block lasts.
+        """Hold the exclusive lock of this membership inside the block.
 
         Raises:
-            UserError: another one does.
+            UserError: another process uses the membership.
         """
-        said = f"another process runs as {self.name!r} from {self.directory}"
-        return file_lock(self.directory / "lock", said)
+        taken = f"another process runs as {self.name!r} from {self.directory}"
+        return file_lock(self.directory / "lock", taken)
 
 
 @contextlib.contextmanager
@@ -191,10 +191,10 @@ _JOINING = "joining.key"
 
 
 def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
-    """The keys to join with: made once, so that a join that was cut off is the same when repeated.
+    """The keys for joining, generated once, so that an interrupted join can be repeated.
 
     Raises:
-        UserError: this directory has a membership already, or cannot be written.
+        UserError: the directory already holds a membership, or cannot be written.
     """
     if (directory / _MEMBER).exists():
         raise UserError(
@@ -216,10 +216,10 @@ def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
 def check_issued(
     certificate: x509.Certificate, authority: x509.Certificate, kind: str, identity: bytes
 ) -> None:
-    """Check a certificate that a server made for us.
+    """Check a certificate that a server issued to this participant.
 
     Raises:
-        AdmissionRefused: it is not by the authority, or does not say what we asked for.
+        AdmissionRefused: another authority signed it, or it has another role or identity.
     """
     if not tls.issued_by(certificate, authority):
         raise AdmissionRefused("the server's authority did not sign the certificate it sent")
@@ -229,10 +229,10 @@ def check_issued(
 
 
 def check_dialling(address: str, kind: str, name: str, membership: Membership | None) -> None:
-    """Refuse to dial another machine without a certificate, or with somebody else's.
+    """Refuse connections to other machines without this participant's own certificate.
 
     Raises:
-        UserError: what is wrong, and what to do.
+        UserError: there is no membership, or it is for another role or name.
     """
     here = tls.is_socket(address)
     host = "" if here else tls.split_address(address, "the server's address")[0]
@@ -264,6 +264,6 @@ def _read_identity(directory: Path) -> Ed25519PrivateKey:
 
 
 def default_state(role: str) -> Path:
-    """Where a role keeps its membership unless told otherwise: below XDG_STATE_HOME."""
+    """Default membership directory of a role, below `XDG_STATE_HOME`."""
     home = os.environ.get("XDG_STATE_HOME")
     return (Path(home) if home else Path.home() / ".local" / "state") / "isthmus" / role

@@ -1,11 +1,11 @@
-"""Keys and certificates: X.509 as both ends of the link use it.
+"""X.509 keys and certificates of both ends of the link.
 
-A participant's certificate says three things, each in a URI of its subject alternative names: its
-role and name (`isthmus:client:phone-0`), and the Ed25519 key that it is known by in secure
-aggregation (`isthmus-identity:<hex>`). The operator's authority signs all three together, so the
-peer of a TLS connection and the party of the protocol are the same.
+A participant's certificate contains its role, its name (`isthmus:client:phone-0`) and the Ed25519
+key that identifies it in secure aggregation (`isthmus-identity:<hex>`), as URIs of the subject
+alternative names. The operator's authority signs them together, so that the peer of a TLS
+connection and the party of the protocol are the same.
 
-Keys are ECDSA on P-256: what gRPC's TLS library negotiates everywhere.
+Keys are ECDSA on P-256, which gRPC's TLS library supports on all platforms.
 
 >>> key = new_key()
 >>> request = x509.load_der_x509_csr(signing_request(key))
@@ -27,7 +27,7 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.names import is_name
 
 KINDS = ("client", "datacenter", "operator")
-"""What a certificate can be for."""
+"""The roles that a certificate can be issued for."""
 
 _ROLE_URI = "isthmus:"
 _IDENTITY_URI = "isthmus-identity:"
@@ -37,12 +37,12 @@ PublicKey = ec.EllipticCurvePublicKey
 
 
 def new_key() -> Key:
-    """A private key, made here and kept here."""
+    """A new private key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def key_pem(key: Key) -> bytes:
-    """A private key as PKCS #8 PEM, not encrypted: its file's mode protects it."""
+    """A private key as unencrypted PKCS #8 PEM; the mode of its file protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -56,7 +56,7 @@ def pem(certificate: x509.Certificate) -> bytes:
 
 
 def signing_request(key: Key) -> bytes:
-    """A PKCS #10 request (DER) that shows possession of the key; what it is for, others say."""
+    """A PKCS #10 signing request (DER) without a subject, as proof of possession of the key."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
@@ -68,7 +68,7 @@ def fingerprint(certificate: x509.Certificate) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Whom a participant's certificate is about."""
+    """The participant that a certificate was issued to."""
 
     kind: str
     name: str
@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def names(self) -> x509.SubjectAlternativeName:
-        """The names as they stand in a certificate."""
+        """The subject alternative names of the certificate."""
         return x509.SubjectAlternativeName(
             [
                 x509.UniformResourceIdentifier(f"{_ROLE_URI}{self.kind}:{self.name}"),
@@ -91,14 +91,14 @@ class Subject:
 
 
 def subject_of(certificate: x509.Certificate) -> Subject:
-    """Read a participant's certificate; whether it is genuine is for TLS, or `issued_by`, to say.
+    """Read a participant's certificate without verifying it; TLS or `issued_by` does that.
 
     Raises:
-        AdmissionRefused: it is not a participant's.
+        AdmissionRefused: it is not a participant's certificate.
     """
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        uris = found.value.get_values_for_type(x509.UniformResourceIdentifier)
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        uris = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
         (role,) = [uri for uri in uris if uri.startswith(_ROLE_URI)]
         (identity,) = [uri for uri in uris if uri.startswith(_IDENTITY_URI)]
         kind, _, name = role.removeprefix(_ROLE_URI).partition(":")
@@ -129,7 +129,7 @@ def read_certificate(data: bytes) -> x509.Certificate:
     """A certificate from PEM.
 
     Raises:
-        AdmissionRefused: it is none.
+        AdmissionRefused: the bytes are not a certificate.
     """
     try:
         return x509.load_pem_x509_certificate(data)
@@ -138,7 +138,7 @@ def read_certificate(data: bytes) -> x509.Certificate:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, by a name that no name server can change."""
+    """Whether a host is a loopback address or `localhost`, without a name lookup."""
     if host == "localhost":
         return True
     try:
@@ -148,15 +148,15 @@ def is_loopback(host: str) -> bool:
 
 
 def is_socket(address: str) -> bool:
-    """Whether an address is a Unix socket, `unix:PATH`, as an embedded run listens on."""
+    """Whether an address is a Unix socket, `unix:PATH`, as used by embedded runs."""
     return address.startswith("unix:")
 
 
 def split_address(text: str, what: str) -> tuple[str, int]:
-    """`HOST:PORT` (an IPv6 host in brackets) as host and port.
+    """Split `HOST:PORT` (an IPv6 host in brackets) into host and port.
 
     Raises:
-        UserError: it is not of that form.
+        UserError: the text does not have that form; `what` names it in the message.
     """
     host, separator, port = text.rpartition(":")
     digits = port.isascii() and port.isdigit()

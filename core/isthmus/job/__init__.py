@@ -1,4 +1,4 @@
-"""A job: one TOML file that says what to learn, how, and where."""
+"""Jobs: one TOML file that defines the task, the strategy and the participants of a run."""
 
 from isthmus.job.schema import (
     Job,

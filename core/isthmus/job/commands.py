@@ -1,4 +1,4 @@
-"""``isthmus job``: look at a job before running it."""
+"""``isthmus job``: validate job files and print their schema."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from isthmus.job.schema import job_schema, load_job
 from isthmus.task.definition import load_task
 
 CHECKS = "isthmus.checks"
-"""Packages register here what they refuse in a job: a function of the job and its task."""
+"""Entry points of further checks: functions of the job and its task that raise errors."""
 
 
 @click.group()
 def job() -> None:
-    """Check a job file, or print what one may contain."""
+    """Check a job file, or print its schema."""
 
 
 @job.command()

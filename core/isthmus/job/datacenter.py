@@ -1,4 +1,4 @@
-"""The job's table `[datacenter]`: rounds on a group of ranks, and how the model lies on them."""
+"""The job's table `[datacenter]`: rounds on a group of ranks and the layout of the model."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ class DatacenterSection(Section):
     layout: Literal["given", "auto"] = "given"
     """`auto` chooses zero_stage and the three degrees below from the model's size and devices."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What is sharded over data_parallel: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """Sharded over data_parallel: 1 the optimizer state, 2 also gradients, 3 also parameters."""
     data_parallel: Annotated[int, Field(ge=1)] | None = None
-    """Replicas, each training on examples of its own. Default: the ranks the other two leave."""
+    """Replicas that train on different examples. Default: all ranks, divided by the other two."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share each layer's matrices."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks that each hold a stretch of the layers."""
+    """Ranks that each hold a contiguous part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of a pipeline's passes; the last two give each rank two stretches of layers."""
+    """Order of a pipeline's passes; the last two give each rank two parts of the layers."""
     microbatches: Annotated[int, Field(ge=1)] | None = None
-    """Pieces of a batch in a pipeline. Default: two for each of its ranks, or one."""
+    """Microbatches of a batch in a pipeline. Default: two for each of its ranks, or one."""
     accumulate: Annotated[int, Field(ge=1)] = 1
-    """Pieces of a batch trained one after the other before the optimizer steps, to save memory."""
+    """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What layers compute in; parameters, their gradients' sums and the optimizer stay float32."""
+    """Precision of the layers; parameters, gradient sums and the optimizer stay float32."""
     compile: bool = False
     """Compile each block with `torch.compile`."""
     checkpoint_activations: bool = False
-    """Compute each block again in the backward pass instead of keeping what it made."""
+    """Recompute each block in the backward pass instead of keeping its activations."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Scale the whole gradient down to this 2-norm where it is longer. Default: never."""
+    """Largest 2-norm of the whole gradient; a longer one is scaled down. Default: no limit."""
     steps: Annotated[int, Field(ge=1)] = 50
     """Optimizer steps in one round."""
     checkpoint_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints within a round, written while it goes on; 0: only at its end."""
+    """Steps between checkpoints written during a round; 0: only at its end."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one step on one data-parallel replica."""
     readers: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes on each rank that read its data ahead; with 0 it reads between its own steps."""
+    """Processes on each rank that prefetch its data; with 0 it is read between the steps."""
     optimizer_on_load: Literal["reset", "keep"] = "reset"
-    """Inner optimizer state when a model trained elsewhere arrives: its moments are stale then."""
+    """Inner optimizer state when a model that others trained is loaded: its moments are stale."""
 
     @model_validator(mode="after")
     def _layout_fits(self) -> DatacenterSection:
@@ -67,7 +67,7 @@ class DatacenterSection(Section):
         return self
 
     def replicas(self, ranks: int) -> int:
-        """The data-parallel degree on so many ranks.
+        """The data-parallel degree on a number of ranks.
 
         Raises:
             ValueError: the degrees do not multiply to the number of ranks.

@@ -1,4 +1,4 @@
-"""The job's table `[federated]`: rounds on edge devices, and who takes part in them."""
+"""The job's table `[federated]`: rounds on edge devices and the selection of devices."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from isthmus.job.section import Hours, PositiveSeconds, Section
 
 
 class DeviceHours(Hours):
-    """Hours in which some devices may be asked to train; several for one device add up."""
+    """Hours in which some devices may be invited; several entries for one device add up."""
 
     devices: Annotated[str, Field(min_length=1)]
     """Their names: `tablet-7`, or a pattern with `*`, `?` and `[...]` such as `tablet-*`."""
 
 
 class Participation(Section):
-    """The most that is asked of one device."""
+    """Limits on the participation of one device."""
 
     rounds: Annotated[int, Field(ge=1, le=1_000_000)]
-    """Rounds that it may be asked to train in, whether its update came or not."""
+    """Most rounds that it may be invited to, whether its update arrived or not."""
     hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Within so many hours, at any time. Default: in the whole run."""
+    """Length in hours of the sliding window in which these rounds are counted. Default: the run."""
 
 
 class Utility(Section):
     """Guided selection (Oort, Lai et al. 2021).
 
-    A device's utility is its examples times its last mean loss, relative to the others', plus a
-    bonus for those who were not asked for long, less what it is slower than the others. With secure
-    aggregation nobody's loss or number of examples is known: speed and bonus decide alone.
+    A device's utility is its number of examples times its last mean loss, relative to the other
+    devices, plus a bonus that grows with the time since its last invitation; it is reduced for
+    slow devices. With secure aggregation losses and numbers of examples are unknown, so that only
+    speed and bonus count.
     """
 
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Share of the first cohort that is left for devices that were never asked."""
+    """Share of the first cohort that is reserved for devices that were never invited."""
     exploration_decay: Annotated[float, Field(gt=0, le=1)] = 0.98
-    """What it is multiplied with each round."""
+    """Factor of this share in each round."""
     min_exploration: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Below this it does not fall."""
+    """Lower bound of this share."""
     preferred_seconds: PositiveSeconds | None = None
-    """A device that takes longer is slow. Default: what four of five devices took."""
+    """A device that takes longer counts as slow. Default: the 80th percentile of the devices."""
     slowness: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
-    """alpha: a device that takes r times the preferred seconds counts r ** -alpha; 0 is off."""
+    """alpha: a device that takes r times the preferred seconds has weight r ** -alpha; 0 is off."""
     uncertainty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """The bonus is sqrt(this x ln(round) / last round that it was asked in)."""
+    """c of the bonus sqrt(c x ln(round) / round of the last invitation)."""
 
 
 class Buffer(Section):
@@ -56,12 +57,12 @@ class Buffer(Section):
     concurrency: Annotated[int, Field(ge=1)] | None = None
     """Devices at work at the same time. Default: twice the cohort."""
     staleness_exponent: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """An update that began s rounds ago counts (1 + s) ** -this of a fresh one; 0: as much."""
+    """a of the weight (1 + s) ** -a of an update that began s rounds ago; 0: all weigh the same."""
     max_staleness: Annotated[int, Field(ge=0)] = 20
-    """One that began longer ago is not used."""
+    """Updates that began more rounds ago are discarded."""
 
     def discount(self, stale: int) -> float:
-        """What an update counts that began so many rounds ago.
+        """Relative weight of an update that began `stale` rounds ago.
 
         >>> Buffer(staleness_exponent=0.5).discount(3)
         0.5
@@ -70,7 +71,7 @@ class Buffer(Section):
 
 
 def buffer_name(run_id: str, round_: int) -> bytes:
-    """What devices agree on where a cohort has one model: 32 bytes that name a buffer."""
+    """The name of a buffer, 32 bytes, which its devices agree on in place of a model's SHA-256."""
     return hashlib.sha256(f"isthmus/buffer/{run_id}/{round_}".encode()).digest()
 
 
@@ -78,7 +79,7 @@ class FlowerStrategy(Section):
     """A strategy of Flower, or one written for it."""
 
     name: str
-    """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own."""
+    """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own class."""
     options: dict[str, Any] = Field(default={})
     """Its keyword arguments."""
     inner: FlowerStrategy | None = None
@@ -86,20 +87,20 @@ class FlowerStrategy(Section):
 
 
 class FlowerSection(Section):
-    """Flower as a guest; the server needs the extra `flower`, and so do devices for an `app`."""
+    """Flower strategies and apps. The server, and devices for an `app`, need the extra `flower`."""
 
     strategy: FlowerStrategy = FlowerStrategy(name="FedAvg")
-    """Makes the next model of a round's updates, in place of their weighted mean."""
+    """Computes the next model from a round's updates, instead of their weighted mean."""
     app: str | None = None
-    """A ClientApp that trains on the devices in place of the task: `path/to/file.py:app`, relative
+    """A ClientApp that trains on the devices instead of the task: `path/to/file.py:app`, relative
     to the job file, or `package.module:app`."""
     config: dict[str, bool | int | float | str] = Field(default={})
     """The app's `context.run_config`, and each message's `content["config"]`."""
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
-    """A round's updates are together in the server's memory, cohort x model; at most so much."""
+    """Most bytes of a round's updates, cohort x model, which are all in the server's memory."""
     max_examples: Annotated[int, Field(ge=1)] = 1_000_000
-    """With an app, a device that says that it trained on more is refused. It counts by its own
-    word: a number near what honest devices have bounds what a lying one weighs."""
+    """With an app, updates of devices that claim more examples are refused. The weight of an update
+    is the number that the device claims: a tight bound limits the weight of a dishonest device."""
 
 
 class FederatedSection(Section):
@@ -108,38 +109,38 @@ class FederatedSection(Section):
     clients: Annotated[int, Field(ge=0, le=512)] = 0
     """Devices that `isthmus run` starts on this machine."""
     mode: Literal["rounds", "buffered"] = "rounds"
-    """A cohort that trains together, or a buffer of as many updates that devices fill at their own
-    pace."""
+    """Synchronous rounds of a cohort, or a buffer of `cohort` updates that devices fill
+    asynchronously."""
     buffer: Buffer = Buffer()
     """For mode = "buffered"."""
     cohort: Annotated[int, Field(ge=1)] = 8
-    """Updates wanted each round."""
+    """Number of updates in each round."""
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
     quorum: Annotated[int, Field(ge=1)] | None = None
-    """Fewest updates a round may be committed with. Default: three quarters of the cohort."""
+    """Least number of updates of a committed round. Default: three quarters of the cohort."""
     selection: Literal["uniform", "utility"] = "uniform"
-    """Who is invited of those who may be: anybody, or whoever promises the most (`utility`)."""
+    """Which available devices are invited: random ones, or those with the highest `utility`."""
     utility: Utility = Utility()
     """For selection = "utility"."""
     participation: Participation | None = None
-    """How often one device may be asked. Default: in every round."""
+    """How often one device may be invited. Default: in every round."""
     hours: tuple[DeviceHours, ...] = ()
-    """When devices may be asked, by name; a device that no entry names may be at any time."""
+    """When devices may be invited, by name; devices without an entry at any time."""
     local_epochs: Annotated[int, Field(ge=1)] | None = None
     """Passes over a device's own data in one round. Default 1, unless local_steps is set."""
     local_steps: Annotated[int, Field(ge=0)] | None = None
-    """Optimizer steps in one round, instead of epochs; 0 sends back a zero update."""
+    """Optimizer steps in one round, instead of epochs; 0 gives an update of zeros."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one local step."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
     secure_aggregation: bool = True
-    """The server learns the sum of a round's updates and no single one (Bell et al. 2020)."""
+    """The server learns only the sum of a round's updates (Bell et al. 2020)."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
-    """With secure aggregation, elements of an update are clipped to +- this."""
+    """With secure aggregation, elements of an update are clipped to [-clip, clip]."""
     max_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    """With secure aggregation, a device with more examples weighs as much as one with these."""
+    """With secure aggregation, the largest weight of a device, in examples."""
     flower: FlowerSection | None = None
     """Aggregate with a strategy of Flower."""
 
@@ -155,17 +156,17 @@ class FederatedSection(Section):
 
     @model_validator(mode="after")
     def _secure_enough(self) -> FederatedSection:
-        """With fewer, a sum would show somebody's part, or a round could be opened twice."""
-        least = self._least_secure(self.cohort)
-        if self.secure_aggregation and self.needed < least:
+        """A smaller quorum would reveal single updates, or allow two sums of one round."""
+        minimum = self._min_secure_quorum(self.cohort)
+        if self.secure_aggregation and self.needed < minimum:
             raise ValueError(
-                f"secure_aggregation needs a quorum of at least {least} with cohort={self.cohort}, "
-                f"not {self.needed}; raise it, or set secure_aggregation = false"
+                f"secure_aggregation needs a quorum of at least {minimum} with cohort="
+                f"{self.cohort}, not {self.needed}; raise it, or set secure_aggregation = false"
             )
         return self
 
     @model_validator(mode="after")
-    def _an_app_trains_as_it_likes(self) -> FederatedSection:
+    def _settings_that_an_app_ignores(self) -> FederatedSection:
         fields = type(self).model_fields
         unused = [
             name
@@ -212,12 +213,12 @@ class FederatedSection(Section):
 
     @property
     def needed(self) -> int:
-        """The quorum, with its default."""
+        """The quorum, with its default applied."""
         return self.quorum if self.quorum is not None else -(-3 * self.cohort // 4)
 
     @property
     def invited(self) -> int:
-        """Devices asked in one round."""
+        """Devices invited to one round."""
         return math.ceil(self.cohort * self.over_selection)
 
     def for_cohort(self, cohort: int) -> FederatedSection:
@@ -230,11 +231,11 @@ class FederatedSection(Section):
         """
         quorum = -(-3 * cohort // 4) if self.quorum is None else self.quorum
         if self.secure_aggregation:
-            quorum = max(quorum, self._least_secure(cohort))
+            quorum = max(quorum, self._min_secure_quorum(cohort))
         if cohort < quorum:
             raise JobError(f"a cohort of {cohort} devices is below the quorum of {quorum}")
         return self.model_copy(update={"cohort": cohort, "quorum": quorum})
 
     @staticmethod
-    def _least_secure(cohort: int) -> int:
+    def _min_secure_quorum(cohort: int) -> int:
         return max(3, 56 * cohort // 100 + 1)

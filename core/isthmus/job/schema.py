@@ -1,4 +1,4 @@
-"""A job: one TOML file that says what to learn, how, and where.
+"""The schema of job files: what to learn, how, and where, in one TOML file.
 
 >>> job = parse_job('''
 ... name = "digits"
@@ -8,8 +8,8 @@
 >>> job.federated.cohort, job.strategy.policy
 (4, 'alternate')
 
-Every field says what it means and in which unit; ``isthmus job schema`` prints them.
-Unknown keys are errors, so a typing mistake never silently falls back to a default.
+The docstring of a field gives its meaning and unit; ``isthmus job schema`` prints them. Unknown
+keys are errors, so that a misspelt key is never silently replaced by a default.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RegimeName = Literal["datacenter", "federated", "hybrid"]
 
 
 class TaskSection(Section):
-    """What is learned."""
+    """The task and its data."""
 
     source: str
     """The task: `path/to/file.py:Name`, relative to the job file, or `package.module:Name`."""
     data: str | None = None
-    """Where this machine's data is, relative to the job file; the task reads it as `self.data`."""
+    """Path of this machine's data, relative to the job file; the task reads it as `self.data`."""
     settings: dict[str, Any] = Field(default={})
-    """Handed to the task as `self.settings`."""
+    """Settings of the task, available as `self.settings`."""
 
     def data_in(self, base: Path) -> Path | None:
         """The path of the data, if the job names one; `base` is the job file's directory."""
@@ -58,51 +58,52 @@ class ServerOptimizer(Section):
 
 
 class Window(Hours):
-    """Hours in which one side can work."""
+    """Hours in which one regime is available."""
 
     side: Literal["datacenter", "federated"]
-    """Whose hours these are. A side without any window can always work."""
+    """The regime. One without any window is always available."""
 
 
 class Phase(Section):
-    """A stretch of rounds in one regime."""
+    """Consecutive rounds in one regime."""
 
     regime: RegimeName
-    """Who trains."""
+    """The regime of these rounds."""
     rounds: Annotated[int, Field(ge=1)] | None = None
-    """For how many rounds; without a number it goes on to the end of the run."""
+    """Number of rounds; without it the phase lasts until the end of the run."""
     hours: tuple[Hours, ...] = ()
-    """Only in these; outside of them later phases have their turn."""
+    """Only in these hours; outside of them later phases are used."""
 
 
 class StrategySection(Section):
-    """Which regime each round uses, and how results become the next model."""
+    """The choice of each round's regime, and the computation of the next model."""
 
     policy: str = "alternate"
     """`adaptive`, `rule`, `datacenter`, `federated`, `hybrid`, `alternate`, `schedule`, `plateau`,
     `budget`, `availability`, `bandit`, one that a package provides, or your own `module:Name`."""
     schedule: tuple[Phase, ...] = ()
-    """For the policy `schedule`: the first phase that has rounds left and whose hours it is; after
-    all of them the last one goes on."""
+    """For the policy `schedule`: each round uses the first phase with rounds left and within its
+    hours; after all phases the last one continues."""
     settings: dict[str, Any] = Field(default={})
-    """Of the policy; each has its own (docs/strategy.md)."""
+    """Settings of the policy, see docs/strategy.md."""
     target_edge_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the target distribution that lives on the devices; the rest is the datacenter's."""
+    """Share of the target distribution that is on the devices; the rest is the datacenter's."""
     windows: tuple[Window, ...] = ()
-    """When the fleet or the datacenter can be counted on: no round of theirs begins outside."""
+    """When devices or the datacenter are available: none of their rounds begins outside."""
     merge: Literal["weighted", "projected", "transfer"] = "weighted"
-    """How a hybrid round joins both sides: their weighted mean; the mean after taking out what
-    points against the fleet (Yu et al. 2020); or the fleet alone, whose devices add the
-    datacenter's gradient to each of their steps (one-way transfer, Augenstein et al. 2022)."""
+    """How a hybrid round merges both pseudo-gradients: `weighted`, a weighted mean; `projected`,
+    the mean without the datacenter's component against the devices' direction (Yu et al. 2020);
+    `transfer`, only the devices', which add the datacenter's gradient to each of their steps
+    (one-way transfer, Augenstein et al. 2022)."""
     datacenter_weight: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of the datacenter's pseudo-gradient in a hybrid round; the fleet has the rest."""
+    """Share of the datacenter's pseudo-gradient in a hybrid round; the rest is the devices'."""
     transfer_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """For merge = "transfer": what the datacenter's gradient is multiplied with."""
+    """For merge = "transfer": the factor of the datacenter's gradient."""
     served_average: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The model that is evaluated and handed out averages the rounds' models: so much of it stays
-    each round; 0 serves the last one."""
+    """Decay of an exponential moving average of the rounds' models, which is evaluated and served;
+    0 serves the last model."""
     server_optimizer: ServerOptimizer = ServerOptimizer()
-    """What turns a merged pseudo-gradient into the next model."""
+    """The optimizer that applies the merged pseudo-gradient to the model."""
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> StrategySection:
@@ -121,21 +122,21 @@ class EvaluationSection(Section):
     """Central evaluation on held-out data."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Evaluate after every so many rounds, and after the last."""
+    """Rounds between evaluations; the last round is always evaluated."""
     batch_size: Annotated[int, Field(ge=1)] = 512
-    """Examples at a time."""
+    """Examples in one batch."""
 
 
 class TimeSection(Section):
-    """The three bounds on every wait."""
+    """The three time limits."""
 
     join_seconds: PositiveSeconds = 120.0
-    """For participants to arrive and be ready: at the start, and when too few are left."""
+    """Wait for participants to connect and be ready: at the start, and when too few are left."""
     round_seconds: PositiveSeconds = 600.0
-    """For one attempt at a round, from the plan to the last result; with secure aggregation three
-    quarters of it for training."""
+    """One attempt at a round, from the plan to the last result; with secure aggregation, three
+    quarters of it are for training."""
     lease_seconds: PositiveSeconds = 10.0
-    """Silence after which a participant counts as gone; 10 on a server that others join."""
+    """Silence after which a participant counts as lost; `isthmus server` always uses 10."""
 
     @model_validator(mode="after")
     def _in_order(self) -> TimeSection:
@@ -148,7 +149,7 @@ class TimeSection(Section):
 
 
 class PricesSection(Section):
-    """What work costs, in one unit of your choice; `budget` and the report count in it."""
+    """Prices of work in a unit of your choice, which `budget` and the report use."""
 
     client_update: Price = 1.0
     """One device taking part in one round."""
@@ -159,24 +160,24 @@ class PricesSection(Section):
 
 
 class Job(Section):
-    """A task plus everything that says how to train it."""
+    """A task and all settings of its training."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """Short name; run directories start with it."""
+    """Short name; the names of run directories start with it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """The same seed and the same participants give the same bytes."""
     rounds: Annotated[int, Field(ge=1)] = 10
-    """The run ends after so many rounds."""
+    """Number of rounds after which the run ends."""
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The run also ends before a round that would bring its cost above this (unit: prices)."""
+    """The run also ends before a round that would exceed this cost (in the unit of `prices`)."""
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The run also ends before a round once it has gone on for so long; the time in which it was
-    stopped does not count."""
+    """The run also ends before a round after this duration; time in which it was stopped does not
+    count."""
     device_bytes: Annotated[int, Field(gt=0)] | None = None
-    """The run also ends before a round that would bring what devices send and are sent above
-    this."""
+    """The run also ends before a round with which the bytes sent and received by devices would
+    exceed this."""
     attempts: Annotated[int, Field(ge=1)] = 3
-    """Tries at one round before the run gives up."""
+    """Attempts at one round before the run fails."""
     task: TaskSection
     strategy: StrategySection = StrategySection()
     federated: FederatedSection = FederatedSection()
@@ -186,7 +187,7 @@ class Job(Section):
     prices: PricesSection = PricesSection()
 
     @model_validator(mode="after")
-    def _an_app_takes_no_gradient(self) -> Job:
+    def _app_cannot_transfer(self) -> Job:
         flower = self.federated.flower
         if self.strategy.merge == "transfer" and flower is not None and flower.app is not None:
             raise ValueError(

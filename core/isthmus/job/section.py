@@ -1,4 +1,4 @@
-"""What the tables of a job are made of, and what is said of one that is wrong."""
+"""Base class and value types of a job's tables, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """A table of the job: frozen, and strict about its keys."""
+    """A table of the job: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
-        ser_json_inf_nan="constants",  # an `inf` in task.settings is one on every participant
+        ser_json_inf_nan="constants",  # an `inf` in task.settings stays one when it is sent
     )
 
 
 class Hours(Section):
-    """Hours of the week, in UTC; over midnight if they close earlier than they open."""
+    """Hours of the week, in UTC; they span midnight if `closes` is before `opens`."""
 
     opens: TimeOfDay
     """HH:MM."""
     closes: TimeOfDay
-    """HH:MM; the same as `opens` is all day."""
+    """HH:MM; if equal to `opens`, the hours are all day."""
     days: tuple[Day, ...] = ()
-    """Those on which they open: mon, tue, ...; none named is every day."""
+    """Days on which they open: mon, tue, ...; empty for every day."""
 
     @classmethod
     def parse(cls, text: str) -> Hours:
-        """From one line: days, if not all, and when they open and close.
+        """Parse one line: the days, unless all, and the times of opening and closing.
 
         >>> Hours.parse("sat,sun 22:00-06:00")
         Hours(opens='22:00', closes='06:00', days=('sat', 'sun'))
 
         Raises:
-            JobError: it is not of this form.
+            JobError: the text does not have this form.
         """
         days, _, times = text.strip().rpartition(" ")
         opens, _, closes = times.partition("-")
@@ -62,34 +62,34 @@ class Hours(Section):
 
 
 def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> list[str]:
-    """Pydantic's findings in a table, each as `key=value: what is allowed`.
+    """Pydantic's errors in a table, each as `key=value: what is allowed`.
 
     Args:
-        error: of the table.
-        kind: what the table should be.
-        prefix: of its keys, with a dot at the end, where it is part of another.
+        error: the validation error of the table.
+        kind: the class of the table.
+        prefix: of the keys of a nested table, with a dot at the end.
     """
-    found = []
+    messages = []
     for item in error.errors(include_url=False):
         place = ".".join(str(part) for part in item["loc"])
         key = prefix + place
         if item["type"] == "extra_forbidden":
-            found.append(f"unknown key {key}{_suggestion(kind, item['loc'])}")
+            messages.append(f"unknown key {key}{_suggestion(kind, item['loc'])}")
         elif item["type"] == "missing":
-            found.append(f"{key} is missing")
+            messages.append(f"{key} is missing")
         elif item["type"] == "value_error":
             where = key if place else prefix.removesuffix(".")
-            found.append((f"{where}: " if where else "") + str(item["ctx"]["error"]))
+            messages.append((f"{where}: " if where else "") + str(item["ctx"]["error"]))
         elif item["type"] in _SHAPES:
-            found.append(f"{_shown(key, item['input'])}: a {_SHAPES[item['type']]} is wanted")
+            messages.append(f"{_shown(key, item['input'])}: a {_SHAPES[item['type']]} is wanted")
         else:
             wrong = item["msg"][0].lower() + item["msg"][1:]
-            found.append(f"{_shown(key, item['input'])}: {wrong}")
-    return found
+            messages.append(f"{_shown(key, item['input'])}: {wrong}")
+    return messages
 
 
 def _shown(key: str, value: object) -> str:
-    """A key and so much of its value that a sentence stays one; the value alone of all of it."""
+    """`key=value` with a shortened value; only the value if the key is empty."""
     text = repr(value)
     if len(text) > _LONGEST_VALUE:
         text = f"{text[:_LONGEST_VALUE]}..."
@@ -101,7 +101,7 @@ _SHAPES = {"model_type": "table", "dict_type": "table", "tuple_type": "list"}
 
 
 def _suggestion(section: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The closest known key of the same table, or all of them."""
+    """The closest known key of the same table, or all of its keys."""
     for part in location[:-1]:
         field = section.model_fields.get(str(part))
         inner = field.annotation if field is not None else None

@@ -1,4 +1,4 @@
-"""One process at a time: a lock on a file, which ends with its holder, however that ends."""
+"""Exclusive file locks between processes; the kernel releases them when a process ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from isthmus.errors import UserError
 
 @contextlib.contextmanager
 def file_lock(path: Path, taken: str) -> Iterator[None]:
-    """Hold the lock on a file, which is made if it is not there, while the block lasts.
+    """Hold an exclusive lock on a file inside the block; the file is created if it is missing.
 
     Raises:
-        UserError: another process holds it (`taken` says of what), or the file cannot be opened.
+        UserError: another process holds the lock (with the message `taken`), or the file cannot be
+            opened.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

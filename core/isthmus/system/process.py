@@ -1,4 +1,4 @@
-"""What Linux does for a process as a whole: when it ends, and what it does with freed memory."""
+"""Process settings of Linux and glibc: death with the parent and the return of freed memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _M_ARENA_MAX = -8
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux).
+    """Have the kernel kill this process when its parent dies (Linux).
 
-    Call it first thing in the child. A parent that dies while this runs is noticed too, and with
-    its process number in `parent` one that died before. In a container the parent may well be
-    process 1.
+    Call it first in the child. A parent that dies during the call is detected too, and with its
+    process id in `parent` also one that died earlier. In a container the parent may be process 1.
     """
     parent = os.getppid() if parent is None else parent
     libc = ctypes.CDLL(None, use_errno=True)
@@ -29,10 +28,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give large blocks back when they are freed, instead of keeping them for later.
+    """Have glibc return large freed blocks to the kernel at once.
 
-    Left to itself it raises its threshold with the first large block it sees, and a server that
-    handles models one after another ends up holding several of them.
+    By default glibc raises its threshold with the first large block, so that a server that handles
+    one model after another keeps the memory of several.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

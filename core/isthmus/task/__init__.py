@@ -1,4 +1,4 @@
-"""A task: model, loss, data and optimizer in plain PyTorch, used by both regimes."""
+"""Tasks: model, loss, data and optimizer in plain PyTorch, used by both regimes."""
 
 from isthmus.task.definition import (
     Participant,

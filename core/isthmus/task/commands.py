@@ -1,4 +1,4 @@
-"""``isthmus task``: what authors and owners of tasks type."""
+"""``isthmus task``: commands for authors and users of task packages."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def pack(folder: Path, key_file: Path, name: str | None, output: Path | None) ->
 @task.command()
 @click.argument("package", type=_FILE)
 def show(package: Path) -> None:
-    """Say what is in PACKAGE and who signed it, and run nothing."""
-    found = _read(package)
-    click.echo(f"{found.name}\nauthor {found.author.hex()}\ndigest {found.digest.hex()}")
-    for path, data in found.files.items():
+    """List the content of PACKAGE and its author, without executing anything."""
+    content = _read(package)
+    click.echo(f"{content.name}\nauthor {content.author.hex()}\ndigest {content.digest.hex()}")
+    for path, data in content.files.items():
         click.echo(f"{len(data):>10} {path}")
 
 

@@ -1,6 +1,6 @@
-"""A task is what is learned: plain PyTorch, written once, used in both regimes.
+"""A task defines what is learned, in plain PyTorch, for both regimes.
 
-A whole task, for tables of eight numbers in three classes::
+A complete task, for tables of eight numbers in three classes::
 
     import torch
     from torch import nn
@@ -61,36 +61,36 @@ Regime = Literal["datacenter", "federated"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Participant:
-    """Who is about to train: what a task needs to find that participant's own data."""
+    """The participant that trains, for a task to find that participant's data."""
 
     name: str
     """The enrolled name, unique on the server."""
     regime: Regime
     """`federated` on a device, `datacenter` on a rank."""
     shard: tuple[int, int] | None = None
-    """`(index, count)` where one data set is split among simulated devices; else None."""
+    """`(index, count)` if one data set is split among simulated devices; else None."""
 
 
 class Task(abc.ABC):
-    """What is learned. Subclass it and write the five methods that are abstract.
+    """Base class of tasks. Subclasses define the five abstract methods.
 
     Guarantees:
       * one instance per process and run, constructed with the job's ``[task.settings]``;
-      * `model` is called with PyTorch seeded from the job, so every participant starts alike;
-      * `local_data` is called where the data lives and its result never leaves that process.
+      * `model` is called with PyTorch seeded from the job, so all participants start equal;
+      * `local_data` is called on the participant and its result never leaves that process.
     """
 
     def __init__(self, settings: Mapping[str, Any], data: Path | None = None) -> None:
-        """`settings` is the job's table; `data` is where *this* machine keeps its data, if told."""
+        """`settings` is the job's table; `data` is the path of *this* machine's data, if given."""
         self.settings = settings
-        self.__data = data  # two underlines: a task may well have a `_data` of its own
+        self.__data = data  # two underscores: a task may have its own `_data`
 
     @property
     def data(self) -> Path:
         """This machine's data path: ``task.data`` of the job, or ``--data`` of the client.
 
         Raises:
-            TaskError: nobody gave one.
+            TaskError: no path was given.
         """
         if self.__data is None:
             raise TaskError(
@@ -101,25 +101,25 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """The module to train, freshly initialised. Its trainable parameters are what travels."""
+        """The module to train, freshly initialised. Its trainable parameters are exchanged."""
 
     @abc.abstractmethod
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
 
-        Unaveraged, so that ragged batches, ranks and clients are weighted exactly.
+        Not averaged, so that partial batches, ranks and clients are weighted exactly.
         """
 
     def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
-        """Further figures, each one value per scored unit; averaged by Isthmus. Default: none."""
+        """Further metrics, one value per scored unit each; averaged by Isthmus. Default: none."""
         return {}
 
     def score(self, output: Any, target: Any) -> torch.Tensor:
-        """How bad, from 0 to 1, for each scored unit: by this, devices compare models.
+        """A bounded error from 0 (best) to 1 for each scored unit, used to compare models.
 
-        Bounded, so that no single overconfident answer outweighs the rest. Default:
+        Bounded, so that no single overconfident prediction dominates. Default:
         ``1 - exp(-loss)``, which for cross-entropy is one minus the probability of the target.
-        Values outside of 0 to 1 are cut off, and what is not a number counts as 1.
+        Values outside of 0 to 1 are clamped, and NaN counts as 1.
         """
         return 1 - self.loss(output, target).neg().exp()
 
@@ -129,41 +129,42 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def eval_data(self) -> Dataset[Any]:
-        """Central held-out data, as `(input, target)` pairs; whoever scores a run asks once."""
+        """Central held-out data, as `(input, target)` pairs; called once per process."""
 
     @abc.abstractmethod
     def optimizer(
         self, parameters: Iterable[torch.nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
-        """The inner optimizer: made anew each round on a device, kept in the datacenter."""
+        """The inner optimizer: new in each round on a device, kept in the datacenter."""
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """How a batch of inputs goes through the model. Default: ``model(inputs)``."""
+        """The model's output for a batch of inputs. Default: ``model(inputs)``."""
         return model(inputs)
 
-    # -- how a datacenter may cut the model, where its own ways do not do -----------------------
+    # -- overrides of how a datacenter partitions the model --------------------------------------
 
     def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
-        """Styles of `torch.distributed.tensor.parallel` by module name; `*` is any one part of it.
+        """Styles of `torch.distributed.tensor.parallel` by module name; `*` matches one component.
 
         For `tensor_parallel` above 1, e.g. ``{"blocks.*.up": ColwiseParallel()}``. Between the
-        modules it names, activations are whole on every rank unless the styles say otherwise.
-        Default: None, for a plan that fits every module that is called and gathers often.
+        named modules, activations are replicated on every rank unless the styles change that.
+        Default: None, for a generic plan that fits every module but gathers often.
         """
         return None
 
     def pipeline_stages(self, model: nn.Module, n: int) -> Sequence[nn.Module] | None:
-        """The model as `n` modules that, called one after the other, do what it does.
+        """The model as `n` modules that compute the same when called in sequence.
 
-        For `pipeline_parallel` above 1. They must be made of the model's own modules, and hand on
-        a tensor or a tuple of tensors. Default: None, for stretches of its longest list of blocks.
+        For `pipeline_parallel` above 1. The stages must consist of the model's own modules and pass
+        on a tensor or a tuple of tensors. Default: None, for contiguous parts of the longest list
+        of blocks.
         """
         return None
 
     def shard_units(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """The blocks whose parameters are gathered, recomputed and compiled together.
 
-        Default: None, for the children of the model's containers that are worth it.
+        Default: None, for the large children of the model's containers.
         """
         return None
 
@@ -174,60 +175,60 @@ def load_task(
     """Load `path/to/file.py:Name` (relative to `base`) or `package.module:Name` and construct it.
 
     Raises:
-        TaskError: no such file, module or class, not a `Task` or not a whole one, or its own code
-            raised.
+        TaskError: no such file, module or class, not a `Task`, abstract methods are missing, or
+            its own code raised an exception.
     """
-    found = load_named(source, "task.source", base=base)
+    cls = load_named(source, "task.source", base=base)
     name = source.rpartition(":")[2]
-    if not (isinstance(found, type) and issubclass(found, Task)):
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
-    missing = [f"{each}()" for each in sorted(found.__abstractmethods__)]
+    missing = [f"{each}()" for each in sorted(cls.__abstractmethods__)]
     if missing:
         raise TaskError(
             f"task.source={source!r}: {name} does not define {', '.join(missing)}, and it must"
         )
     with user_code(f"{name}()"):
-        return found(settings, data)
+        return cls(settings, data)
 
 
 def load_named(source: str, key: str, *, base: Path) -> Any:
-    """What a key of the job names as `path/to/file.py:Name` or `package.module:Name`.
+    """Load the object that a key of the job names (`path/to/file.py:Name`, `package.module:Name`).
 
     Raises:
-        TaskError: no such file, module or name, or the code of the module raised.
+        TaskError: no such file, module or name, or the module raised an exception.
     """
     check_named(source, key, base=base)
     where, _, name = source.rpartition(":")
-    asked = f"{key}={source!r}"
-    module = _load_file(base / where) if where.endswith(".py") else _load_module(where, asked)
-    found = getattr(module, name, None)
-    if found is None:
-        raise TaskError(f"{asked}: {where} has no {name!r}")
-    return found
+    setting = f"{key}={source!r}"
+    module = _load_file(base / where) if where.endswith(".py") else _load_module(where, setting)
+    value = getattr(module, name, None)
+    if value is None:
+        raise TaskError(f"{setting}: {where} has no {name!r}")
+    return value
 
 
 def check_named(source: str, key: str, *, base: Path) -> None:
-    """Refuse what `load_named` would, as far as that can be told without loading anything.
+    """Check what `load_named` can check without loading any code.
 
     Raises:
         TaskError: it is not of the form `path/to/file.py:Name` or `package.module:Name`, or there
             is no such file.
     """
     where, separator, name = source.rpartition(":")
-    asked = f"{key}={source!r}"
+    setting = f"{key}={source!r}"
     if not separator or not where or not name.isidentifier():
-        raise TaskError(f"{asked} is not of the form path/to/file.py:Name or package.module:Name")
+        raise TaskError(f"{setting} is not of the form path/to/file.py:Name or package.module:Name")
     path = (base / where).resolve()
     if where.endswith(".py") and not path.is_file():
-        raise TaskError(f"{asked}: there is no file {path}")
+        raise TaskError(f"{setting}: there is no file {path}")
 
 
 def check_installed(
     source: str, tasks: Path, key: str = "task.source", *, movable: bool = True
 ) -> None:
-    """Refuse code that a job names and this machine's owner has not put into `tasks`.
+    """Refuse code named by a job that the owner of this machine has not put into `tasks`.
 
-    `movable`: another directory can be named, with --tasks.
+    `movable`: whether another directory can be given with --tasks, for the error message.
 
     Raises:
         TaskError: it is not `path/to/file.py:Name` with a file in that directory.
@@ -249,60 +250,60 @@ def _load_file(path: Path) -> Any:
     assert spec is not None  # a .py path always has a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Data loaders and compiled code look a function's module up by name; files beside the task
-    # are importable from it, as they are from a script.
+    # Data loaders and compiled code look a function's module up by name. Files in the task's folder
+    # are importable, as they are from a script.
     sys.modules[name] = module
-    _stand_beside(str(path.parent))
+    _make_importable(str(path.parent))
     with user_code(f"import of {path.name}"):
         spec.loader.exec_module(module)
     return module
 
 
-_beside: list[str] = []
-"""The directory that was added to Python's path for the last task; a process has one at a time."""
+_task_folders: list[str] = []
+"""The folder of the last task, if it was added to Python's path; a process has one at a time."""
 
 
-def _stand_beside(directory: str) -> None:
-    """Make the files beside a task importable, and those beside an earlier one not any more.
+def _make_importable(directory: str) -> None:
+    """Make the files in a task's folder importable instead of those of the previous task.
 
-    A device or a server opens many tasks in its life, and two may have a file of the same name.
+    A device or a server opens many tasks, and two may have a file of the same name.
     """
     if directory in sys.path:
         return
-    for earlier in _beside:
+    for earlier in _task_folders:
         if earlier in sys.path:
             sys.path.remove(earlier)
-        gone = {name for name, module in sys.modules.items() if _lies_in(earlier, name, module)}
-        for name in [name for name in sys.modules if name.partition(".")[0] in gone]:
+        removed = {name for name, module in sys.modules.items() if _is_in(earlier, name, module)}
+        for name in [name for name in sys.modules if name.partition(".")[0] in removed]:
             del sys.modules[name]
-    _beside[:] = [directory]
+    _task_folders[:] = [directory]
     sys.path.append(directory)
 
 
-def _lies_in(directory: str, name: str, module: ModuleType) -> bool:
+def _is_in(directory: str, name: str, module: ModuleType) -> bool:
     if "." in name or name.startswith("isthmus_task_"):
         return False
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     return any(place and str(Path(place).parent) == directory for place in places)
 
 
-def _load_module(name: str, asked: str) -> Any:
+def _load_module(name: str, setting: str) -> Any:
     with user_code(f"import of {name}"):
         try:
-            found = importlib.util.find_spec(name)  # imports the packages above it
+            spec = importlib.util.find_spec(name)  # imports the parent packages
         except ModuleNotFoundError as error:
             if f"{name}.".startswith(f"{error.name}."):
-                found = None
+                spec = None
             else:
                 raise
-        if found is None:
-            raise TaskError(f"{asked}: no module {name!r} can be imported here")
+        if spec is None:
+            raise TaskError(f"{setting}: no module {name!r} can be imported here")
         return importlib.import_module(name)
 
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Run the user's code: whatever it raises becomes a `TaskError` that names the user's line.
+    """Convert exceptions of the user's code to a `TaskError` that names the user's line.
 
     >>> with user_code("loss()"):
     ...     1 / 0
@@ -318,8 +319,8 @@ def user_code(what: str) -> Iterator[None]:
         raise TaskError(_at_user_line(what, error)) from error
 
 
-_OURS = re.compile(r"isthmus(_(?!task_)\w+)?(\.|$)")
-"""Names of modules of Isthmus; a user's file is loaded as `isthmus_task_` and more."""
+_PRODUCT_MODULE = re.compile(r"isthmus(_(?!task_)\w+)?(\.|$)")
+"""Modules of Isthmus; a user's file is loaded as `isthmus_task_...`."""
 
 
 def _at_user_line(what: str, error: BaseException) -> str:
@@ -328,15 +329,15 @@ def _at_user_line(what: str, error: BaseException) -> str:
         return f"{what} failed at {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.walk_tb(error.__traceback__)
     places = [(frame.f_code.co_filename, line, frame.f_globals) for frame, line in frames]
-    theirs = [
+    user_lines = [
         f"{file}:{line}"
         for file, line, names in places
-        if not (file == names.get("__file__") and _OURS.match(names["__name__"]))
+        if not (file == names.get("__file__") and _PRODUCT_MODULE.match(names["__name__"]))
         and "site-packages" not in file
         and not file.startswith(("<frozen", sysconfig.get_path("stdlib")))
     ]
     message = " ".join(str(error).split()) or "no message"
     kind = type(error).__name__
-    if not theirs:
+    if not user_lines:
         return f"{what} failed: {kind}: {message}"
-    return f"{what} failed at {theirs[-1]}: {kind}: {message}"
+    return f"{what} failed at {user_lines[-1]}: {kind}: {message}"

@@ -1,13 +1,13 @@
-"""Tasks that travel: files of one author in one file, with a digest and a signature.
+"""Signed task packages: the files of a task in one archive, with a digest and a signature.
 
-    package = pack(folder, name, author)      # bytes of a zip file; nothing in it is compressed
-    found = read(package)                     # checked, and nothing of it executed or written
-    install(found, tasks, approved)           # unpacked, if its author is one of the approved
+    data = pack(folder, name, author)         # bytes of a zip file without compression
+    package = read(data)                      # verified; nothing is executed or written
+    install(package, tasks, approved)         # unpacked if its author is approved
 
-The digest is that of the manifest, which has the digests of the files; the author's Ed25519 key
-signs it. A zip file can lie about sizes, names and kinds: what is not plainly in the manifest is
-refused. An installed folder keeps its package, so that whether it is still what was signed can be
-told (`installed`), and a server can hand it on.
+The digest is that of the manifest, which contains the digests of the files; the author's Ed25519
+key signs it. Sizes, names and kinds in a zip file cannot be trusted: everything that is not exactly
+in the manifest is refused. An installed folder keeps its package, so that `installed` can verify
+the folder and a server can forward the package.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from isthmus.job.schema import Job
 
 MAX_BYTES = 64 << 20
-"""Of a package."""
+"""Largest package."""
 MAX_FILES = 1000
 
 _MANIFEST, _SIGNATURE = "manifest.json", "signature"
 _KEPT = ".package"
-"""The package in the folder that it was unpacked into."""
+"""Name of the package in the folder that it was unpacked into."""
 _MAX_MANIFEST = 1 << 20
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _DATE = (1980, 1, 1, 0, 0, 0)
-"""Of every entry, so that the same files are the same package."""
+"""Date of every entry, so that equal files give equal packages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A package that was read: every digest in it fits, and its author signed it."""
+    """A verified package: all digests match, and its author signed it."""
 
     name: str
     author: bytes
@@ -57,16 +57,16 @@ class Package:
     digest: bytes
     """SHA-256 of the manifest."""
     files: Mapping[str, bytes]
-    """By path, with / between its parts."""
+    """Contents by path, with / as the separator."""
     data: bytes
-    """The package itself."""
+    """The bytes of the package."""
 
 
 def new_author(path: Path) -> bytes:
-    """Make an author's key in a new file (PKCS #8 PEM, 0600); returns the public key, 32 bytes.
+    """Save a new author's key in a file (PKCS #8 PEM, 0600); returns the public key, 32 bytes.
 
     Raises:
-        UserError: the file is there already, or cannot be written.
+        UserError: the file exists already, or cannot be written.
     """
     if path.exists():
         raise UserError(f"{path} is there already; nothing was changed")
@@ -84,10 +84,10 @@ def new_author(path: Path) -> bytes:
 
 
 def read_author(path: Path) -> Ed25519PrivateKey:
-    """An author's key from its file.
+    """Read an author's key from its file.
 
     Raises:
-        UserError: it cannot be read, holds something else, or others can read it.
+        UserError: it cannot be read, is not such a key, or other users can read it.
     """
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
@@ -105,10 +105,10 @@ def read_author(path: Path) -> Ed25519PrivateKey:
 
 
 def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
-    """A folder's files as a package; what is hidden, and Python's caches, stay out.
+    """Pack the files of a folder, without hidden files and Python's caches.
 
     Raises:
-        UserError: there is nothing in it, too much, or something that is no plain file.
+        UserError: the folder is empty, too large, or contains something that is not a plain file.
     """
     checked_name(name)
     try:
@@ -128,7 +128,7 @@ def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
     manifest = json.dumps(
         {"version": 1, "name": name, "author": key, "files": about}, indent=1, sort_keys=True
     ).encode()
-    signature = author.sign(_said(hashlib.sha256(manifest).digest()))
+    signature = author.sign(_signed_bytes(hashlib.sha256(manifest).digest()))
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for entry, data in {_MANIFEST: manifest, _SIGNATURE: signature, **files}.items():
@@ -155,10 +155,10 @@ def _files_of(folder: Path) -> dict[str, bytes]:
 
 
 def read(data: bytes) -> Package:
-    """Check a package; nothing in it is executed, and nothing is written.
+    """Verify a package without executing or writing anything.
 
     Raises:
-        AdmissionRefused: it is none, was changed, or is not signed by its author.
+        AdmissionRefused: it is not a package, was changed, or is not signed by its author.
     """
     if len(data) > MAX_BYTES:
         raise AdmissionRefused(f"a package of {len(data)} bytes is larger than {MAX_BYTES}")
@@ -170,7 +170,7 @@ def read(data: bytes) -> Package:
             signature = archive.read(entries[_SIGNATURE])
             table = _table(manifest)
             author, digest = bytes.fromhex(table["author"]), hashlib.sha256(manifest).digest()
-            Ed25519PublicKey.from_public_bytes(author).verify(signature, _said(digest))
+            Ed25519PublicKey.from_public_bytes(author).verify(signature, _signed_bytes(digest))
             about = table["files"]
             if entries.keys() != about.keys() | {_MANIFEST, _SIGNATURE}:
                 raise ValueError("its files are not those of its manifest")
@@ -180,7 +180,7 @@ def read(data: bytes) -> Package:
         raise AdmissionRefused("the package is not signed by the author it names") from None
     except (
         zipfile.BadZipFile,
-        NotImplementedError,  # raised by zipfile for a compression that it does not know
+        NotImplementedError,  # raised by zipfile for an unknown compression
         RuntimeError,
         EOFError,
         OSError,
@@ -199,10 +199,10 @@ def read(data: bytes) -> Package:
 
 
 def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
-    """Unpack a package into a directory of tasks, under its name; returns its folder.
+    """Unpack a package into the folder of its name in a directory of tasks; returns the folder.
 
     Raises:
-        AdmissionRefused: its author is not one of the approved.
+        AdmissionRefused: its author is not approved.
         UserError: the directory cannot be used.
     """
     if package.author not in approved:
@@ -228,17 +228,17 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
 
 
 def name_of(job: Job) -> str:
-    """The package that devices load a job's code from: its folder in a directory of tasks."""
+    """Name of the package, and of its folder, from which devices load a job's code."""
     flower = job.federated.flower
     source = job.task.source if flower is None or flower.app is None else flower.app
     return source.partition("/")[0]
 
 
 def installed(tasks: Path, name: str) -> Package | None:
-    """The package that a folder of tasks was unpacked from; None for files put there by hand.
+    """The package that a folder was unpacked from; None for a folder without one.
 
     Raises:
-        AdmissionRefused: the folder's files are not those of its package any more.
+        AdmissionRefused: files of the folder differ from those of its package.
         UserError: it cannot be read.
     """
     folder = tasks / name
@@ -266,13 +266,13 @@ def installed(tasks: Path, name: str) -> Package | None:
 
 
 def _check_directory(data: bytes) -> None:
-    """Bound what `zipfile` reads at once, which is all that the end of the file speaks of.
+    """Bound the size of the zip directory, which `zipfile` reads at once.
 
-    It looks there first: at the last 22 bytes, which say that no comment follows them.
+    Its size is in the last 22 bytes of the file, which must declare no comment.
     """
     end = data[-22:]
-    here = end[:4] == b"PK\x05\x06" and end[-2:] == bytes(2)
-    if not here or data[:-22][-20:].startswith(b"PK\x06\x07"):
+    is_end_record = end[:4] == b"PK\x05\x06" and end[-2:] == bytes(2)
+    if not is_end_record or data[:-22][-20:].startswith(b"PK\x06\x07"):
         raise ValueError("it does not end as a zip file of this kind does")
     size = int.from_bytes(end[12:16], "little")
     if size > _MAX_MANIFEST:
@@ -314,5 +314,5 @@ def _table(manifest: bytes) -> dict[str, Any]:
     return table
 
 
-def _said(digest: bytes) -> bytes:
+def _signed_bytes(digest: bytes) -> bytes:
     return b"isthmus/task/1" + digest

@@ -1,8 +1,8 @@
-"""Batches in, exact averages out: what training and evaluation share in every regime.
+"""Batches and exact averages for training and evaluation in every regime.
 
-A task returns one value per scored unit and never averages; sums and counts are kept apart here,
-on the device, until somebody asks. So ragged last batches, ranks with unequal shares and clients
-of unequal size are weighted by what they really scored.
+A task returns one value per scored unit and never averages. Sums and counts are accumulated here,
+on the device, so that partial last batches, ranks with unequal shares and clients of unequal size
+are weighted by the number of units that they scored.
 
 >>> import torch
 >>> averages = Averages()
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Averages:
-    """Running sums and counts of named figures, as tensors where they were made."""
+    """Running sums and counts of named metrics, as tensors on their original device."""
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -43,14 +43,14 @@ class Averages:
         self.counts: dict[str, int] = {}
 
     def add(self, figures: Mapping[str, torch.Tensor]) -> None:
-        """Add figures of one batch: each any shape, one value per scored unit."""
+        """Add the metrics of one batch: tensors of any shape with one value per scored unit."""
         for name, values in figures.items():
             total = values.detach().sum(dtype=torch.float64)
             self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.counts[name] = self.counts.get(name, 0) + values.numel()
 
     def result(self) -> dict[str, float]:
-        """The averages; this waits for the device."""
+        """The averages; this synchronises with the device."""
         return {
             name: float(self.sums[name]) / self.counts[name] if self.counts[name] else math.nan
             for name in sorted(self.sums)
@@ -58,12 +58,12 @@ class Averages:
 
 
 def build_model(task: Task, seed: int) -> nn.Module:
-    """The task's model, initialised alike wherever the same seed is used.
+    """The task's model, initialised equally on all participants with the same seed.
 
     Raises:
         TaskError: `model()` raised or did not return a module.
     """
-    with _drawing_from(seed), user_code("model()"):
+    with _seeded(seed), user_code("model()"):
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
@@ -71,10 +71,10 @@ def build_model(task: Task, seed: int) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """Seed whatever a task may draw with; afterwards it is as if nothing had been drawn."""
-    arrays = sys.modules.get("numpy")  # not there unless somebody has imported it
-    drawn = random.getstate(), None if arrays is None else arrays.random.get_state()
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed all random generators that a task may use, and restore their states afterwards."""
+    arrays = sys.modules.get("numpy")  # only if it was imported
+    states = random.getstate(), None if arrays is None else arrays.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -83,25 +83,25 @@ def _drawing_from(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(drawn[0])
+            random.setstate(states[0])
             if arrays is not None:
-                arrays.random.set_state(drawn[1])
+                arrays.random.set_state(states[1])
 
 
 def build_same_model(
     task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], whose: str
 ) -> tuple[nn.Module, TensorLayout]:
-    """The task's model, if it is the one that a server has.
+    """Build the task's model and check that it equals the server's.
 
     Args:
-        task: as it is here.
+        task: of this participant.
         seed: of the job.
         header: `TensorLayout.header` of the server's model.
         frozen: the fingerprint of its frozen parameters.
-        whose: the model's owner, for a person: "this device".
+        whose: owner of the model for the error message, e.g. "this device".
 
     Raises:
-        TaskError: `model()` does not do, the exchange sets differ, or what is frozen does.
+        TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
     """
     model = build_model(task, seed)
     layout = TensorLayout.of(model)
@@ -117,22 +117,22 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
     """Length of a map-style dataset.
 
     Raises:
-        TaskError: it has none, or is empty, or is what makes batches of one.
+        TaskError: it has no length, is empty, or is a DataLoader.
     """
     if isinstance(dataset, DataLoader):
         raise TaskError(f"{what} is a DataLoader; give its dataset, of which batches are made here")
     with user_code(f"len() of {what}"):
-        count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
+        count = len(dataset)  # type: ignore[arg-type]  # not declared by torch's Dataset
     if count == 0:
         raise TaskError(f"{what} is empty: there is no data to work with")
     return count
 
 
 def check_optimizer(made: object, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """What a task's `optimizer()` returned, if it can train the parameters that it was given.
+    """Check that the result of a task's `optimizer()` can train the given parameters.
 
     Raises:
-        TaskError: it is no optimizer, or has none of them.
+        TaskError: it is not an optimizer, or has none of the parameters.
     """
     if not isinstance(made, torch.optim.Optimizer):
         raise TaskError(f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
@@ -147,7 +147,7 @@ def batches(
 ) -> Iterator[tuple[Any, Any]]:
     """`(inputs, target)` pairs of the examples at `indices`, in that order, moved to `device`."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-        # What a loader would make, without taking every example apart first.
+        # The same batches as those of a loader, without collating single examples.
         for start in range(0, len(indices), batch_size):
             chosen = torch.as_tensor(indices[start : start + batch_size])
             with user_code("reading the dataset"):
@@ -178,7 +178,7 @@ def losses(task: Task, model: nn.Module, inputs: Any, target: Any) -> tuple[Any,
     """The model's output and the loss of each scored unit.
 
     Raises:
-        TaskError: the task's code raised, or its loss is already averaged.
+        TaskError: the task's code raised an exception, or its loss is already averaged.
     """
     with user_code("forward()"):
         output = task.forward(model, inputs)
@@ -189,7 +189,7 @@ def losses_of(task: Task, output: Any, target: Any) -> torch.Tensor:
     """The loss of each scored unit of an output.
 
     Raises:
-        TaskError: the task's code raised, or its loss is already averaged.
+        TaskError: the task's code raised an exception, or its loss is already averaged.
     """
     with user_code("loss()"):
         values = task.loss(output, target)
@@ -248,7 +248,7 @@ def score(task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int) 
 
 
 def _check_figures(figures: Any) -> None:
-    """Metrics that are averaged already would weigh ragged batches wrongly."""
+    """Refuse metrics that are already averaged, which would weight partial batches wrongly."""
     if not isinstance(figures, Mapping):
         raise TaskError(
             f"metrics() must return a dictionary of tensors, not {type(figures).__name__}"

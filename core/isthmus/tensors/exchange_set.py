@@ -1,9 +1,9 @@
-"""The exchange set: the parameters that travel, as one flat vector and as safetensors bytes.
+"""The exchange set: the exchanged parameters as one flat vector and as safetensors bytes.
 
-A model's trainable parameters, in the order of their names, make one float32 vector. Everything
-that is done to a model on its way is done to that vector: sending, masking, adding, stepping.
-`TensorLayout` says which part of it is which parameter; its bytes before the vector's are
-a safetensors file, so what travels and what is stored can be read by anything that reads those.
+A model's trainable parameters, sorted by name, form one float32 vector, on which all operations
+work: sending, masking, adding, stepping. `TensorLayout` maps parts of the vector to parameters. Its
+header followed by the vector's bytes is a safetensors file, so that every program that reads this
+format can read what is sent and stored.
 
 Shape legend: N = number of float32 elements in the exchange set.
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_HEADER_BYTES = 64 << 20
-"""No header is read beyond this, however large a peer says it is."""
+"""Largest header that is read, whatever size a peer announces."""
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one parameter lies in the vector."""
+    """The position of one parameter in the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class TensorLayout:
     """Names and shapes of the exchange set, in the vector's order (sorted by name).
 
     Guarantees:
-      * two models with equal layouts exchange vectors without any further agreement;
+      * models with equal layouts can exchange vectors;
       * `header + vector bytes` is a valid safetensors file, and the only encoding of that vector.
     """
 
@@ -73,7 +73,8 @@ class TensorLayout:
 
         Raises:
             TaskError: nothing to train, a parameter that is not of a real floating type or has no
-                values yet, or normalisation statistics that change in training and do not travel.
+                values yet, or normalisation statistics, which change in training but are not
+                exchanged.
         """
         from torch.nn.parameter import is_lazy
 
@@ -113,10 +114,10 @@ class TensorLayout:
 
     @classmethod
     def from_header(cls, header: bytes | memoryview) -> TensorLayout:
-        """Read a layout back from the bytes of `header`.
+        """Parse the bytes of `header`.
 
         Raises:
-            UpdateError: not a header that `header` could have written.
+            UpdateError: the bytes are not a header that `header` writes.
         """
         raw = bytes(header)
         try:
@@ -150,12 +151,12 @@ class TensorLayout:
 
     @property
     def size(self) -> int:
-        """N: elements in the whole vector."""
+        """N: number of elements of the vector."""
         return self.entries[-1].offset + self.entries[-1].count if self.entries else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one encoded vector, header included."""
+        """Bytes of one encoded vector including the header."""
         return len(self.header) + 4 * self.size
 
     @cached_property
@@ -175,18 +176,18 @@ class TensorLayout:
 
     def explain_difference(self, other: TensorLayout) -> str | None:
         """The first difference from `other` as half a sentence, or None."""
-        mine = {entry.name: entry.shape for entry in self.entries}
-        theirs = {entry.name: entry.shape for entry in other.entries}
-        for name in sorted(mine.keys() | theirs.keys()):
-            if name not in theirs:
+        own = {entry.name: entry.shape for entry in self.entries}
+        others = {entry.name: entry.shape for entry in other.entries}
+        for name in sorted(own.keys() | others.keys()):
+            if name not in others:
                 return f"parameter {name!r} is here and not there"
-            if name not in mine:
+            if name not in own:
                 return f"parameter {name!r} is there and not here"
-            if mine[name] != theirs[name]:
-                return f"parameter {name!r} has shape {mine[name]} here and {theirs[name]} there"
+            if own[name] != others[name]:
+                return f"parameter {name!r} has shape {own[name]} here and {others[name]} there"
         return None
 
-    # -- between a module and the vector --------------------------------------------------------
+    # -- module and vector ----------------------------------------------------------------------
 
     def gather(self, model: nn.Module, out: torch.Tensor | None = None) -> torch.Tensor:
         """The module's parameters, in a new float32 vector (N) or in `out`."""
@@ -205,11 +206,11 @@ class TensorLayout:
             parameters[name].detach().copy_(part)
 
     def parts(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's name with a view of its part of the vector."""
+        """Each parameter's name and a view of its part of the vector."""
         for entry in self.entries:
             yield entry.name, vector.narrow(0, entry.offset, entry.count).view(entry.shape)
 
-    # -- between the vector and bytes -----------------------------------------------------------
+    # -- vector and bytes -----------------------------------------------------------------------
 
     def encode(self, vector: torch.Tensor) -> bytearray:
         """The vector as a safetensors file in memory: one copy."""
@@ -219,10 +220,10 @@ class TensorLayout:
         return payload
 
     def decode(self, payload: bytearray | memoryview) -> torch.Tensor:
-        """The vector inside `payload`, without a copy: a change to one is a change to the other.
+        """The vector as a view of `payload`; both share their memory.
 
         Raises:
-            UpdateError: the payload is of another layout, or cut short.
+            UpdateError: the payload has another layout or size.
         """
         import torch
 
@@ -240,12 +241,12 @@ class TensorLayout:
 
 
 def digest(payload: bytes | bytearray | memoryview) -> bytes:
-    """The SHA-256 that names a content."""
+    """The SHA-256 that identifies a blob."""
     return hashlib.sha256(payload).digest()
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
-    """Batch statistics are local: averaged, they are right for nobody."""
+    """Refuse running batch statistics: they are local, and not valid after averaging."""
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False) and _has_buffer(module, "running_mean"):
             raise TaskError(

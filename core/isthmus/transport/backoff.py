@@ -1,12 +1,13 @@
-"""Between two tries to dial: pauses that grow, and a word of it now and then.
+"""Exponential backoff with jitter between connection attempts.
 
-This is exponential backoff with jitter, slow to grow: a pause is about 0.6 of how long there has
-been no link, so that all are back soon after a short break. The longest is for a server that lets
-everybody in and drops them: where that is a minute, 5,000 devices dial about 110 times a second.
+The growth is slow: a pause is about 0.6 of the time without a connection, so that all participants
+are connected again soon after a short interruption. The longest pause limits the load on a server
+that accepts connections and drops them: with one minute, 5,000 devices connect about 110 times a
+second.
 
 >>> backoff = Backoff(longest_pause=60.0)
->>> told = [backoff.broke(held=0.0) for _ in range(100)]
->>> [tries + 1 for tries, said in enumerate(told) if said]
+>>> reported = [backoff.broke(held=0.0) for _ in range(100)]
+>>> [failures for failures, is_reported in enumerate(reported, 1) if is_reported]
 [1, 2, 4, 8, 16, 32, 64]
 """
 
@@ -15,31 +16,31 @@ from __future__ import annotations
 import random
 
 HELD_SECONDS = 5.0
-"""A link that was open for so long was no mere try: after it everything begins anew."""
+"""A connection that was open for longer resets the backoff."""
 
 _SHORTEST_PAUSE = 0.05
 _GROWTH = 1.6
 
 
 class Backoff:
-    """How one participant keeps on dialling a server that may be away for months."""
+    """The pauses of one participant between attempts to connect to a server."""
 
     def __init__(self, longest_pause: float) -> None:
-        """`longest_pause` in seconds."""
+        """`longest_pause`: upper bound of a pause, in seconds."""
         self.tries = 0
-        """Since a link last held."""
+        """Attempts since a connection was open for more than `HELD_SECONDS`."""
         self._longest = longest_pause
 
     def broke(self, held: float) -> bool:
-        """A link, or a try, ended after it had been open for `held` seconds.
+        """Record that a connection or an attempt ended after it was open for `held` seconds.
 
-        Returns whether to tell a person: of the first, and from there on twice as rarely each time.
+        Returns whether to log it: the 1st, 2nd, 4th, 8th ... failure in a row is logged.
         """
         self.tries = 1 if held > HELD_SECONDS else self.tries + 1
         return self.tries & (self.tries - 1) == 0
 
     def pause(self) -> float:
-        """Seconds until the next try, jittered."""
-        grown = min(self.tries - 1, 64)
-        longest = min(_SHORTEST_PAUSE * _GROWTH**grown, self._longest)
+        """Seconds until the next attempt, with jitter."""
+        exponent = min(self.tries - 1, 64)
+        longest = min(_SHORTEST_PAUSE * _GROWTH**exponent, self._longest)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter

@@ -1,7 +1,7 @@
-"""Contents: bytes that are named by their SHA-256 and cross the link in bounded chunks.
+"""Blobs: bytes identified by their SHA-256 and transferred over the link in bounded chunks.
 
-Whoever needs a content asks for it (`Want`) from the offset it already has; the holder answers
-with chunks. The same two messages serve both directions, a first transfer and a resumed one.
+The receiver sends a `Pull` with the offset that it already has; the holder answers with chunks.
+The same two messages serve both directions, and first and resumed transfers.
 
 >>> payload = bytes(range(256)) * 8
 >>> name = describe(payload)
@@ -25,31 +25,31 @@ from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
 CHUNK_BYTES = 128 << 10
-"""Payload of one message of a small content."""
+"""Chunk size of small blobs, in bytes."""
 
 BROADCAST_BYTES = 256 << 10
-"""The same where it goes to many, who share the message: only gRPC has a copy for each."""
+"""Chunk size of small blobs sent to many receivers, which share one message in memory."""
 
 SMALL_BYTES = 4 << 20
-"""What counts as small there: with larger ones the copies of 32 receivers would be a model."""
+"""Largest blob sent in such chunks; copies of larger chunks would add up for many receivers."""
 
 MAX_CHUNK_BYTES = 1 << 20
-"""Payload of one message of a large one, where every message costs more than its bytes."""
+"""Chunk size of large blobs, for which the overhead of a message matters most."""
 
 MAX_MESSAGE_BYTES = MAX_CHUNK_BYTES + (64 << 20)
-"""gRPC refuses anything larger before it is read: a chunk, or a layout's header."""
+"""Largest message: a chunk or a layout's header. gRPC refuses larger ones before reading them."""
 
 Buffer = bytearray | memoryview
 
 Write = Callable[[int, bytes | memoryview], object]
-"""Where arriving bytes go: called with an offset and the bytes, in order."""
+"""Destination of received bytes: called with the offset and the bytes, in order."""
 
 _PIECE_BODY, _PIECE_SHA256, _PIECE_OFFSET, _PIECE_DATA = 0x2A, b"\x0a\x20", 0x10, 0x1A
-"""Tags of `Envelope.chunk`, and of a chunk's fields; that of the digest with its length."""
+"""Protobuf tags of `Envelope.chunk` and of a chunk's fields; the digest's includes its length."""
 
 
 def into(buffer: Buffer) -> Write:
-    """Write arriving bytes into memory."""
+    """A `Write` into memory."""
     view = memoryview(buffer)
 
     def write(offset: int, data: bytes | memoryview) -> None:
@@ -59,14 +59,15 @@ def into(buffer: Buffer) -> Write:
 
 
 def describe(payload: bytes | Buffer) -> link_pb2.Blob:
-    """The name and size of a payload."""
+    """The SHA-256 and size of a payload."""
     return link_pb2.Blob(sha256=hashlib.sha256(payload).digest(), size=len(payload))
 
 
 def chunk_size(size: int) -> int:
-    """Payload of one message of a content of `size` bytes.
+    """Chunk size for a blob of `size` bytes.
 
-    A message on its way to each of 32 participants, twice with gRPC's copy, is not half a content.
+    One message in flight to each of 32 participants, held twice by gRPC, then takes less than half
+    of the blob's size.
     """
     return max(CHUNK_BYTES, min(MAX_CHUNK_BYTES, size // 160))
 
@@ -74,10 +75,10 @@ def chunk_size(size: int) -> int:
 def chunks(
     sha256: bytes, payload: bytes | Buffer, *, offset: int, chunk_bytes: int | None = None
 ) -> Iterator[bytes]:
-    """The payload from `offset` on, as serialised envelopes that each copy their bytes once.
+    """The payload from `offset` on as serialised envelopes, with one copy of each byte.
 
-    The envelope is put together by hand (a chunk whose last field is the data), because letting
-    protobuf do it copies every byte three times.
+    The envelope is assembled by hand (a chunk whose last field is the data), because protobuf
+    would copy every byte three times.
     """
     view = memoryview(payload)
     chunk_bytes = chunk_bytes or chunk_size(len(view))
@@ -95,10 +96,10 @@ def _message(sha256: bytes, offset: int, data: bytes | memoryview) -> bytes:
 
 
 class InFile:
-    """A content that lies in a file: it is read while it is sent, and none of it is held."""
+    """A blob in a file that is read while it is sent, without keeping it in memory."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        """`file` stays open, and its first `size` bytes what they are."""
+        """`file` must stay open and its first `size` bytes must not change."""
         self._file = file
         self._size = size
 
@@ -106,10 +107,10 @@ class InFile:
         return self._size
 
     def read(self, offset: int, size: int) -> bytes:
-        """So many bytes, wherever others read.
+        """Read `size` bytes at `offset`; threads may read at the same time.
 
         Raises:
-            OSError: they cannot be read, or are not there any more.
+            OSError: they cannot be read, or the file was truncated.
         """
         data = os.pread(self._file.fileno(), size, offset)
         if len(data) != size:
@@ -118,10 +119,10 @@ class InFile:
 
 
 class Broadcast:
-    """A content on its way to many: a message is made once for all who are at the same place."""
+    """One blob sent to many receivers: receivers at the same offset share a message."""
 
     _KEPT = 8
-    """Messages that are kept for who comes next: a few MB at most."""
+    """Latest messages kept for other receivers: a few MB at most."""
 
     def __init__(self, sha256: bytes, payload: bytes | Buffer | InFile) -> None:
         self._sha256 = sha256
@@ -131,7 +132,7 @@ class Broadcast:
         self._made: dict[int, bytes] = {}
 
     def messages(self, offset: int) -> Iterator[bytes]:
-        """The content from `offset` on, as serialised envelopes.
+        """The blob from `offset` on as serialised envelopes.
 
         Raises:
             OSError: its file cannot be read.
@@ -148,7 +149,7 @@ class Broadcast:
             offset = end
 
     def fill(self, buffer: Buffer) -> None:
-        """Copy all of it to where there is as much room."""
+        """Copy the whole blob into a buffer of its size."""
         end = len(self._payload)
         for start in range(0, end, MAX_CHUNK_BYTES):
             piece = self._piece(start, min(start + MAX_CHUNK_BYTES, end))
@@ -162,7 +163,7 @@ class Broadcast:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A `Chunk` whose data is still in the message that it came in."""
+    """A received chunk whose data is a view of the serialised message."""
 
     sha256: bytes
     offset: int
@@ -171,9 +172,9 @@ class Piece:
 
 
 def piece_of(message: bytes) -> Piece | None:
-    """The chunk in a serialised envelope, if it has the form that `chunks` gives it.
+    """The chunk in a serialised envelope that has the form `chunks` writes; otherwise None.
 
-    What protobuf would read of it, without the two copies of every byte that it makes.
+    The result is the same as protobuf's, without its two copies of every byte.
     """
     if len(message) < 2 or message[0] != _PIECE_BODY:
         return None
@@ -193,22 +194,22 @@ def piece_of(message: bytes) -> Piece | None:
 
 
 class Assembly:
-    """One content on its way in.
+    """A blob that is being received.
 
     Guarantees:
-      * nothing is written beyond the size that was agreed before memory was taken;
-      * `complete` is true only when every byte came, in order, and the digest is the name.
+      * nothing is written beyond the size that was announced before memory was allocated;
+      * `complete` is true only if every byte arrived in order and the SHA-256 matches.
     """
 
     def __init__(self, blob: link_pb2.Blob, write: Write) -> None:
-        """`write` has room for exactly `content.size` bytes."""
+        """`write` must accept exactly `blob.size` bytes."""
         self.blob = blob
         self.offset = 0
         self._write = write
         self._hash = hashlib.sha256()
 
     def add(self, chunk: link_pb2.Chunk | Piece) -> None:
-        """Take the next chunk; one that was already taken (after a resume) is passed over.
+        """Add the next chunk; one that was added already (after a resume) is ignored.
 
         Raises:
             UpdateError: a gap, too many bytes, or at the end the wrong digest.
@@ -229,7 +230,7 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Everything is here and is what its name says."""
+        """Whether all bytes arrived and match the SHA-256."""
         return self.offset == self.blob.size and self._hash.digest() == self.blob.sha256
 
 
@@ -243,7 +244,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of up to 64 bits and where it ends; a negative one if there is none."""
+    """A varint of up to 64 bits and the offset of its end; -1 if there is no valid one."""
     value = 0
     for count, byte in enumerate(data[at : at + 10]):
         value |= (byte & 0x7F) << 7 * count

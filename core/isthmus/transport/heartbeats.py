@@ -1,8 +1,8 @@
-"""Heartbeats: streams on which nothing happens say that they are there, and are missed if not.
+"""Heartbeats: pings on idle streams, and a timeout for streams without received messages.
 
-A server pings whoever it has sent nothing to for a while, a whole group at a time, and who is
-pinged answers: so what thousands of idle streams cost comes in bursts, which the transport bears
-far better than the same messages one by one. Any message is as good as a ping.
+A server pings the streams to which it has sent nothing for some time, one group at a time, and the
+participants answer. Pings of thousands of idle streams are thus sent in bursts, which cost the
+transport far less than the same messages one by one. Every message counts as a heartbeat.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from contextlib import asynccontextmanager
 from isthmus.transport.stream import Stream
 
 LOOKS = 8
-"""Times in a lease that a stream is looked after."""
+"""Checks of a stream within a lease."""
 QUIET = 2.98 / LOOKS
-"""Of a lease that nothing was sent, after which a ping is; a bit less than three looks."""
+"""Share of a lease without sent messages after which a ping is sent; just under three checks."""
 
 
 class Heartbeats:
-    """The heartbeats of any number of streams, with one timer for all.
+    """The heartbeats of any number of streams, driven by one timer.
 
     Guarantees:
-      * on a stream that can be written to, something is sent at least twice in each lease;
-      * one on which nothing comes for a lease is given up within an eighth of a lease more; time
-        does not count in which nobody waits for a message, or this process came to nothing.
+      * on a writable stream, something is sent at least twice in each lease;
+      * a stream on which nothing is received for a lease times out within an eighth of a lease
+        more; time in which no receive is pending, or in which this process did not run, is not
+        counted.
     """
 
     def __init__(self, lease_seconds: float, groups: int = 1) -> None:
-        """Streams are looked after in so many `groups`, evenly in time."""
+        """Streams are checked in `groups`, evenly spaced in time."""
         self.lease_seconds = lease_seconds
         self._groups: list[dict[Stream, asyncio.Timeout]] = [{} for _ in range(groups)]
         self._next = 0
@@ -39,10 +40,10 @@ class Heartbeats:
 
     @asynccontextmanager
     async def of(self, stream: Stream) -> AsyncIterator[None]:
-        """Look after a stream while the block lasts.
+        """Keep a stream alive and supervise it inside the block.
 
         Raises:
-            TimeoutError: nothing came for a lease.
+            TimeoutError: nothing was received for a lease.
         """
         group = min(self._groups, key=len)
         async with asyncio.timeout(None) as limit:
@@ -66,7 +67,7 @@ class Heartbeats:
             return
         self._wait()
         late = time.monotonic() - due
-        if late > self.lease_seconds / LOOKS:  # what came meanwhile could not be read either
+        if late > self.lease_seconds / LOOKS:  # messages could not be received in that time either
             for stream in itertools.chain(*self._groups):
                 stream.silent_since += late
         group = self._groups[self._next]

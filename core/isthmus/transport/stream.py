@@ -1,7 +1,6 @@
-"""One open gRPC stream, as both ends of the link use it.
+"""An open gRPC stream with the send and receive logic that both ends of the link share.
 
-Whole messages go out one at a time, and come in or end; what has to be done for as long as the
-stream lives is spawned on it and ends with it.
+Messages are sent one at a time. Background tasks of a stream are spawned on it and end with it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ GONE = (
     grpc.aio.UsageError,
     asyncio.InvalidStateError,
 )
-"""What gRPC raises when the other end, or the stream, is not there any more."""
+"""Exceptions of gRPC for a stream that is closed or whose peer is gone."""
 
 
 class Call(Protocol):
-    """What a participant's call and a server's context have in common."""
+    """The common interface of a participant's call and a server's context."""
 
     async def read(self) -> Any:
         """The next message's bytes, or `grpc.aio.EOF`."""
@@ -48,28 +47,28 @@ class Call(Protocol):
 
 
 class Stream:
-    """Messages in and out of one call."""
+    """Sends and receives the messages of one call."""
 
     def __init__(self, call: Call, *, answers: bool = False) -> None:
-        """`answers`: a ping is answered with another."""
+        """`answers`: reply to pings, as participants do."""
         self._call = call
         self._answers = answers
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.sent_at = time.monotonic()
-        """When something was sent last, by the monotonic clock."""
+        """Monotonic time of the last sent message."""
         self.silent_since = math.inf
-        """When somebody began to wait for the message that has not come yet."""
+        """Monotonic time at which the pending receive began; infinity if there is none."""
 
     async def send(self, message: link_pb2.Envelope | bytes) -> None:
         """Send one message; returns when the transport has room for the next.
 
-        Whoever is cancelled goes at once, also where the other end reads nothing. What it was
-        sending still goes out before anything else does.
+        A cancelled sender returns at once, even if the other end reads nothing. Its message is
+        still sent before any other.
         """
         data = message if isinstance(message, bytes) else message.SerializeToString()
         await self._sending.acquire()
-        # gRPC does not bear a second write beside one that was given up.
+        # gRPC does not support a second write while a cancelled one is pending.
         writing = asyncio.ensure_future(self._call.write(data))
         writing.add_done_callback(self._written)
         await asyncio.shield(writing)
@@ -80,17 +79,17 @@ class Stream:
             self.sent_at = time.monotonic()
 
     async def send_quietly(self, message: link_pb2.Envelope | bytes) -> None:
-        """Send, unless the stream is gone: what is pending is sent again on the next one."""
+        """Send unless the stream is closed; pending messages are sent again on the next stream."""
         await _unless_gone(self.send(message))
 
     async def receive(self, timeout: float | None = None) -> link_pb2.Envelope | Piece | None:  # noqa: ASYNC109 - for one message
-        """The next message, or None at the end; a chunk may come as a `Piece`.
+        """The next message, or None at the end of the stream; a chunk may be returned as a `Piece`.
 
-        Pings are passed over, but where a stranger has `timeout` seconds for one message.
+        Pings are skipped, except with `timeout`, which limits the wait for a peer's first message.
 
         Raises:
-            TimeoutError: nothing came in that time.
-            UpdateError: what came is no message.
+            TimeoutError: nothing was received in `timeout` seconds.
+            UpdateError: the received bytes are not a message.
         """
         if timeout is None:
             data = await self._after_pings()
@@ -117,31 +116,31 @@ class Stream:
         return data
 
     def ping(self) -> None:
-        """Say that this end is there; whoever is sending is heard without that."""
+        """Send a ping, unless another message is being sent."""
         if not self._sending.locked():
             self.sent_at = time.monotonic()
             self.spawn(self._ping())
 
     async def _ping(self) -> None:
         async with self._sending:
-            await self._call.write(_PING)  # given up only when the stream is
+            await self._call.write(_PING)  # cancelled only with the stream
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine for as long as the stream lives; that it is gone ends it quietly."""
+        """Run a coroutine until the stream closes; an error of a closed stream is ignored."""
         task = asyncio.create_task(_unless_gone(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # for a task cancelled before its first step
         return task
 
     def close(self) -> None:
-        """Stop everything that was spawned. End the call first, or a write of theirs may hang."""
+        """Cancel all spawned tasks. End the call first, because their writes may block."""
         for task in self._tasks:
             task.cancel()
 
 
 async def to_the_end(work: Awaitable[None]) -> None:
-    """Finish what must not be left half done, and only then pass a cancellation on."""
+    """Await work that must not be interrupted; a cancellation is raised after it ends."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -154,4 +153,4 @@ async def _unless_gone(work: Awaitable[None]) -> None:
     try:
         await work
     except GONE:
-        log.debug("the stream is gone; a message waits for the next one")
+        log.debug("the stream is closed; a message is sent again on the next one")

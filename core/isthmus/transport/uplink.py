@@ -1,8 +1,8 @@
-"""A participant's end of the link: dial in, take requests, hand back results, survive breaks.
+"""A participant's end of the link: connects, executes requests, returns results, reconnects.
 
-The stream is opened by the participant and held for as long as it lives; when it breaks it is
-opened again with growing, jittered pauses, and work goes on where it was: a request keeps its id,
-so one that is running is not started twice and one that is done is answered again.
+The participant opens one stream and keeps it open. When the stream breaks, it is opened again with
+exponential backoff, and work continues: a request keeps its id, so that a running one is not
+started twice and a finished one is answered again.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ _FINAL = {
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 }
-"""The server understood and said no: trying again would not help."""
+"""The server refused the request itself; a retry would not help."""
 
 _LONGEST_SLEEP = 600.0
-"""Seconds between two looks at the certificate: a machine that was asleep is late, not wrong."""
+"""Most seconds between two checks of the certificate, for machines that are suspended."""
 
 _WELCOME_SECONDS = 30.0
-"""For a server that was reached to say something."""
+"""Time limit of the server's first message."""
 
 _MAX_REQUESTS = 64
-"""Requests of one server that are not acknowledged: it asks for one thing at a time, or a few."""
+"""Most unacknowledged requests of a server, which sends one or a few at a time."""
 
 _PROGRESS_SECONDS = 0.5
-"""Shortest time between two progress messages about the same work."""
+"""Shortest time between two progress messages of a request."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
 class _Job:
-    """One request and how far it got."""
+    """The state of one request."""
 
     request: link_pb2.Request
     buffer: Buffer | None = None
     assembly: Assembly | None = None
     wanted_on: Stream | None = None
-    """Where the model was asked for: chunks on another stream are for another request."""
+    """The stream on which the blob was pulled; chunks on other streams are ignored."""
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
@@ -84,14 +84,14 @@ class _Job:
 
 
 class Uplink:
-    """Holds one participant's stream to the server open.
+    """One participant's connection to the server.
 
     Guarantees:
-      * each request is worked on once, across any number of reconnections;
-      * a result is kept until the server says what became of it;
-      * silence from the server for a lease counts as a break;
-      * with a membership, both ends show a certificate, and ours is renewed before it ends;
-        without one, only a server on this machine is dialled.
+      * each request is executed once, across any number of reconnections;
+      * a result is kept until the server acknowledges it;
+      * a stream on which the server sends nothing for a lease is closed and opened again;
+      * with a membership, both ends authenticate with certificates, and the participant's is
+        renewed before it expires; without one, only a server on this machine is accepted.
     """
 
     def __init__(
@@ -106,22 +106,22 @@ class Uplink:
         longest_pause: float = 60.0,
         membership: Membership | None = None,
     ) -> None:
-        """Dial `address` (host:port) when `run`.
+        """Set up the connection; `run` opens it.
 
         Args:
             address: host:port of the server.
             name: this participant's name.
-            role: what it does.
-            worker: does it.
-            identity: Ed25519 public key that the server is to enrol; empty for none, or for the
-                membership's.
-            on_welcome: told of every welcome, with the enrolment in it.
-            longest_pause: most seconds between two tries to dial.
-            membership: who this participant is to a server that asks for a certificate.
+            role: the participant's role.
+            worker: executes the requests.
+            identity: Ed25519 public key that the server enrols; empty for none, or for that of the
+                membership.
+            on_welcome: called with every welcome message, which contains the enrolment.
+            longest_pause: most seconds between two connection attempts.
+            membership: the participant's certificate and keys, for a server that requires them.
 
         Raises:
             UserError: the server is on another machine and there is no membership, or the
-                membership is somebody else's.
+                membership belongs to another participant.
         """
         check_dialling(address, link_pb2.Role.Name(role).lower(), name, membership)
         self.address = address
@@ -136,7 +136,7 @@ class Uplink:
         self._jobs: dict[str, _Job] = {}
         self._stream: Stream | None = None
         self._linked_at = math.inf
-        """When the stream was welcomed, by the monotonic clock."""
+        """Monotonic time of the welcome; infinity without a connection."""
         self._welcome: link_pb2.Welcome | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -144,7 +144,7 @@ class Uplink:
         """Serve until cancelled.
 
         Raises:
-            AdmissionRefused: the server does not want this participant, with its reason.
+            AdmissionRefused: the server refused this participant, with the reason.
         """
         self._loop = asyncio.get_running_loop()
         backoff = Backoff(self.longest_pause)
@@ -166,7 +166,7 @@ class Uplink:
                     why = str(error) or "silence"
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    raise asyncio.CancelledError  # gRPC's error had taken its place
+                    raise asyncio.CancelledError  # gRPC replaced it by an error
                 if backoff.broke(held=time.monotonic() - self._linked_at):
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s: %s%s", self.address, why, more)
@@ -187,7 +187,7 @@ class Uplink:
             call = channel.stream_stream(METHOD)()
             stream = Stream(call, answers=True)
             try:
-                # Not waited for: where nothing is read, what ends it is that no welcome comes.
+                # Not awaited: if the server reads nothing, the missing welcome ends the stream.
                 stream.spawn(stream.send(self._hello()))
                 first = await stream.receive(timeout=_WELCOME_SECONDS)
                 if not isinstance(first, link_pb2.Envelope) or not first.HasField("welcome"):
@@ -227,7 +227,7 @@ class Uplink:
         self._welcome = welcome
 
     def _forget(self, reason: str) -> None:
-        """Whoever asked is gone, and will ask again for what is still to be done."""
+        """Drop all requests of a server that restarted or gave them up."""
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             if job.task is not None and job.reply is None:
@@ -236,7 +236,7 @@ class Uplink:
                 self.worker.acknowledged(job.request, False, reason)
 
     async def _renew(self, stream: Stream, membership: Membership) -> None:
-        """Ask for the next certificate when most of this one's life is over, until it is here."""
+        """Request the next certificate when two thirds of this one's validity are over."""
         while True:
             left = membership.renew_at - time.time()
             if left > 0:
@@ -287,13 +287,13 @@ class Uplink:
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
             reason = message.cancel.reason or "nobody waits for it"
-            # It still waits for its model; or its reply did not arrive, and never will.
+            # The request waits for its blob, or its reply was lost.
             if job is not None and (job.task is None or job.reply is not None):
                 del self._jobs[message.cancel.id]
                 self.worker.acknowledged(job.request, False, reason)
             elif job is not None:
                 self.worker.cancel(job.request, reason)
-        # Anything else is a ping, or news from a newer server that is no business of ours.
+        # Everything else is a ping, or a message of a newer server that can be ignored.
 
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
         job = self._jobs.get(request.id)
@@ -338,7 +338,7 @@ class Uplink:
                 assembly.add(chunk)
             except UpdateError as error:
                 if assembly.offset < assembly.blob.size:
-                    raise  # this stream is out of step; the next one goes on from here
+                    raise  # the next stream continues from this offset
                 job.task = asyncio.create_task(self._answer(job, failure(str(error)), None))
                 continue
             if assembly.complete:
@@ -367,7 +367,7 @@ class Uplink:
         reply.id = job.request.id
         job.payload = payload
         job.reply = reply
-        if reply.HasField("failure"):  # for its owner, who does not see the server's report
+        if reply.HasField("failure"):  # for the owner, who does not see the server's report
             log.warning("%s does not do what it is asked: %s", self.name, reply.failure.reason)
         if self._stream is not None:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
@@ -385,14 +385,14 @@ class Uplink:
             asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
 
     async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
-        """Send the content of a finished job from where the server wants it."""
+        """Send the blob of a finished request from the requested offset."""
         for job in self._jobs.values():
             if job.payload is None or job.reply is None:
                 continue
             if blob_of(job.reply).sha256 == pull.sha256:
                 for message in chunks(pull.sha256, job.payload, offset=pull.offset):
                     if self._jobs.get(job.request.id) is not job:
-                        return  # acknowledged: its memory may hold something else by now
+                        return  # acknowledged: its memory may be reused
                     await stream.send(message)
                 return
         absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)

@@ -1,4 +1,4 @@
-"""What a participant is to who carries its requests: the link, or a server in its own process."""
+"""The interface between a participant's work and the link, or a server in the same process."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 
 ReportProgress = Callable[[link_pb2.Progress], None]
-"""Cheap, callable from any thread, may be dropped; the request's id is filled in."""
+"""Called from any thread; cheap. Reports may be dropped. The request's id is filled in."""
 
 
 class Worker(Protocol):
-    """What a participant does with what it is asked for."""
+    """Executes the requests that a participant receives."""
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
-        """Memory of `size` bytes for the model of a request; an error is a `Failure` reply.
+        """Memory of `size` bytes for the blob of a request; an error becomes a `Failure` reply.
 
-        None for what is not wanted: the work is done without it.
+        None if the worker does not need the blob: the request is executed without it.
         """
         ...
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Do the work; `model` is the buffer given before, filled, and the worker's to keep.
+        """Execute a request. `model` is the filled buffer from `buffer`; the worker may keep it.
 
-        Returns the reply (its id is filled in by the caller) and the content that goes with it,
-        which stays untouched until `acknowledged`. An `IsthmusError` becomes a `Failure` reply with
-        its sentence.
+        Returns the reply (the caller fills in its id) and its blob, which must not change until
+        `acknowledged` is called. An `IsthmusError` becomes a `Failure` reply with its message.
         """
         ...
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """What became of a request: neither its model nor its result is needed any more."""
+        """The server accepted or rejected the result; the request's blobs can be freed."""
         ...
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """Nobody wants this request's result any more: stop early if that is easy."""
+        """The result of a request is no longer needed: stop early if possible."""
         ...

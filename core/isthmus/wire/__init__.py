@@ -1,1 +1,1 @@
-"""The messages, generated from the `.proto` files here by ``make proto``."""
+"""Protocol messages, generated from the `.proto` files in this folder by ``make proto``."""

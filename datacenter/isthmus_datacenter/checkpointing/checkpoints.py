@@ -34,7 +34,7 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from isthmus.errors import UserError
 from isthmus_datacenter.parallel.model_shard import ModelShard
-from isthmus_datacenter.training.optimizer import ShardedOptimizer
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 
 _GROUPS = "optimizer|groups"
 _SCALER = "optimizer|scaler"

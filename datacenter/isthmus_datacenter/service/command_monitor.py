@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from isthmus_datacenter.service.agents import Agents
-from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
-from isthmus_datacenter.service.messages import (
+from isthmus_datacenter.messages import (
     ControlSignal,
     Incarnation,
     Outcome,
     ProgressReport,
     ReadSignal,
 )
+from isthmus_datacenter.service.agents import Agents
+from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
 
 _OUTCOME_SECONDS = 0.1
 """One wait for the outcome of a command, before the ranks' health is checked."""

@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from isthmus_datacenter.service.messages import (
+from isthmus_datacenter.messages import (
     Command,
     ControlSignal,
     Incarnation,

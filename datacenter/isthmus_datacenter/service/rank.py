@@ -26,14 +26,14 @@ import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.system.process import die_with_parent
-from isthmus_datacenter.service.control_store import HEARTBEAT_SECONDS, ControlStore
-from isthmus_datacenter.service.messages import (
+from isthmus_datacenter.messages import (
     Command,
     ControlSignal,
     Incarnation,
     Outcome,
     ProgressReport,
 )
+from isthmus_datacenter.service.control_store import HEARTBEAT_SECONDS, ControlStore
 from isthmus_datacenter.training.consensus import ConsensusError
 from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient

@@ -18,6 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import IsthmusError, UserError
+from isthmus_datacenter.messages import (
+    Command,
+    ControlSignal,
+    Incarnation,
+    ProgressReport,
+)
 from isthmus_datacenter.service.agents import Agents, LocalAgent, RemoteAgents
 from isthmus_datacenter.service.command_monitor import (
     CancelIgnoredError,
@@ -26,12 +32,6 @@ from isthmus_datacenter.service.command_monitor import (
 )
 from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
 from isthmus_datacenter.service.fork_server import AgentForkServer, AgentSettings
-from isthmus_datacenter.service.messages import (
-    Command,
-    ControlSignal,
-    Incarnation,
-    ProgressReport,
-)
 
 MAX_RESTARTS = 3
 """Restarts of the ranks within one command before it fails."""

@@ -24,7 +24,7 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.messages import Command, ProgressReport
+from isthmus_datacenter.messages import Command, ProgressReport
 from isthmus_datacenter.service.rank_group import RankGroup
 from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
 

@@ -16,8 +16,8 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.service.fork_server import AgentForkServer
-from isthmus_datacenter.service.messages import ControlSignal
 from isthmus_datacenter.service.rank_group import Nodes, RankGroup
 from isthmus_datacenter.service.request_handler import RequestHandler
 from isthmus_datacenter.service.transfer_files import TransferFiles

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.task.scoring import Averages
+from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import local
-from isthmus_datacenter.service.messages import ControlSignal
 
 
 class ConsensusError(UserError):

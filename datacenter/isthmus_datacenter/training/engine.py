@@ -19,16 +19,16 @@ from isthmus.task.scoring import build_same_model, count_examples
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import store_shards
+from isthmus_datacenter.messages import Command
 from isthmus_datacenter.parallel import auto_layout
 from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.service.messages import Command
 from isthmus_datacenter.training.consensus import fail_together
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import ShardedOptimizer
 from isthmus_datacenter.training.rng import seed_all
 
 _SAMPLE_EXAMPLES = 2

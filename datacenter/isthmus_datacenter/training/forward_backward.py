@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses, losses_of
+from isthmus_datacenter.messages import ControlSignal, ReadSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.pipeline import Pipeline
-from isthmus_datacenter.service.messages import ControlSignal, ReadSignal
 from isthmus_datacenter.training.consensus import start_units_all_reduce
 from isthmus_datacenter.training.profile import FORWARD_AND_BACKWARD, count_flops
 

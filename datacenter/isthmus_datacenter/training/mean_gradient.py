@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
-from isthmus_datacenter.service.messages import Command, ControlSignal, ReadSignal
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.training.consensus import (
     ConsensusError,
     StoppedError,
 )
 from isthmus_datacenter.training.engine import Engine
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import ShardedOptimizer
 
 
 def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> dict[str, object]:

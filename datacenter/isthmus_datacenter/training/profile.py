@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from isthmus_datacenter.service.messages import ProgressReport
+from isthmus_datacenter.messages import ProgressReport
 
 T = TypeVar("T")
 

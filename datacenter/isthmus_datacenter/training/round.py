@@ -14,7 +14,7 @@ import torch
 
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
-from isthmus_datacenter.service.messages import Command, ControlSignal, ReadSignal
+from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
 from isthmus_datacenter.training.consensus import (
     ConsensusError,
     StoppedError,

@@ -1,7 +1,7 @@
-"""A server that others can reach: its authority, who has joined, and who may do what.
+"""A server for a network: certificates, membership, joining, and the operators' job queue.
 
-Reading order: `authority` (keys and certificates), `registry` (who is who, in SQLite), `joining`
-(how one gets in), `members` (who is let in), `server` (all of it, running), `queue` and
-`runner` (jobs, one after another), `control` (what operators may ask for), `console` (what they
-type for it).
+Reading order: `authority` (keys and certificates), `registry` (members, in SQLite), `joining`
+(tokens), `members` (admission of connections), `server` (everything of it but jobs), `job_queue`
+and `job_runner` (jobs, one after another), `operator_service` (the operators' gRPC service),
+`commands` and `operator_commands` (command line).
 """

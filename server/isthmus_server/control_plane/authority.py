@@ -1,7 +1,7 @@
-"""The operator's authority: it makes certificates, and signs who has which identity.
+"""The server's certificate authority: issues certificates, and signs participants' identities.
 
-Everything lies in the server's state directory. Whoever can read it can invent participants, so it
-is the server's own (0700), and its keys are 0600.
+Its keys are in the server's state directory. Everyone who can read them can create participants, so
+the directory has mode 0700 and the keys have mode 0600.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 AUTHORITY_LIFE = datetime.timedelta(days=3650)
 SERVER_LIFE = datetime.timedelta(days=30)
-"""The server renews its own certificate when a third of this is left."""
+"""Validity of the server's own certificate, which is renewed when a third of it is left."""
 PARTICIPANT_LIFE = datetime.timedelta(days=7)
 
 _BACKDATE = datetime.timedelta(minutes=5)
-"""For clocks that are a little behind."""
+"""Certificates begin earlier, for clocks that are slow."""
 
 _AUTHORITY = "authority.pem"
 _SERVER = "server.pem"
@@ -43,14 +43,14 @@ _ENROLLER = "enroller.key"
 
 
 def initialise(directory: Path, hosts: Iterable[str]) -> None:
-    """Make a new authority and a first server certificate in `directory`.
+    """Create a new authority and a first server certificate in `directory`.
 
     Args:
         directory: the state directory; it must not exist, or be empty.
-        hosts: names and addresses that participants will dial.
+        hosts: names and addresses that participants will connect to.
 
     Raises:
-        UserError: something is there already, it cannot be written, or a host is neither a name
+        UserError: the directory is not empty or cannot be written, or a host is neither a name
             nor an address.
     """
     if directory.resolve() == Path.cwd():  # it is renamed into place
@@ -86,14 +86,14 @@ def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
     write_private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
     seed = Ed25519PrivateKey.generate().private_bytes_raw()
     write_private_file(draft / _ENROLLER, seed.hex().encode() + b"\n")
-    Authority(draft).renew_server(names)
+    CertificateAuthority(draft).renew_server(names)
     if directory.exists():
         directory.rmdir()
     draft.rename(directory)
 
 
 def default_hosts() -> list[str]:
-    """What this machine is called by itself."""
+    """Return the names and addresses of this machine."""
     name = socket.gethostname()
     hosts = ["localhost", "127.0.0.1", "::1"]
     with contextlib.suppress(UserError):
@@ -102,7 +102,7 @@ def default_hosts() -> list[str]:
     return list(dict.fromkeys(hosts))
 
 
-class Authority:
+class CertificateAuthority:
     """Signs certificates and enrolments with the keys in a state directory."""
 
     def __init__(
@@ -136,45 +136,45 @@ class Authority:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"the keys in {directory} cannot be read: {error}") from None
-        assert isinstance(key, tls.Key)  # we wrote it
+        assert isinstance(key, tls.Key)  # written by `initialise`
         self._key = key
 
     @functools.cached_property
     def enroller(self) -> Enroller:
-        """Signs who has which identity."""
-        from isthmus_privacy.secagg import Authority as Enroller  # PyTorch comes with it
+        """Signs the participants' identities."""
+        from isthmus_privacy.secagg import Authority as Enroller  # it imports PyTorch
 
         return Enroller(self._seed)
 
     def issue(
         self, request: bytes, *, kind: str, name: str, identity: bytes
     ) -> tuple[bytes, tls.Subject]:
-        """A participant's certificate (PEM) for the key in a signing request (DER).
+        """Issue a participant's certificate (PEM) for the key in a signing request (DER).
 
-        What the request says about its subject is not looked at.
+        The subject in the request is ignored.
 
         Raises:
-            AdmissionRefused: the request makes no sense, or its maker does not hold the key.
+            AdmissionRefused: the request is invalid, or not signed with its key.
         """
         try:
-            asked = x509.load_der_x509_csr(request)
-            if not asked.is_signature_valid:
+            signing_request = x509.load_der_x509_csr(request)
+            if not signing_request.is_signature_valid:
                 raise ValueError("it is not signed with its key")
-            key = asked.public_key()
+            key = signing_request.public_key()
         except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise AdmissionRefused(f"the signing request cannot be used: {error}") from None
         if not isinstance(key, tls.PublicKey) or key.curve.name != "secp256r1":
             raise AdmissionRefused(
                 "the signing request cannot be used: its key is not ECDSA on P-256"
             )
-        # Names beside the key and the identity are the token's, whatever was asked for.
-        wanted = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
+        # Name and kind are the token's, whatever the request contains.
+        subject = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
         certificate = (
             _builder(self.participant_life)
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
             .issuer_name(self.certificate.subject)
             .public_key(key)
-            .add_extension(wanted.names, critical=False)
+            .add_extension(subject.names, critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(authority=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
@@ -183,7 +183,7 @@ class Authority:
         return tls.pem(certificate), tls.subject_of(certificate)
 
     def server_pair(self) -> tuple[bytes, bytes]:
-        """The server's key and certificate (PEM), renewed first if a third of its life is left."""
+        """Return the server's key and certificate (PEM), renewed if a third of the life is left."""
         path = self.directory / _SERVER
         check_private(path)
         data = path.read_bytes()
@@ -193,11 +193,11 @@ class Authority:
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
             self.renew_server(names.value)
             data = path.read_bytes()
-        cut = data.index(b"-----BEGIN CERTIFICATE")
-        return data[:cut], data[cut:]
+        start = data.index(b"-----BEGIN CERTIFICATE")
+        return data[:start], data[start:]
 
     def renew_server(self, names: Iterable[x509.GeneralName]) -> None:
-        """Make the server's next key and certificate, for the names it is dialled by."""
+        """Create the server's next key and certificate, for the host names of the server."""
         key = tls.new_key()
         certificate = (
             _builder(self.server_life)

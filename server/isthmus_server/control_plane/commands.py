@@ -1,4 +1,4 @@
-"""``isthmus server``: what an operator types."""
+"""``isthmus server``: the command line of the server's operator."""
 
 from __future__ import annotations
 
@@ -39,75 +39,75 @@ def server() -> None:
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="Name or address that participants will dial; repeat. Default: this machine's own.",
+    help="Name or address that participants connect to; repeatable. Default: this machine's own.",
 )
 def init(state: Path, hosts: tuple[str, ...]) -> None:
-    """Make a new server in DIR: its authority, its certificate, its list of participants."""
+    """Create a new server in DIR: its authority, certificate and registry of participants."""
     from isthmus_server.control_plane.authority import default_hosts, initialise
     from isthmus_server.control_plane.registry import Registry
 
-    known = list(hosts) or default_hosts()
-    initialise(state, known)
+    names = list(hosts) or default_hosts()
+    initialise(state, names)
     Registry(state).close()
-    click.echo(f"a server for {', '.join(known)} is ready in {state}; keep that directory private")
+    click.echo(f"a server for {', '.join(names)} is ready in {state}; keep that directory private")
 
 
 @server.group()
 def token() -> None:
-    """Let participants in."""
+    """Manage the tokens with which participants join."""
 
 
 @token.command()
 @_STATE
-@click.option("--name", required=True, help="What the participant will be called.")
+@click.option("--name", required=True, help="Name of the participant.")
 @click.option(
     "--kind",
     type=click.Choice(tls.KINDS),
     default="client",
     show_default=True,
-    help="What it will be.",
+    help="Kind of the participant.",
 )
 @click.option(
     "--expires",
     default="24h",
     show_default=True,
     metavar="TIME",
-    help="How long the token can be used: minutes, hours or days, as in 30m, 24h, 7d.",
+    help="Validity of the token in minutes, hours or days, as in 30m, 24h, 7d.",
 )
 def create(state: Path, name: str, kind: str, expires: str) -> None:
     """Print a token that lets one participant join, once."""
     from isthmus.identity.joining import SECRET_BYTES, Token
-    from isthmus_server.control_plane.authority import Authority
+    from isthmus_server.control_plane.authority import CertificateAuthority
 
     seconds = _seconds(expires)
-    fingerprint = tls.fingerprint(Authority(state).certificate)
-    made = Token(os.urandom(SECRET_BYTES), fingerprint)
+    fingerprint = tls.fingerprint(CertificateAuthority(state).certificate)
+    new_token = Token(os.urandom(SECRET_BYTES), fingerprint)
     with _registry(state) as registry:
-        registry.add_token(made.digest, name=name, kind=kind, expires=time.time() + seconds)
-    click.echo(str(made))
+        registry.add_token(new_token.digest, name=name, kind=kind, expires=time.time() + seconds)
+    click.echo(str(new_token))
 
 
 @server.command()
 @_STATE
 @click.argument("name")
 def revoke(state: Path, name: str) -> None:
-    """Shut participant NAME out, now and for good; unused tokens for it are worthless too."""
+    """Exclude participant NAME immediately and permanently; unused tokens for it become invalid."""
     with _registry(state) as registry:
         registry.revoke(name)
-    click.echo(f"{name} is revoked; a running server cuts its stream at once")
+    click.echo(f"{name} is revoked; a running server closes its connection at once")
 
 
 @server.command()
 @_STATE
 def participants(state: Path) -> None:
-    """List everybody who has joined."""
+    """List the participants that have joined."""
     with _registry(state) as registry:
         entries = registry.participants()
     table = Table("name", "kind", "joined", "certificate until", box=None)
     for entry in entries:
-        until = "revoked" if entry.revoked is not None else _day(entry.not_after)
-        table.add_row(entry.name, entry.kind, _day(entry.joined), until)
-    Console().print(table if entries else "nobody has joined yet")
+        until = "revoked" if entry.revoked is not None else _date(entry.not_after)
+        table.add_row(entry.name, entry.kind, _date(entry.joined), until)
+    Console().print(table if entries else "no participant has joined yet")
 
 
 @server.command()
@@ -116,20 +116,20 @@ def participants(state: Path) -> None:
     "--address",
     default="0.0.0.0:9400",
     show_default=True,
-    help="Where participants dial; the port after it is for joining.",
+    help="Where participants connect; the next port is for joining.",
 )
 def start(state: Path, address: str) -> None:
-    """Serve the participants that joined, and run with them what operators submit.
+    """Serve the participants that have joined, and run the jobs that operators submit.
 
-    Jobs that wait, and a run that was cut off, go on when this is typed again.
+    After a restart, queued jobs and an interrupted run continue.
     """
     from isthmus_server.commands import prepare, run_until_stopped
-    from isthmus_server.control_plane.control import serve_queue
+    from isthmus_server.control_plane.operator_service import serve_queue
     from isthmus_server.control_plane.server import ControlPlaneServer
 
     host, port = tls.split_address(address, "--address")
     if port == _LAST_PORT:
-        raise UserError(f"--address {address!r} leaves no port after it for joining")
+        raise UserError(f"--address {address!r} leaves no next port for joining")
     prepare()
     logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
     run_until_stopped(serve_queue(ControlPlaneServer(state), state, host, port, Console()))
@@ -137,15 +137,15 @@ def start(state: Path, address: str) -> None:
 
 @contextlib.contextmanager
 def _registry(state: Path) -> Iterator[Registry]:
-    """The registry of the server in a state directory.
+    """Open the registry of the server in a state directory.
 
     Raises:
         UserError: there is no server, or its registry cannot be used.
     """
-    from isthmus_server.control_plane.authority import Authority
+    from isthmus_server.control_plane.authority import CertificateAuthority
     from isthmus_server.control_plane.registry import Registry
 
-    Authority(state)  # or a registry would be made where there is none
+    CertificateAuthority(state)  # raises if there is no server, before a registry is created
     with contextlib.closing(Registry(state)) as registry:
         try:
             yield registry
@@ -160,5 +160,9 @@ def _seconds(text: str) -> float:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _day(at: float | None) -> str:
-    return "over" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+def _date(timestamp: float | None) -> str:
+    return (
+        "expired"
+        if timestamp is None
+        else time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
+    )

@@ -1,8 +1,8 @@
-"""The one place where callers that nobody knows are heard: they bring a token, or go.
+"""The join service: exchanges a token for a certificate; the only service for unknown callers.
 
-A port of its own, with a gRPC server of its own, so that whatever happens here cannot take what
-the link needs. Every caller together may hold `MAX_CALLERS` connections, each for a few seconds,
-each message is a few kilobytes, and a caller's address pays for its tries.
+It has its own port and gRPC server, so that its load cannot take resources from the link. All
+callers together may have `MAX_CALLERS` connections, each for a few seconds; messages are at most a
+few kilobytes, and tries are limited per address.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from isthmus_server.transport.limits import listen, server_options
 log = logging.getLogger(__name__)
 
 MAX_CALLERS = 64
-"""Connections at a time; beyond them a caller is turned away, and comes back."""
+"""Concurrent connections; further callers are refused and retry."""
 
 _CALLER_SECONDS = 15
-"""Longest life of a connection."""
+"""Maximum duration of a connection."""
 
 
 class TokenBucket:
-    """Tries per address: a burst, and then a few a second; remembers a bounded number of addresses.
+    """Limits tries per address to a burst and a rate, for a bounded number of addresses.
 
-    >>> purse = TokenBucket(burst=2, per_second=1.0)
-    >>> [purse.take("a", now) for now in (0.0, 0.0, 0.0, 1.0)]
+    >>> bucket = TokenBucket(burst=2, per_second=1.0)
+    >>> [bucket.take("a", now) for now in (0.0, 0.0, 0.0, 1.0)]
     [True, True, False, True]
     """
 
@@ -49,7 +49,7 @@ class TokenBucket:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, address: str, now: float) -> bool:
-        """Whether an address may try once more at `now` (seconds)."""
+        """Count a try of an address at `now` (seconds); returns whether it is allowed."""
         left, since = self._left.pop(address, (self.burst, now))
         left = min(self.burst, left + (now - since) * self.per_second)
         allowed = left >= 1
@@ -60,29 +60,31 @@ class TokenBucket:
 
 
 class JoinService:
-    """Gives a certificate for a token.
+    """Exchanges tokens for certificates.
 
     Guarantees:
-      * what it spends on callers does not grow with their number;
-      * a token's secret is neither kept nor logged.
+      * the resources used for callers do not grow with their number;
+      * a token's secret is neither stored nor logged.
     """
 
-    def __init__(self, members: Members, purse: TokenBucket | None = None) -> None:
+    def __init__(self, members: Members, bucket: TokenBucket | None = None) -> None:
         self.members = members
-        self.link_port = 0
-        """Where participants are told to dial."""
-        self._purse = purse or TokenBucket()
+        self._link_port = 0
+        self._bucket = bucket or TokenBucket()
         self._server: grpc.aio.Server | None = None
         self._authority = join_pb2.AuthorityReply(
-            certificate=tls.pem(members.certifier.certificate)
+            certificate=tls.pem(members.certificate_authority.certificate)
         ).SerializeToString()
 
-    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
-        """Listen; returns the port.
+    async def start(
+        self, host: str, port: int, credentials: grpc.ServerCredentials, *, link_port: int
+    ) -> int:
+        """Listen; returns the port. `link_port` is what joining participants connect to next.
 
         Raises:
             UserError: the port is in use.
         """
+        self._link_port = link_port
         options = (
             *server_options(MAX_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
             ("grpc.max_connection_age_ms", 1000 * _CALLER_SECONDS),
@@ -106,62 +108,60 @@ class JoinService:
         return self._authority
 
     async def _join(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        if not self._purse.take(_address(context.peer()), time.monotonic()):
+        if not self._bucket.take(_address(context.peer()), time.monotonic()):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many tries; wait a while")
         try:
             reply = await self.admit(join_pb2.JoinRequest.FromString(data))
         except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no request to join")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a join request")
         except AdmissionRefused as error:
             log.info("a join from %s was refused: %s", _address(context.peer()), error)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return reply.SerializeToString()
 
-    async def admit(self, asked: join_pb2.JoinRequest) -> join_pb2.JoinReply:
+    async def admit(self, request: join_pb2.JoinRequest) -> join_pb2.JoinReply:
         """Exchange a token for a certificate.
 
         Raises:
-            AdmissionRefused: with the reason; nothing has changed then.
+            AdmissionRefused: with the reason; nothing was changed.
         """
-        if asked.version != VERSION:
+        if request.version != VERSION:
             raise AdmissionRefused(
-                f"version {asked.version} of joining is spoken there and {VERSION} here; "
+                f"version {request.version} of joining is not supported, only {VERSION}; "
                 "upgrade the older side"
             )
-        if asked.kind not in tls.KINDS or len(asked.secret) != SECRET_BYTES:
-            raise AdmissionRefused("this request to join makes no sense")
-        certifier = self.members.certifier
-        fingerprint = tls.fingerprint(certifier.certificate)
-        said = statement(fingerprint, asked.kind, asked.secret, asked.signing_request)
+        if request.kind not in tls.KINDS or len(request.secret) != SECRET_BYTES:
+            raise AdmissionRefused("this join request is invalid")
+        authority = self.members.certificate_authority
+        fingerprint = tls.fingerprint(authority.certificate)
+        signed = statement(fingerprint, request.kind, request.secret, request.signing_request)
         try:
-            Ed25519PublicKey.from_public_bytes(asked.identity).verify(asked.proof, said)
+            Ed25519PublicKey.from_public_bytes(request.identity).verify(request.proof, signed)
         except (InvalidSignature, ValueError):
-            raise AdmissionRefused(
-                "this request to join is not signed by its identity key"
-            ) from None
+            raise AdmissionRefused("this join request is not signed by its identity key") from None
 
         def redeem(registry: Registry) -> tuple[str, bytes]:
             return registry.redeem(
-                Token(asked.secret, fingerprint).digest,
-                asked.kind,
-                asked.identity,
-                lambda name: certifier.issue(
-                    asked.signing_request, kind=asked.kind, name=name, identity=asked.identity
+                Token(request.secret, fingerprint).digest,
+                request.kind,
+                request.identity,
+                lambda name: authority.issue(
+                    request.signing_request, kind=request.kind, name=name, identity=request.identity
                 ),
             )
 
         name, certificate = await self.members.write(redeem)
-        log.info("%s %s has joined", asked.kind, name)
+        log.info("%s %s has joined", request.kind, name)
         return join_pb2.JoinReply(
             name=name,
             certificate=certificate,
-            link_port=self.link_port,
+            link_port=self._link_port,
             enroller=self.members.authority,
         )
 
 
 def _address(peer: str) -> str:
-    """The address in gRPC's `ipv4:1.2.3.4:567`; an IPv6 caller is its /64."""
+    """Return the address in gRPC's `ipv4:1.2.3.4:567`; the /64 network of an IPv6 address."""
     kind, _, rest = peer.partition(":")
     host = rest.rpartition(":")[0].removeprefix("%5B").removeprefix("[")
     if kind != "ipv6":

@@ -1,4 +1,4 @@
-"""Who is let in on a server that others can reach: those who joined, under their own names."""
+"""Admit participants that have joined, by their certificates and the registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.wire import link_pb2
-from isthmus_server.control_plane.authority import Authority
+from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.link import Link
@@ -25,39 +25,39 @@ log = logging.getLogger(__name__)
 
 
 class Members(Enrolments):
-    """The registry and the authority, as the link asks them.
+    """Admission by the registry and the certificate authority.
 
     Guarantees:
-      * a certificate is looked up with every new stream: that the authority signed it (TLS has
-        checked) is not enough;
-      * whatever writes, or signs, happens on one other thread, so that the link never waits.
+      * a certificate is checked in the registry with every new stream; a signature of the
+        authority, which TLS verifies, is not enough;
+      * writes and signatures happen on a writer thread, so that the event loop never waits.
     """
 
-    def __init__(self, directory: Path, authority: Authority) -> None:
+    def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
         super().__init__(authority.enroller)
-        self.certifier = authority
+        self.certificate_authority = authority
         self.registry = Registry(directory)
         self.revoked.update(self.registry.revoked_identities())
-        self._seen = self.registry.version
-        self._clerk = ThreadPoolExecutor(1, thread_name_prefix="registry")
+        self._checked_version = self.registry.version
+        self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self.directory = directory
-        self._writing: Registry | None = None
+        self._writer: Registry | None = None
 
     def close(self) -> None:
-        """Let the registry go."""
-        if self._writing is not None:
-            self._clerk.submit(self._writing.close)
-        self._clerk.shutdown()
+        """Close the registry."""
+        if self._writer is not None:
+            self._writer_thread.submit(self._writer.close)
+        self._writer_thread.shutdown()
         self.registry.close()
 
     def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> tls.Subject:
-        """Check that a hello and the certificate of its connection are one participant's.
+        """Check that a hello and the certificate of its connection belong to one participant.
 
         Raises:
-            AdmissionRefused: they are not, or it is not a participant now.
+            AdmissionRefused: they do not, or it is not a participant any more.
         """
         if certificate is None:
-            raise AdmissionRefused("this server wants a certificate")
+            raise AdmissionRefused("this server requires a certificate")
         subject = tls.subject_of(tls.read_certificate(certificate))
         role = link_pb2.Role.Name(hello.role).lower()
         if (role, hello.name) != (subject.kind, subject.name):
@@ -73,47 +73,47 @@ class Members(Enrolments):
         return subject
 
     async def renew(self, subject: tls.Subject, request: bytes) -> tuple[bytes, tls.Subject]:
-        """The participant's next certificate; see `Enrolments.renew`."""
+        """Issue a participant's next certificate; see `Enrolments.renew`."""
 
         def write(registry: Registry) -> tuple[bytes, tls.Subject]:
-            made = registry.renew(
+            certificate = registry.renew(
                 subject,
-                lambda name: self.certifier.issue(
+                lambda name: self.certificate_authority.issue(
                     request, kind=subject.kind, name=name, identity=subject.identity
                 ),
             )
-            return made, tls.subject_of(tls.read_certificate(made))
+            return certificate, tls.subject_of(tls.read_certificate(certificate))
 
         return await self.write(write)
 
     async def write(self, change: Callable[[Registry], _T]) -> _T:
-        """Run a change of the registry on the thread that is for it.
+        """Run a change of the registry on the writer thread.
 
         Raises:
-            AdmissionRefused: `change` said so, or the registry cannot be written.
+            AdmissionRefused: `change` raised it, or the registry cannot be written.
         """
 
         def run() -> _T:
             try:
-                if self._writing is None:
-                    self._writing = Registry(self.directory)
-                return change(self._writing)
+                if self._writer is None:
+                    self._writer = Registry(self.directory)
+                return change(self._writer)
             except (sqlite3.Error, UserError) as error:
                 log.error("the registry in %s cannot be written: %s", self.directory, error)
                 raise AdmissionRefused(
                     "the server cannot write its registry now; its log says why"
                 ) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._clerk, run)
+        return await asyncio.get_running_loop().run_in_executor(self._writer_thread, run)
 
-    def watch(self, link: Link) -> None:
-        """Cut whoever has been revoked, or let a certificate run out; cheap when nothing happened.
+    def disconnect_revoked(self, link: Link) -> None:
+        """Disconnect participants that are revoked or whose certificate has expired.
 
-        Call it often: this is how soon a revocation takes effect.
+        Cheap if nothing has changed. Call it often: a revocation takes effect with the next call.
         """
         now = time.time()
         version = self.registry.version
-        changed = version != self._seen
+        changed = version != self._checked_version
         if changed:
             self.revoked.update(self.registry.revoked_identities())
         for peer in list(link.peers.values()):
@@ -124,4 +124,4 @@ class Members(Enrolments):
                 self.registry.check(subject)
             except AdmissionRefused as error:
                 link.disconnect(peer.name, str(error))
-        self._seen = version  # not before: what failed is looked at again
+        self._checked_version = version  # last, so that a failed check is repeated

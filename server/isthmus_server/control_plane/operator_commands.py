@@ -40,7 +40,7 @@ _STATE = click.option(
 )
 
 
-class Server:
+class OperatorClient:
     """One operator's connection to the server that was joined."""
 
     def __init__(self, state: Path) -> None:
@@ -144,7 +144,7 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
     Its task is the server's own copy: a file below DIR/tasks.
     """
     loaded = load_job(job, overrides)
-    click.echo(Server(state).submit(loaded))
+    click.echo(OperatorClient(state).submit(loaded))
 
 
 @click.command()
@@ -160,7 +160,7 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
 @_STATE
 def jobs(as_json: bool, ended: int, state: Path) -> None:
     """List the server's jobs: those that run or wait, and the latest that have ended."""
-    found = Server(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply).jobs
+    found = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply).jobs
     keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
     if as_json:
         click.echo(
@@ -186,7 +186,7 @@ def logs(job: str, follow: bool, state: Path) -> None:
     from isthmus_server.views.progress import ProgressView
 
     view = ProgressView(Console())
-    for message in Server(state).events(pb.LogsRequest(id=job, follow=follow)):
+    for message in OperatorClient(state).events(pb.LogsRequest(id=job, follow=follow)):
         event = event_from_json(json.loads(message.data))
         if isinstance(event, JobEnded):
             click.echo(f"{job} {event.state}" + (f": {event.reason}" if event.reason else ""))
@@ -199,5 +199,5 @@ def logs(job: str, follow: bool, state: Path) -> None:
 @_STATE
 def cancel(job: str, state: Path) -> None:
     """Take JOB out of the queue, or stop it; rounds that are committed stay."""
-    reply = Server(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
+    reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
     click.echo(f"{job} is {reply.state}")

@@ -45,7 +45,7 @@ _KEEP_SECONDS = 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """One participant, as the operator sees it."""
 
     name: str
@@ -233,14 +233,14 @@ class Registry:
 
     # -- looking -----------------------------------------------------------------------------------
 
-    def participants(self) -> list[Entry]:
+    def participants(self) -> list[RegistryEntry]:
         """Everybody who ever joined, by name."""
         rows = self._db.execute(
             "SELECT p.name, p.kind, p.identity, p.joined, p.revoked, max(c.not_after) "
             "FROM participants p LEFT JOIN certificates c ON c.name=p.name "
             "GROUP BY p.name ORDER BY p.name"
         )
-        return [Entry(*row) for row in rows]
+        return [RegistryEntry(*row) for row in rows]
 
     def revoked_identities(self) -> set[bytes]:
         """Ed25519 public keys that are not accepted any more."""

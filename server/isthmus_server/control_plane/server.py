@@ -1,4 +1,4 @@
-"""A server that others can reach, running: the link, the joins, and who may stay."""
+"""A running server for a network: the link, the join service, and revocation."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import grpc
 
 from isthmus.identity import tls
 from isthmus.system.file_lock import file_lock
-from isthmus_server.control_plane.authority import Authority
+from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
 from isthmus_server.transport.link import Link, Services
 
 LEASE_SECONDS = 10.0
-"""Silence after which a participant counts as gone."""
+"""Time without a message after which a participant is removed."""
 
-_WATCH_SECONDS = 0.2
-"""How soon a revocation that another process wrote cuts a live stream."""
+_REVOCATION_SECONDS = 0.2
+"""Interval of checks for revocations that another process wrote."""
 
-_LOOKS = 100
-"""At the server's own certificate, in its life: it is renewed when a third is left."""
+_RENEWAL_CHECKS = 100
+"""Checks of the server's own certificate during its validity; renewed when a third is left."""
 
 log = logging.getLogger(__name__)
 
 
 class ControlPlaneServer:
-    """Everything of a server but its jobs.
+    """Everything of a server except its jobs.
 
     Guarantees:
-      * nobody is on the link without a certificate of this authority that is in the registry;
-      * who joins, or is revoked, changes nothing for the others;
-      * its own certificate is renewed in time: new connections meet the new one, and those that
-        are open stay.
+      * every participant on the link has a certificate of this authority that is in the registry;
+      * a join or a revocation does not affect other participants;
+      * its own certificate is renewed in time: new connections use the new one, and open
+        connections continue.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class ControlPlaneServer:
         directory: Path,
         *,
         lease_seconds: float = LEASE_SECONDS,
-        authority: Authority | None = None,
+        authority: CertificateAuthority | None = None,
     ) -> None:
-        """Use the state directory that `authority.initialise` made.
+        """Use the state directory that `authority.initialise` created.
 
         Raises:
-            UserError: it holds no server.
+            UserError: it contains no server.
         """
-        self.members = Members(directory, authority or Authority(directory))
+        self.members = Members(directory, authority or CertificateAuthority(directory))
         self.link = Link(lease_seconds, self.members)
         self.joining = JoinService(self.members)
         self.link_port = 0
         self.join_port = 0
         self._pair = (b"", b"")
-        """Key and certificate that are shown to whoever connects now."""
+        """Key and certificate for new connections."""
 
     @asynccontextmanager
     async def listening(
@@ -79,17 +79,21 @@ class ControlPlaneServer:
 
     @asynccontextmanager
     async def _open(self, host: str, port: int, services: Services) -> AsyncIterator[None]:
-        self._pair = self.members.certifier.server_pair()
+        self._pair = self.members.certificate_authority.server_pair()
         tasks: list[asyncio.Task[None]] = []
         try:
             self.link_port = await self.link.start(
                 host, port, self._credentials(known=True), services
             )
-            self.joining.link_port = self.link_port
             self.join_port = await self.joining.start(
-                host, port + 1 if port else 0, self._credentials(known=False)
+                host,
+                port + 1 if port else 0,
+                self._credentials(known=False),
+                link_port=self.link_port,
             )
-            tasks = [asyncio.create_task(work) for work in (self._watch(), self._renew())]
+            tasks = [
+                asyncio.create_task(work) for work in (self._disconnect_revoked(), self._renew())
+            ]
             yield
         finally:
             for task in tasks:
@@ -99,21 +103,21 @@ class ControlPlaneServer:
             await self.link.stop()
             self.members.close()
 
-    async def _watch(self) -> None:
+    async def _disconnect_revoked(self) -> None:
         while True:
             try:
-                self.members.watch(self.link)
+                self.members.disconnect_revoked(self.link)
             except Exception:
-                log.exception("could not look whether somebody was revoked")
-            await asyncio.sleep(_WATCH_SECONDS)
+                log.exception("the check for revoked participants failed")
+            await asyncio.sleep(_REVOCATION_SECONDS)
 
     async def _renew(self) -> None:
-        """Have a certificate of our own that is good for a while, without a restart."""
-        certifier = self.members.certifier
+        """Renew the server's own certificate in time, without a restart."""
+        certificates = self.members.certificate_authority
         while True:
-            await asyncio.sleep(certifier.server_life.total_seconds() / _LOOKS)
+            await asyncio.sleep(certificates.server_life.total_seconds() / _RENEWAL_CHECKS)
             try:
-                pair = await asyncio.to_thread(certifier.server_pair)
+                pair = await asyncio.to_thread(certificates.server_pair)
             except Exception:
                 log.exception("the server's own certificate could not be renewed")
                 continue
@@ -122,14 +126,14 @@ class ControlPlaneServer:
                 log.info("the server has a new certificate")
 
     def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
-        """Our certificate as it is at each handshake; `known` callers must show theirs."""
-        roots = tls.pem(self.members.certifier.certificate) if known else None
+        """TLS with the current certificate at each handshake; `known` callers must show theirs."""
+        roots = tls.pem(self.members.certificate_authority.certificate) if known else None
         shown = self._pair
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal shown
             if shown is self._pair:
-                return None  # gRPC goes on with what it has
+                return None  # unchanged
             shown = self._pair
             return grpc.ssl_server_certificate_configuration([shown], root_certificates=roots)
 
@@ -140,7 +144,7 @@ class ControlPlaneServer:
 
 
 def _allow_many_files() -> None:
-    """Every participant is an open file: take as many as this process may have."""
+    """Raise the limit on open files, because every participant needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

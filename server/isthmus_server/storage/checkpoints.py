@@ -1,7 +1,7 @@
-"""Checkpoints of a run: models and the server optimizer's state, each named by what is in it.
+"""Checkpoints of a run: models and the server optimizer's tensors, with their SHA-256.
 
-A checkpoint is complete on disk before a commit names it, and its digest is in the commit: what is
-read back is what was written, or an error.
+A checkpoint is complete on disk before a commit names it with its digest. Reading a checkpoint
+checks the digest, and raises if the file was changed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A file under `checkpoints/`, and what was written into it."""
+    """A file under `checkpoints/`, and the digest of its contents."""
 
     file: str
     sha256: str
-    """In hexadecimal."""
+    """Of the whole file, in hexadecimal."""
 
 
 class Checkpoints:
-    """The files of one run's checkpoints."""
+    """Reads and writes the checkpoint files of one run."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` holds nothing else."""
+        """`directory` has no other files: `keep_only` deletes what is not named."""
         self.directory = directory
 
     def write_model(
@@ -50,17 +50,17 @@ class Checkpoints:
     ) -> Saved:
         """Write an encoded model durably, as `<kind>-<round>.safetensors`."""
         name = f"{kind}-{round_:06d}.safetensors"
-        with ThreadPoolExecutor(1) as beside:  # hashing takes as long as the disk does
-            hashed = beside.submit(hashlib.sha256, payload)
+        with ThreadPoolExecutor(1) as pool:  # hashing takes as long as writing
+            digest = pool.submit(hashlib.sha256, payload)
             with replacing(self.directory / name) as file:
                 file.write(payload)
-            return Saved(name, hashed.result().hexdigest())
+            return Saved(name, digest.result().hexdigest())
 
     def read_model(self, saved: Saved, payload: bytearray | memoryview) -> None:
         """Fill `payload` from a checkpoint.
 
         Raises:
-            UserError: it is missing, of another size, or not what was written.
+            UserError: the file is missing, has another size, or does not match its digest.
         """
         path = self.directory / saved.file
         try:
@@ -78,7 +78,7 @@ class Checkpoints:
         """Write the server optimizer's tensors, one at a time; None if there are none.
 
         Raises:
-            UserError: one is not float32, which this format does not hold.
+            UserError: a tensor is not float32, the only type of this format.
         """
         if not tensors:
             return None
@@ -94,8 +94,8 @@ class Checkpoints:
             {name: tuple(value.shape) for name, value in tensors.items()}
         )
         name = f"optimizer-{round_:06d}.safetensors"
-        with replacing(self.directory / name) as replaced:
-            file = _Hashed(replaced)
+        with replacing(self.directory / name) as writer:
+            file = _HashedFile(writer)
             file.write(layout.header)
             for entry in layout.entries:
                 piece = bytearray(4 * entry.count)
@@ -107,10 +107,10 @@ class Checkpoints:
         return Saved(name, file.hash.hexdigest())
 
     def read_tensors(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Read back what `write_tensors` wrote.
+        """Read the tensors of a file that `write_tensors` wrote.
 
         Raises:
-            UserError: it is missing or damaged.
+            UserError: the file is missing or damaged.
         """
         path = self.directory / saved.file
         try:
@@ -123,16 +123,16 @@ class Checkpoints:
         return dict(layout.parts(layout.decode(payload)))
 
     def keep_only(self, files: Collection[str]) -> None:
-        """Delete every other file: no commit that counts names it."""
+        """Delete every file that is not listed."""
         for path in self.directory.iterdir():
             if path.name not in files:
                 path.unlink(missing_ok=True)
 
 
-class _Hashed:
-    """A file that is being written, and the SHA-256 of what was."""
+class _HashedFile:
+    """A file that is being written, and the SHA-256 of what was written so far."""
 
-    def __init__(self, file: Written) -> None:
+    def __init__(self, file: DirectWriter) -> None:
         self.file = file
         self.hash = hashlib.sha256()
 
@@ -141,46 +141,45 @@ class _Hashed:
         self.hash.update(data)
 
 
-class Written:
-    """A file that is being written from its start, past the page cache where that can be done.
+class DirectWriter:
+    """Writes a file from its start, with direct I/O where the file system supports it.
 
-    Fresh pages of cache take longer than the disk, and who reads it while the run goes on, for a
-    model too large to stay in memory, does so for all devices from the pages that it reads first.
+    Allocating pages of the page cache takes longer than writing to the disk. A model that is served
+    from its file is read into the page cache once, by the first reader.
     """
 
     def __init__(self, file: FileIO) -> None:
-        """`file` has no buffer of its own."""
+        """`file` is opened without a buffer."""
         self._file = file
-        self._block = MmapBuffer(
-            _BLOCK_BYTES
-        ).view  # aligned, as what goes to a disk directly must be
+        # Direct I/O needs page-aligned memory.
+        self._block = MmapBuffer(_BLOCK_BYTES).view
         self._filled = 0
         self._direct = getattr(os, "O_DIRECT", 0)
-        """The flag for it; 0 once it is known that this file system, or machine, cannot."""
+        """The flag for direct I/O; 0 where the file system or the platform does not support it."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes; they are in the file when a block is full, or after `sync`."""
-        left = memoryview(data)
-        while left:
-            part = left[: _BLOCK_BYTES - self._filled]
+        """Append bytes; they are in the file when a block is full, or after `sync`."""
+        rest = memoryview(data)
+        while rest:
+            part = rest[: _BLOCK_BYTES - self._filled]
             self._block[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
-            left = left[len(part) :]
+            rest = rest[len(part) :]
             if self._filled == _BLOCK_BYTES:
                 self._flush(self._direct)
 
     def sync(self) -> None:
-        """Have everything on the disk."""
+        """Write the last block, and wait until the file is on the disk."""
         self._flush(0)
         os.fsync(self._file.fileno())
 
     def _flush(self, direct: int) -> None:
-        left, self._filled = self._block[: self._filled], 0
-        while left:
+        rest, self._filled = self._block[: self._filled], 0
+        while rest:
             try:
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~self._direct
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags | direct)
-                left = left[self._file.write(left) :]
+                rest = rest[self._file.write(rest) :]
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise
@@ -189,13 +188,13 @@ class Written:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Written]:
-    """Write a file that appears under its name complete and durable, or not at all."""
+def replacing(path: Path) -> Iterator[DirectWriter]:
+    """Replace a file atomically: after a crash it has the old contents or the new ones."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb", buffering=0) as file:
-        written = Written(file)
-        yield written
-        written.sync()
+        writer = DirectWriter(file)
+        yield writer
+        writer.sync()
     temporary.replace(path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:

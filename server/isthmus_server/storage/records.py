@@ -222,7 +222,7 @@ class RoundRecord(AttemptRecord):
     """A committed round."""
 
     comparisons: Sequence[ComparisonRecord] = ()
-    """Attempts at comparisons that the policy asked for before it planned the round."""
+    """Attempts at comparisons that the policy requested before it planned the round."""
     training: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Figures of the training itself, by regime."""
     norms: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The round log of a run: its tables in SQLite, and how they are opened."""
+"""The SQLite tables of a run's round log, and how the database is opened."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CREATE TABLE IF NOT EXISTS events (
 
 
 def open_log(file: Path) -> sqlite3.Connection:
-    """A round log, made where there is none; on a read-only medium, as it lies there.
+    """Open a round log, or create it; on a read-only medium only open it, without any writes.
 
     Raises:
-        UserError: it cannot be read there.
+        UserError: its newest entries cannot be read on this medium.
         OSError, sqlite3.Error: it cannot be used.
     """
     if not os.statvfs(file.parent).f_flag & os.ST_RDONLY:
@@ -42,12 +42,12 @@ def open_log(file: Path) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous=FULL")
         db.executescript(_SCHEMA)
         return db
-    # The newest entries are in a file of their own, which takes an index to read. Where there is
-    # neither, the database is whole, and nobody is at it.
-    newest, index = file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")
-    if not index.exists() and newest.exists() and newest.stat().st_size:
+    # The newest entries are in the write-ahead log, which SQLite reads by its shared-memory index.
+    # Without both files the database is complete, and no process uses it.
+    wal, index = file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")
+    if not index.exists() and wal.exists() and wal.stat().st_size:
         raise UserError(
-            "it was cut off and lies on a read-only medium; copy it to where it can be written"
+            "it was interrupted and is on a read-only medium; copy it to a writable directory"
         )
-    how = "mode=ro" if index.exists() else "mode=ro&immutable=1"
-    return sqlite3.connect(f"{file.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+    mode = "mode=ro" if index.exists() else "mode=ro&immutable=1"
+    return sqlite3.connect(f"{file.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)

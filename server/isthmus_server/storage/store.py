@@ -1,16 +1,16 @@
-"""A run on disk: the write-ahead round log, checkpoints, and what is needed to go on.
+"""The run directory: the write-ahead round log, checkpoints, and the state to resume from.
 
 A run directory holds::
 
-    job.json                the validated job and where it came from
+    job.json                the validated job, and the directory its relative paths start from
     run.sqlite              the round log (WAL)
     checkpoints/            model-, served- and optimizer-<round>.safetensors
     model.safetensors       the final model, when the run has ended
     logs/                   one file per process
-    lock                    held by the process that runs it
+    lock                    held by the process that executes the run
 
-A round is planned in the log before anything runs, and becomes visible with everything that
-belongs to it in one transaction. Files that a commit names are complete on disk before it.
+An attempt at a round is logged before it begins. One transaction makes the round visible with its
+record and the state after it; the checkpoints that it names are complete on disk before that.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Store:
     """One run directory.
 
     Guarantees:
-      * after a crash at any instant the last committed round is whole, with its files;
-      * a round that was planned and not committed leaves a trace in the log and nothing else.
+      * after a crash at any instant the last committed round is complete, with its files;
+      * an attempt that was planned and not committed has no effect but its entry in the log.
     """
 
     def __init__(self, directory: Path, job: Job, base: Path, run_id: str) -> None:
@@ -66,16 +66,16 @@ class Store:
 
     @classmethod
     def create(cls, directory: Path, job: Job, base: Path) -> Store:
-        """Start a new run in a directory that does not hold one yet.
+        """Create a run in a directory that does not have one yet.
 
         Raises:
-            UserError: it holds a run already, or cannot be written.
+            UserError: the directory has a run already, or cannot be written.
         """
         directory = directory.absolute()
         run_id = f"{job.name}-{uuid.uuid4().hex[:8]}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with _alone_in(directory):  # or two that are started together would make one run
+            with _alone_in(directory):  # two processes started together must not create one run
                 if (directory / "job.json").exists():
                     raise UserError(
                         f"{directory} already holds a run; go on with it by `isthmus run --resume "
@@ -90,7 +90,7 @@ class Store:
         return store
 
     def _begin(self) -> None:
-        """Write down that there is a run; one that a crash ended before its job.json never was."""
+        """Store the run's identity; a run without job.json, after a crash, does not exist."""
         self._db.execute("DELETE FROM run")
         self._db.execute("INSERT INTO run VALUES (?, 'running', '', NULL)", (self.run_id,))
         job = self.job.model_dump(mode="json")
@@ -100,10 +100,10 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> Store:
-        """Open an existing run; one on a read-only medium can be read.
+        """Open an existing run; on a read-only medium it can only be read.
 
         Raises:
-            UserError: there is none, it is damaged, or its log cannot be read where it is.
+            UserError: there is no run, it is damaged, or its log cannot be read there.
         """
         try:
             table = json.loads((directory / "job.json").read_text())
@@ -113,14 +113,14 @@ class Store:
             store = cls(directory, job, Path(table["base"]), table["run_id"])
             if store._db.execute("SELECT COUNT(*) FROM run").fetchone() != (1,):
                 store.close()
-                raise UserError("run.sqlite is of no run")
+                raise UserError("run.sqlite describes no run")
         except FileNotFoundError:
             raise UserError(f"{directory} does not hold a run (no job.json)") from None
         except (OSError, sqlite3.Error, UserError) as error:
-            why: object = error
+            cause: object = error
             if isinstance(error, sqlite3.Error) and not os.access(directory, os.W_OK):
-                why = "that takes leave to write there (SQLite's log); copy it to where you have it"
-            raise UserError(f"the run in {directory} cannot be read: {why}") from error
+                cause = "SQLite needs write permission there; copy it to a directory you own"
+            raise UserError(f"the run in {directory} cannot be read: {cause}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"the run in {directory} cannot be read: job.json is damaged"
@@ -128,17 +128,17 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the log."""
         self._db.close()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only process that goes on with the run, while the block lasts; others may read.
+        """Hold the run's lock during the block; other processes can still read the run.
 
-        What a run could not begin for is written down.
+        If the block raises a `UserError` before the first attempt, the run is stored as failed.
 
         Raises:
-            UserError: another one does, or the log could not be used in the block.
+            UserError: another process holds the lock, or the log could not be used in the block.
         """
         with _alone_in(self.directory):
             try:
@@ -147,9 +147,9 @@ class Store:
                 raise self.unusable(error) from error
             except UserError as error:
                 with contextlib.suppress(sqlite3.Error):
-                    tried = self._db.execute("SELECT 1 FROM attempts").fetchone()
-                    # One that was cut off stays as it is, and goes on where it was.
-                    if tried is None and self.status()[0] == "running":
+                    attempt = self._db.execute("SELECT 1 FROM attempts").fetchone()
+                    # A run that was cut off keeps its state, so that it can be resumed.
+                    if attempt is None and self.status()[0] == "running":
                         self.finish("failed", str(error), None)
                 raise
 
@@ -330,21 +330,21 @@ class Store:
         return row[0] if row else 0.0
 
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
-        """Write the final model beside the log."""
+        """Write the final model into the run directory; returns its path."""
         path = self.directory / "model.safetensors"
         with replacing(path) as file:
             file.write(payload)
         return path
 
     def unusable(self, error: Exception) -> UserError:
-        """What to tell a person when reading or writing here failed with `error`."""
+        """The user message for an error while the directory was read or written."""
         return UserError(
             f"the run directory {self.directory} could not be used: {error}; see to it, then "
             "`isthmus run --resume` goes on from the last committed round"
         )
 
     def _drop_old_checkpoints(self) -> None:
-        """Keep what the newest commits name; a file no commit names is of an attempt that ended."""
+        """Keep only the files that the newest commits name."""
         newest = self._db.execute(
             "SELECT run_state FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT ?",
             (KEPT_CHECKPOINTS,),

@@ -94,7 +94,7 @@ def _observed(explained: ExplainedDecision) -> Iterator[tuple[str, str]]:
     prices = ", ".join(f"{kind} {seen.price(kind):g}" for kind in kinds)
     yield "a round costs", f"{prices}; one device scoring one model {seen.comparison_price:g}"
     yield from _labelled("left", _left(seen))
-    yield from _labelled("comparisons", _comparisons(decision) or ["none was asked for"])
+    yield from _labelled("comparisons", _comparisons(decision) or ["none was requested"])
     yield from _labelled("waited", _waits(decision, by_limit=False))
     kept = [name for name in seen.models if name not in ("current", "served", "initial")]
     if kept:

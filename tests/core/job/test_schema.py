@@ -247,7 +247,7 @@ def test_every_field_says_what_it_means(section, field):
 
 def test_the_schema_carries_the_descriptions():
     cohort = job_schema()["$defs"]["FederatedSection"]["properties"]["cohort"]
-    assert cohort["description"] == "Updates wanted each round."
+    assert cohort["description"] == "Number of updates in each round."
 
 
 def test_a_flower_strategy_and_secure_aggregation_exclude_each_other(make_job):

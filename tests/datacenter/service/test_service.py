@@ -16,7 +16,7 @@ from tests.datacenter.conftest import wait_until
 import isthmus_datacenter.service.service
 from isthmus.errors import UpdateError, UserError
 from isthmus.wire import link_pb2
-from isthmus_datacenter.service.messages import Command
+from isthmus_datacenter.messages import Command
 from isthmus_datacenter.service.rank_group import RankGroup
 from isthmus_datacenter.service.service import DatacenterService
 

@@ -13,12 +13,12 @@ from isthmus.errors import TaskError
 from isthmus.task.scoring import losses
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
+from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
-from isthmus_datacenter.service.messages import ControlSignal
 from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.optimizer import ShardedOptimizer
 from isthmus_datacenter.virtual import VirtualDatacenter
 
 FIRST, UNTIL = 2, 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import isthmus_datacenter.training.profile
-from isthmus_datacenter.service.messages import ProgressReport
+from isthmus_datacenter.messages import ProgressReport
 from isthmus_datacenter.training.profile import ProgressReporter
 
 CPU = torch.device("cpu")

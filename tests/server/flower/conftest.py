@@ -4,8 +4,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _few_objects():
-    """Flower collects garbage for every update it reads: in a process of torch's size, slowly."""
+def _frozen_garbage():
+    """Freeze objects: Flower collects garbage for every update, which PyTorch makes slow."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Jobs whose devices train with a Flower ClientApp: rounds, crashes, and apps that go wrong."""
+"""Jobs whose devices train with a Flower ClientApp: rounds, crashes, and failing apps."""
 
 import re
 import sys
@@ -60,7 +60,7 @@ app = ClientApp(lambda context: None)
 JOB = ("federated.secure_aggregation=false", 'federated.flower.app="app.py:app"')
 
 
-async def test_an_app_trains_the_tasks_model_under_a_strategy(place, tmp_path):
+async def test_an_app_trains_the_model_under_a_strategy(place, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
     await place.listen()
     adam = 'federated.flower.strategy={name="FedAdam", options={eta=0.1}}'
@@ -78,7 +78,7 @@ async def test_an_app_trains_the_tasks_model_under_a_strategy(place, tmp_path):
     assert row["cost"]["device_bytes"] > 360
 
 
-async def test_a_strategy_that_matches_arrays_by_place_finds_them(place, tmp_path):
+async def test_a_strategy_that_matches_arrays_by_position_works(place, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)  # its state_dict begins with the weight
     await place.listen()
     private = (
@@ -89,7 +89,7 @@ async def test_a_strategy_that_matches_arrays_by_place_finds_them(place, tmp_pat
     assert final.metrics["accuracy"] > 0.5
 
 
-async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path):
+async def test_a_resumed_run_ends_with_the_same_model(place, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
     await place.listen()
     adam = 'federated.flower.strategy={name="FedAdam"}'
@@ -115,19 +115,19 @@ async def test_a_killed_run_of_an_app_goes_on_to_the_same_bytes(place, tmp_path)
         ),
     ],
 )
-async def test_one_devices_app_that_goes_wrong_costs_one_update(config, reason, place, tmp_path):
+async def test_a_failing_app_loses_only_its_own_update(config, reason, place, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
     await place.listen()
     report, _ = await place.run(
         "run", *JOB, "federated.quorum=2", "rounds=1", f"federated.flower.config={{{config}}}"
     )
     (row,) = report["rounds"]
-    (rejected,) = (one for one in row["receipts"] if one["status"] != "accepted")
+    (rejected,) = (receipt for receipt in row["receipts"] if receipt["status"] != "accepted")
     assert (rejected["participant"], rejected["status"]) == ("b", "rejected")
     assert rejected["reason"] == reason.format(app=tmp_path / "app.py")
 
 
-async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
+async def test_too_few_replies_are_one_sentence(place, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
     await place.listen()
     store = place.create("run", *JOB, "attempts=1", 'federated.flower.config={fails="abc"}')
@@ -149,7 +149,7 @@ async def test_too_few_answers_of_an_app_are_one_sentence(place, tmp_path):
         ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
     ],
 )
-async def test_an_app_that_cannot_be_loaded_is_why_a_device_declines(code, says, place, tmp_path):
+async def test_a_device_declines_an_app_that_cannot_be_loaded(code, says, place, tmp_path):
     (tmp_path / "app.py").write_text(code + "\n")
     await place.listen(names=("a",))
     store = place.create("run", *JOB, "time.join_seconds=300", "federated.clients=1")
@@ -157,7 +157,7 @@ async def test_an_app_that_cannot_be_loaded_is_why_a_device_declines(code, says,
         await Coordinator(store, place.link).run()
 
 
-async def test_a_device_without_flower_declines_and_says_what_to_install(
+async def test_a_device_without_flower_declines_with_installation_advice(
     place, tmp_path, monkeypatch
 ):
     (tmp_path / "app.py").write_text(TORCH_APP)
@@ -175,14 +175,14 @@ async def test_a_device_without_flower_declines_and_says_what_to_install(
         await coordinator.run()
 
 
-def test_a_device_loads_no_app_that_its_owner_has_not_put_there(make_job, tmp_path):
+def test_a_device_loads_only_apps_that_its_owner_installed(make_job, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
     job = make_job('federated.flower.app="app.py:app"')
     opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
-    one = Participant(name="a", regime="federated")
+    participant = Participant(name="a", regime="federated")
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     with pytest.raises(TaskError, match=r"^federated.flower.app='app.py:app' is not a file in .*"):
-        FlowerRun(opening, one, None, tasks)
+        FlowerRun(opening, participant, None, tasks)
     (tasks / "app.py").write_text(TORCH_APP)
-    assert FlowerRun(opening, one, None, tasks).app is not None
+    assert FlowerRun(opening, participant, None, tasks).app is not None

@@ -1,4 +1,4 @@
-"""Flower's strategies and a Flower ClientApp, neither of them modified, over the link."""
+"""Unmodified Flower strategies and ClientApps over Isthmus connections."""
 
 import asyncio
 import random
@@ -24,13 +24,13 @@ app, fixed, adaptive = ClientApp(), ClientApp(), ClientApp()
 
 
 def train(message, context):
-    """A step towards the device's own place; how many it made is kept in its state."""
+    """A step that depends on the device and on the number of steps in its state."""
     own = context.node_config["partition-id"]
     steps = context.state.setdefault("steps", MetricRecord({"made": 0}))
     steps["made"] += 1
     step = np.float32(0.1 * (own + 1) * steps["made"])
-    came = message.content["arrays"]
-    arrays = ArrayRecord({key: Array(array.numpy() + step) for key, array in came.items()})
+    received = message.content["arrays"]
+    arrays = ArrayRecord({key: Array(array.numpy() + step) for key, array in received.items()})
     metrics = MetricRecord({"num-examples": 10 + own, "train_loss": 1.0 + own})
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
@@ -132,23 +132,23 @@ def fleet(net, make_job, tmp_path):
                 run_id="run", job=self.job.model_dump_json(), base=str(tmp_path)
             )
 
-        async def ask(self, kind, to, records=None):
-            """One message, from the thread of a strategy."""
+        async def send(self, kind, to, records=None):
+            """Send one message from another thread, as a strategy does."""
             if records is None:
                 records = flower_messages.RecordDict({"arrays": model()})
-            asked = self.grid.create_message(records, kind, flower_messages.node_of(to), "group")
-            (reply,) = await asyncio.to_thread(self.grid.send_and_receive, [asked])
+            sent = self.grid.create_message(records, kind, flower_messages.node_of(to), "group")
+            (reply,) = await asyncio.to_thread(self.grid.send_and_receive, [sent])
             return reply
 
-        def without_a_link(self, app):
-            """The same nodes, called in place: what there is to compare with."""
-            return InPlace(tmp_path, self.opening())
+        def in_process_grid(self, app):
+            """The same nodes called in this process, for comparison."""
+            return InProcessGrid(tmp_path, self.opening())
 
     return Fleet()
 
 
-class InPlace:
-    """A Grid of apps that are called like functions."""
+class InProcessGrid:
+    """A Grid of apps that are called as functions."""
 
     def __init__(self, directory, opening):
         self.apps = {}
@@ -161,30 +161,37 @@ class InPlace:
 
     def send_and_receive(self, messages, timeout=None):
         replies = []
-        for one in list(messages):
-            app = self.apps[one.metadata.dst_node_id]
+        for message in list(messages):
+            app = self.apps[message.metadata.dst_node_id]
             records = flower_messages.RecordDict(
-                {name: type(record)(dict(record.items())) for name, record in one.content.items()}
+                {
+                    name: type(record)(dict(record.items()))
+                    for name, record in message.content.items()
+                }
             )
-            asked = flower_messages.message(
-                records, kind=one.metadata.message_type, source=1, to=app.context.node_id, id_="m"
+            copy = flower_messages.message(
+                records,
+                kind=message.metadata.message_type,
+                source=1,
+                to=app.context.node_id,
+                id_="m",
             )
-            replies.append(app.app(asked, app.context))
+            replies.append(app.app(copy, app.context))
         return replies
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name, fleet):
+async def test_strategies_and_apps_compute_the_same_as_in_one_process(name, fleet):
     await fleet.start(app_for(name))
 
     def start(grid):
         np.random.seed(3)  # Flower's noise
-        random.seed(3)  # and the order in which it asks nodes
+        random.seed(3)  # Flower samples nodes in random order
         with flower_messages.captured_warnings():
             return make(name).start(grid, initial_arrays=model(), num_rounds=2, timeout=30)
 
     result = await asyncio.to_thread(start, fleet.grid)
-    expected = start(fleet.without_a_link(app_for(name)))
+    expected = start(fleet.in_process_grid(app_for(name)))
     assert result.arrays.keys() == expected.arrays.keys()
     for key, array in result.arrays.items():
         assert np.array_equal(array.numpy(), expected.arrays[key].numpy())
@@ -195,10 +202,10 @@ async def test_every_strategy_and_an_app_come_to_the_same_as_without_a_link(name
     assert not fleet.link.published_blobs
 
 
-async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fleet):
-    """Flower's LocalDpMod answers its own reply."""
+async def test_the_link_determines_the_sender_of_a_reply(fleet):
+    """Flower's LocalDpMod replies to its own reply."""
     await fleet.start()
-    reply = await fleet.ask("train.noisy", "b")
+    reply = await fleet.send("train.noisy", "b")
     assert reply.has_content()
     assert reply.metadata.src_node_id == flower_messages.node_of("b")
     assert reply.metadata.dst_node_id == flower_messages.SERVER_NODE
@@ -206,61 +213,61 @@ async def test_a_reply_is_from_whom_the_link_says_whatever_a_mod_makes_of_it(fle
     assert reply.metadata.group_id == "group"
 
 
-async def test_what_goes_wrong_on_a_device_is_an_error_with_its_reason(fleet, tmp_path):
+async def test_a_failure_on_a_device_is_an_error_with_its_reason(fleet, tmp_path):
     await fleet.start()
-    reply = await fleet.ask("query", "a")
+    reply = await fleet.send("query", "a")
     line = APP.splitlines().index('    raise ValueError("no\\nbattery")') + 1
     says = f"the app failed at {tmp_path}/app.py:{line}: ValueError: no battery"
     assert reply.error == flower_messages.Error(2, says)
-    reply = await fleet.ask("evaluate.more", "a")
+    reply = await fleet.send("evaluate.more", "a")
     assert reply.error.reason == (
         "the app failed: ValueError: No evaluate function registered with name 'more'"
     )
-    reply = await fleet.ask("train", "nobody")
+    reply = await fleet.send("train", "nobody")
     assert reply.error.code == flower_messages.ErrorCode.NODE_UNAVAILABLE
-    reply = await fleet.ask("train", "c", flower_messages.RecordDict())
+    reply = await fleet.send("train", "c", flower_messages.RecordDict())
     assert reply.error.reason.endswith("app.py:16: KeyError: 'arrays'")
 
 
-async def test_a_lost_device_and_a_late_one_are_errors_and_nobody_waits_for_them(fleet, net, clock):
+async def test_lost_and_late_devices_are_errors(fleet, net, clock):
     await fleet.start(seconds=77)
 
-    async def think(guest, request, model):
+    async def never_reply(device, request, model):
         await asyncio.Event().wait()
 
-    late = await net.join("late", think)
-    asking = asyncio.create_task(fleet.ask("train", "late"))
+    late = await net.join("late", never_reply)
+    sending = asyncio.create_task(fleet.send("train", "late"))
     await net.until(lambda: late.asked)
     await clock.over(77)
-    assert (await asking).error == flower_messages.Error(4, "it did not answer within 77 s")
+    assert (await sending).error == flower_messages.Error(4, "it did not answer within 77 s")
     await net.until(lambda: late.cancelled)
 
-    async def go(guest, request, model):
+    async def disconnect(device, request, model):
         fleet.link.disconnect("gone", "lost")
         await asyncio.Event().wait()
 
-    await net.join("gone", go)
-    reply = await fleet.ask("train", "gone")
+    await net.join("gone", disconnect)
+    reply = await fleet.send("train", "gone")
     assert reply.error == flower_messages.Error(5, "lost")
     assert not fleet.link.published_blobs
 
 
-async def test_replies_are_bounded_before_memory_is_taken(fleet, net):
+async def test_the_size_of_replies_is_limited_before_allocation(fleet, net):
     await fleet.start(max_bytes=1000)
 
-    async def boast(guest, request, model):
+    async def announce_huge_reply(device, request, model):
         huge = link_pb2.Blob(sha256=bytes(32), size=1 << 40)
         return link_pb2.Reply(flower_replied=link_pb2.FlowerReply(records=huge)), None
 
-    await net.join("boaster", boast)
-    reply = await fleet.ask("train", "boaster")
+    await net.join("boaster", announce_huge_reply)
+    reply = await fleet.send("train", "boaster")
     assert reply.error.reason == (
         "its reply has 1099511627776 bytes, and the limit for each reply is 1000 "
         "(federated.flower.max_bytes)"
     )
 
 
-async def test_a_device_takes_no_message_beyond_what_the_job_allows(net, make_job, tmp_path):
+async def test_a_device_refuses_messages_above_the_jobs_limit(net, make_job, tmp_path):
     (tmp_path / "app.py").write_text(APP)
     link = await net.listen()
     job = make_job('federated.flower.app="app.py:app"', "federated.flower.max_bytes=100")
@@ -269,9 +276,9 @@ async def test_a_device_takes_no_message_beyond_what_the_job_allows(net, make_jo
     opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
     await link.ask("a", link_pb2.Request(id="1", open=opening))
     payload = bytearray(101)
-    content = describe(payload)
-    link.publish(content, payload)
-    work = link_pb2.FlowerMessage(run_id="run", records=content)
+    blob = describe(payload)
+    link.publish(blob, payload)
+    work = link_pb2.FlowerMessage(run_id="run", records=blob)
     reply = await link.ask("a", link_pb2.Request(id="2", flower=work))
     assert reply.failure.reason == (
         "a message of 101 bytes was announced where federated.flower.max_bytes=100"

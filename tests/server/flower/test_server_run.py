@@ -1,4 +1,4 @@
-"""Our ServerApp and ClientApp, with Flower's runtime left out: messages are function calls."""
+"""Isthmus' ServerApp and ClientApp without Flower's runtime: messages are function calls."""
 
 import json
 
@@ -27,8 +27,8 @@ lease_seconds = 0.1
 """
 
 
-class InPlace:
-    """A Grid whose nodes are apps in this process; `broken` ones answer errors."""
+class InProcessGrid:
+    """A Grid whose nodes are apps in this process; `broken` nodes reply with errors."""
 
     def __init__(self, app, config, nodes=3, broken=()):
         messages.identify()
@@ -49,19 +49,19 @@ class InPlace:
         return list(self.nodes)
 
     def send_and_receive(self, messages, timeout):
-        self.asked = list(messages)
-        return [self.answer(one) for one in self.asked]
+        self.sent = list(messages)
+        return [self.reply_to(message) for message in self.sent]
 
-    def answer(self, asked):
-        node = asked.metadata.dst_node_id
+    def reply_to(self, message):
+        node = message.metadata.dst_node_id
         if node in self.broken:
-            return messages.Message(messages.Error(2, "no battery"), reply_to=asked)
-        return self.app(asked, self.nodes[node])
+            return messages.Message(messages.Error(2, "no battery"), reply_to=message)
+        return self.app(message, self.nodes[node])
 
 
 @pytest.fixture
-def hosted(write_task, tmp_path):
-    """Run the pair; gives the report, and the grid."""
+def run_apps(write_task, tmp_path):
+    """Run both apps; returns the report and the grid."""
     torch.set_num_threads(1)
     write_task()
     path = tmp_path / "job.toml"
@@ -69,7 +69,7 @@ def hosted(write_task, tmp_path):
 
     def run(config=None, **more):
         config = {"directory": str(tmp_path / "out"), **(config or {})}
-        grid = InPlace(client_app(path), config, **more)
+        grid = InProcessGrid(client_app(path), config, **more)
         context = messages.Context(1, 1, {}, messages.RecordDict(), config)
         with messages.captured_warnings():
             server_app(path)(grid, context)
@@ -78,55 +78,55 @@ def hosted(write_task, tmp_path):
     return run
 
 
-async def test_a_hosted_job_comes_to_what_our_own_devices_come_to(hosted, place, tmp_path):
-    report, _ = hosted({"federated.quorum": 3})
+async def test_the_apps_train_the_same_model_as_isthmus_devices(run_apps, place, tmp_path):
+    report, _ = run_apps({"federated.quorum": 3})
     await place.listen()
     plain = (
         "federated.secure_aggregation=false",
         "federated.flower.strategy.name=FedAvg",
         "rounds=2",
     )
-    ours, _ = await place.run("ours", *plain)
-    for theirs, row in zip(report["rounds"], ours["rounds"], strict=True):
-        assert theirs["metrics"] == pytest.approx(row["metrics"], rel=1e-5)
+    direct, _ = await place.run("direct", *plain)
+    for hosted, row in zip(report["rounds"], direct["rounds"], strict=True):
+        assert hosted["metrics"] == pytest.approx(row["metrics"], rel=1e-5)
     payload = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())
     length = 8 + int.from_bytes(payload[:8], "little")
     layout = TensorLayout.from_header(payload[:length])
-    expected = bytearray((tmp_path / "ours" / "model.safetensors").read_bytes())
+    expected = bytearray((tmp_path / "direct" / "model.safetensors").read_bytes())
     torch.testing.assert_close(layout.decode(payload), layout.decode(expected))
 
 
-def test_so_many_nodes_are_asked_as_the_job_says(hosted):
-    report, grid = hosted(nodes=6)
-    assert len(grid.asked) == 3
+def test_the_job_determines_how_many_nodes_are_selected(run_apps):
+    report, grid = run_apps(nodes=6)
+    assert len(grid.sent) == 3
     assert [row["accepted"] for row in report["rounds"]] == [3, 3]
 
 
-def test_a_node_that_fails_is_done_without_down_to_the_quorum(hosted):
-    report, _ = hosted(broken=[3])
+def test_failing_nodes_are_tolerated_down_to_the_quorum(run_apps):
+    report, _ = run_apps(broken=[3])
     assert [row["accepted"] for row in report["rounds"]] == [2, 2]
     with pytest.raises(UserError) as failed:
-        hosted(broken=[3, 4])
+        run_apps(broken=[3, 4])
     assert str(failed.value) == (
         "round 1 failed 2 times; the last time because: 1 of 3 answers were accepted and the "
         "quorum is 2 (node 3: no battery; node 4: no battery)"
     )
 
 
-def test_too_few_nodes_are_one_sentence(hosted):
+def test_too_few_nodes_are_one_sentence(run_apps):
     with pytest.raises(UserError) as failed:
-        hosted(nodes=2)
+        run_apps(nodes=2)
     assert str(failed.value) == (
         "2 SuperNodes are connected and a round asks 3 (federated.cohort); waited 0.1 s"
     )
 
 
-def test_what_a_strategy_remembers_goes_from_round_to_round(hosted):
-    plain, _ = hosted()
+def test_strategy_state_is_kept_from_round_to_round(run_apps):
+    plain, _ = run_apps()
     config = {"federated.flower.strategy.name": "FedAvgM"}
-    same, _ = hosted(config)
+    same, _ = run_apps(config)
     config["federated.flower.strategy.options.server_momentum"] = 0.9
-    faster, _ = hosted(config)
+    faster, _ = run_apps(config)
     rows = [report["rounds"] for report in (plain, same, faster)]
     assert rows[0][0]["metrics"] == rows[1][0]["metrics"] == rows[2][0]["metrics"]
     assert rows[0][1]["metrics"] == rows[1][1]["metrics"] != rows[2][1]["metrics"]
@@ -142,8 +142,8 @@ def test_what_a_strategy_remembers_goes_from_round_to_round(hosted):
         ({"federated.cohort": "two"}, "federated.cohort='two': input should be a valid integer"),
     ],
 )
-def test_what_flowers_runtime_has_nothing_for_is_one_sentence(config, says, hosted):
+def test_settings_unsupported_by_flowers_runtime_are_refused(config, says, run_apps):
     with pytest.raises(JobError) as refused:
-        hosted(config)
+        run_apps(config)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -61,7 +61,7 @@ def section(strategy, **more):
 
 
 class RecordedRound:
-    """One round's updates: what devices send us, and the same as Flower's messages."""
+    """A round's updates, as Isthmus devices send them and as Flower's messages."""
 
     def __init__(self, seed, scale=0.1, names=COHORT):
         draw = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ class RecordedRound:
         self.losses = {name: float(torch.rand((), generator=draw)) for name in self.updates}
 
     def with_isthmus(self, adapter, tmp_path, order=None):
-        """The pseudo-gradient that an adapter's strategy gives, and the strategy's state."""
+        """The pseudo-gradient of an adapter's strategy, and the strategy's new state."""
         strategy = adapter.begin(1, self.start, section({"name": "FedAvg"}))
         updates = UpdateCollector(strategy, LAYOUT, COHORT)
         for name in order or self.updates:
@@ -86,7 +86,7 @@ class RecordedRound:
         return updates.aggregate(), strategy.state
 
     def with_flower(self, strategy):
-        """The pseudo-gradient that Flower's own classes make of it."""
+        """The pseudo-gradient that Flower's own classes compute."""
         from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
         from isthmus_server.flower.strategy_adapter import CohortGrid
@@ -119,14 +119,14 @@ class RecordedRound:
                     1, record(self.start), ConfigRecord(), CohortGrid([2, 3, 4, 5, 6, 7, 8])
                 )
             )
-            made, _ = strategy.aggregate_train(1, replies)
+            aggregate, _ = strategy.aggregate_train(1, replies)
         end = torch.empty(LAYOUT.size)
-        messages.read_record(made, LAYOUT.parts(end))
+        messages.read_record(aggregate, LAYOUT.parts(end))
         return self.start - end
 
 
 def flower_strategy(config, **more):
-    """Flower's own object for a job's table."""
+    """Flower's own strategy object for a job's table."""
     from flwr.serverapp import strategy
 
     options = dict(config.get("options", {}))
@@ -140,7 +140,7 @@ def flower_strategy(config, **more):
 @pytest.mark.parametrize("config", [*STATELESS, *STATEFUL, MOMENTUM], **BY_NAME)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**31))
-def test_the_aggregate_is_what_flowers_own_function_gives(config, seed, tmp_path_factory):
+def test_the_aggregate_equals_that_of_flowers_own_classes(config, seed, tmp_path_factory):
     round_ = RecordedRound(seed)
     np.random.seed(seed % 2**32)
     actual, _ = round_.with_isthmus(
@@ -170,7 +170,7 @@ def test_a_restored_strategy_continues_as_one_that_was_never_stored(config, tmp_
         adapter.import_state(tensors, values)
 
 
-def test_momentum_is_taken_from_the_rounds_model_wherever_that_was_trained(tmp_path):
+def test_momentum_starts_from_the_rounds_model_wherever_it_was_trained(tmp_path):
     """Flower's FedAvgM steps from its own last model: a datacenter's rounds would be lost."""
     config = {"name": "FedAvgM", "options": {"server_momentum": 0.5}}
     adapter = FlowerStrategyAdapter(section(config), LAYOUT)
@@ -200,7 +200,7 @@ def test_the_noise_is_scaled_for_at_most_the_quorum(tmp_path):
     }
     np.random.seed(2)
     still = RecordedRound(1, scale=1e-6)  # Flower's clipping divides by an update's norm
-    drawn = [
+    mean_squares = [
         float(
             still.with_isthmus(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)[0]
             .square()
@@ -208,13 +208,13 @@ def test_the_noise_is_scaled_for_at_most_the_quorum(tmp_path):
         )
         for _ in range(40)
     ]
-    assert math.sqrt(sum(drawn) / len(drawn)) == pytest.approx(1.0, rel=0.15)
+    assert math.sqrt(sum(mean_squares) / len(mean_squares)) == pytest.approx(1.0, rel=0.15)
     config["options"]["num_sampled_clients"] = 8
     with pytest.raises(JobError, match="above the quorum of 7: a round of fewer"):
         FlowerStrategyAdapter(section(config), LAYOUT)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_noise_is_scaled_for_at_most_the_quorum(tmp_path):
         ({"name": "FedAvg", "inner": {"name": "Krum"}}, "unexpected keyword argument 'strategy'"),
     ],
 )
-def test_a_strategy_that_cannot_be_used_is_one_sentence(strategy, says):
+def test_an_unusable_strategy_is_one_sentence(strategy, says):
     with pytest.raises(JobError) as refused:
         FlowerStrategyAdapter(section(strategy), LAYOUT)
     assert says in str(refused.value)
@@ -249,7 +249,7 @@ def test_updates_that_would_not_fit_into_memory_are_refused_at_the_start():
         FlowerStrategyAdapter(section({"name": "Krum"}, max_bytes=needs - 1), LAYOUT)
 
 
-def test_a_strategy_that_fails_fails_the_round_with_its_name_and_its_reason(tmp_path):
+def test_a_failing_strategy_fails_the_round_with_its_name_and_reason(tmp_path):
     config = {"name": "Bulyan", "options": {"num_malicious_nodes": 2}}
     with pytest.raises(RoundFailed) as failed:
         RecordedRound(1).with_isthmus(FlowerStrategyAdapter(section(config), LAYOUT), tmp_path)
@@ -260,11 +260,11 @@ def test_a_strategy_that_fails_fails_the_round_with_its_name_and_its_reason(tmp_
     )
 
 
-def test_a_loss_below_0_is_why_q_fedavg_fails(tmp_path):
-    adapter, one = FlowerStrategyAdapter(section(STATELESS[-2]), LAYOUT), RecordedRound(1)
-    one.losses["c"] = -0.5
+def test_q_fedavg_refuses_a_negative_loss(tmp_path):
+    adapter, recorded = FlowerStrategyAdapter(section(STATELESS[-2]), LAYOUT), RecordedRound(1)
+    recorded.losses["c"] = -0.5
     with pytest.raises(RoundFailed, match="QFedAvg takes no loss below 0, and 1 of 7 devices"):
-        one.with_isthmus(adapter, tmp_path)
+        recorded.with_isthmus(adapter, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_a_strategy_cannot_wait_forever_for_more_devices():
 @pytest.mark.parametrize("examples", [0, 21])
 def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
     settings = section({"name": "FedAvg"})
-    begun = FlowerStrategyAdapter(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
-    updates = UpdateCollector(begun, LAYOUT, COHORT)
+    strategy = FlowerStrategyAdapter(settings, LAYOUT).begin(1, torch.zeros(LAYOUT.size), settings)
+    updates = UpdateCollector(strategy, LAYOUT, COHORT)
     with UpdateSpool(tmp_path) as spool, pytest.raises(UpdateError, match="at most 20, twice the"):
         updates.collect("a", link_pb2.Trained(examples=examples), spool)
 

@@ -1,3 +1,5 @@
+"""`isthmus why`: explained decisions, as text and as JSON."""
+
 import json
 
 import pytest
@@ -24,11 +26,11 @@ class Mine:
     def plan(self, seen):
         if seen.round == 1 and not seen.refused:
             return Compare(("initial", "served"), 40, "it wants to know more")
-        return Plan("federated", f"round {seen.round} is theirs", {"phase": "edge"}, cohort=1)
+        return Plan("federated", f"round {seen.round} is for devices", {"phase": "edge"}, cohort=1)
 """
 
 
-def typed(*arguments):
+def why_output(*arguments):
     """What the command prints, on one line: where a terminal breaks lines does not matter."""
     result = CliRunner().invoke(why, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -38,7 +40,7 @@ def typed(*arguments):
 
 
 @pytest.fixture
-async def curious(place, tmp_path):
+async def curious_run(place, tmp_path):
     """A run with a refused comparison, a cohort that was raised, a failed attempt and an end."""
     (tmp_path / "curious.py").write_text(CURIOUS)
     await place.listen()
@@ -48,17 +50,17 @@ async def curious(place, tmp_path):
     return store
 
 
-async def test_a_decision_is_explained_from_what_was_stored(curious):
-    second = typed(curious.directory, 2)
+async def test_a_decision_is_explained_in_full(curious_run):
+    second = why_output(curious_run.directory, 2)
     for sentence in (
-        "round 2: federated, because round 2 is theirs",
+        "round 2: federated, because round 2 is for devices",
         "rounds: 1 federated",
         "round 1, federated: held-out accuracy",
         "3 devices and 0 datacenters; a federated round invites 3 and needs 3",
         "devices: always within a window",
         "a round costs datacenter 0.5, federated 3",
         "7 of the budget of 10",
-        "none was asked for",
+        "none was requested",
         "phase=edge",
         "a cohort of 1 became 3, which is the quorum",
         "3 devices are invited for 3 updates",
@@ -68,38 +70,38 @@ async def test_a_decision_is_explained_from_what_was_stored(curious):
         "; the loss fell by",
     ):
         assert sentence in second
-    first = typed(curious.directory, 1)
+    first = why_output(curious_run.directory, 1)
     assert "this was the first round" in first
     assert "initial against served on 40 devices, because it wants to know more" in first
     assert "what the job's limits changed a cohort of 1 became 3" in first
     assert "not made: 40 devices are to be asked and 3 are ready" in first
 
 
-async def test_all_decisions_and_the_end_are_listed(curious):
-    page = typed(curious.directory)
+async def test_all_decisions_and_the_early_end_are_listed(curious_run):
+    page = why_output(curious_run.directory)
     assert page.index("round 1: federated") < page.index("round 2: federated")
     # The third round would be the tenth update paid for: the failed attempt cost as many.
     assert "before round 3: the end, because the budget of 10 is used up" in page
     assert "it ended because: the budget of 10 is used up" in page
-    found = json.loads(CliRunner().invoke(why, [str(curious.directory), "--json"]).output)
-    assert found == explain(curious).to_json()
+    found = json.loads(CliRunner().invoke(why, [str(curious_run.directory), "--json"]).output)
+    assert found == explain(curious_run).to_json()
     assert [one["round"] for one in found["decisions"]] == [1, 2, 3]
     assert found["decisions"][2]["stop"].startswith("the budget of 10 is used up")
-    assert "1 of the budget of 10" in typed(curious.directory, 3)
+    assert "1 of the budget of 10" in why_output(curious_run.directory, 3)
 
 
-async def test_who_asks_for_something_else_is_told_what_there_is(curious, make_job, tmp_path):
+async def test_a_round_without_a_decision_is_one_sentence(curious_run, make_job, tmp_path):
     with pytest.raises(UserError, match=r"^round 9 of table-\w+ was not decided on; those up to 3"):
-        typed(curious.directory, 9)
+        why_output(curious_run.directory, 9)
     with pytest.raises(UserError, match="does not hold a run"):
-        typed(tmp_path)
+        why_output(tmp_path)
     Store.create(tmp_path / "new", make_job(), tmp_path).close()
-    assert "no round has been decided on so far" in typed(tmp_path / "new")
+    assert "no round has been decided on so far" in why_output(tmp_path / "new")
     with pytest.raises(UserError, match="none was so far"):
-        typed(tmp_path / "new", 1)
+        why_output(tmp_path / "new", 1)
 
 
-def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_path):
+def test_comparisons_windows_waits_and_the_parts_of_a_plan_are_shown(make_job, tmp_path):
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     seen = observe(
         3,
@@ -137,7 +139,7 @@ def test_comparisons_windows_and_what_a_plan_asks_for_are_told(make_job, tmp_pat
     )
     store.plan(planned)
     store.close()
-    page = typed(tmp_path / "run", 3)
+    page = why_output(tmp_path / "run", 3)
     for sentence in (
         "devices: outside of their hours for another 2 h 30 min; 25% of the time that is left",
         "2 h of the run's time 3 MB to and from devices",

@@ -1,4 +1,4 @@
-"""What a person sees of work under way, without a terminal."""
+"""The lines that `ProgressView` prints without a terminal."""
 
 import time
 from io import StringIO
@@ -60,14 +60,14 @@ def progress(name, steps, **more):
     )
 
 
-def test_a_note_is_shown_at_once_and_once(shown):
+def test_a_note_is_printed_once_and_without_delay(shown):
     shown.view(
         ParticipantProgress(participant="cluster-0", note="layout: zero_stage=0 [as it fits]")
     )
     assert shown() == ["cluster-0: layout: zero_stage=0 [as it fits]"]
 
 
-def test_a_line_now_and_then_for_each(shown):
+def test_progress_is_printed_at_intervals_for_each_datacenter(shown):
     shown.view(progress("cluster-0", 1))
     assert shown() == []
     for later in (10, 5, 6):
@@ -82,7 +82,7 @@ def test_a_line_now_and_then_for_each(shown):
     ]
 
 
-def test_devices_are_many_and_not_shown(shown):
+def test_progress_of_devices_is_not_shown(shown):
     shown.now = type(shown).now = shown.now + 60
     shown.view(ParticipantProgress(participant="edge-1", steps=3))
     assert shown() == []

@@ -1,4 +1,4 @@
-"""A job under Flower's own runtime: what of it holds there."""
+"""Read a job for Flower's own runtime, and refuse what it does not support."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from isthmus.errors import JobError
 from isthmus.job.schema import Job, load_job
 
 DIRECTORY = "directory"
-"""The one key of an app's run config that is no key of the job: where the result is written."""
+"""The only key of an app's run config that is not a key of the job: the output directory."""
 
 
 def hosted_job(path: Path, run_config: Mapping[str, bool | int | float | str]) -> Job:
-    """A job file with the keys changed that the app's run config has.
+    """Load a job file with the changes of the app's run config.
 
     Raises:
-        JobError: the job cannot be used, or asks for what Flower's runtime does not give.
+        JobError: the job is invalid, or uses a feature that Flower's runtime does not support.
     """
     overrides = [
         f"{key}={json.dumps(value)}" for key, value in run_config.items() if key != DIRECTORY

@@ -1,14 +1,14 @@
-"""Flower's messages, as Isthmus makes and reads them.
+"""Create and read Flower's messages.
 
-The only module that touches parts of `flwr` that it does not promise to keep:
+This is the only module that uses non-public parts of `flwr`:
 
-  * `flwr.supercore.task_identity.TaskIdentity`, one per process, without which no `Message` can be
-    made outside Flower's own runtime;
-  * `Message(metadata=...)`, the only way to say who a message is from and which one it answers;
-  * `flwr.common.constant.ErrorCode`, what went wrong with a message;
-  * `flwr.supercore.run.Run`, which a `Grid` has to name;
-  * `ClientApp._call`, which only an app of a `client_fn` has;
-  * `Array`s of the type `numpy.ndarray` are `.npy` files in memory.
+  * `flwr.supercore.task_identity.TaskIdentity`, one per process, which a `Message` outside of
+    Flower's own runtime requires;
+  * `Message(metadata=...)`, the only way to set the sender and the answered message;
+  * `flwr.common.constant.ErrorCode`, the error codes of messages;
+  * `flwr.supercore.run.Run`, which a `Grid` has to return;
+  * `ClientApp._call`, which only an app with a `client_fn` has;
+  * the encoding of `Array`s of the type `numpy.ndarray` as `.npy` files in memory.
 
 `tests/core/integrations/test_flower.py` tests all of them. Only the modules that run Flower's
 strategies and apps import this one, so Flower is needed only if a job uses it.
@@ -33,13 +33,13 @@ import torch
 from isthmus.errors import JobError, TaskError, UpdateError
 from isthmus.task.definition import load_named
 
-# Before flwr is imported: it reports every start and every message to its makers by default.
+# Before flwr is imported: by default it sends telemetry of every start and message.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 
 try:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what it is built on, not of ours
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Flower's dependencies
         from flwr.app import (
             Array,
             ArrayRecord,
@@ -76,40 +76,40 @@ __all__ = [
 ]
 
 SERVER_NODE = 1
-"""The node that Flower takes for the server."""
+"""Flower's node id of the server."""
 
 RUN = 1
-"""The run that Flower takes all of a process's messages for; ours is in the request."""
+"""Flower's run id of all messages; the run id of Isthmus is in the request."""
 
 TTL_SECONDS = 43_200.0
-"""For how long Flower thinks that a message is good; the job's `[time]` bounds the waits."""
+"""Flower's time to live of messages; the job's `[time]` limits the waits."""
 
 NUMPY = "numpy.ndarray"
 
 
 def node_of(name: str) -> int:
-    """The number that Flower knows a device by."""
+    """Flower's node id of a device."""
     digest = hashlib.sha256(f"isthmus/flower-node/{name}".encode()).digest()
     return 2 + (int.from_bytes(digest[:8], "little") >> 2)
 
 
 def identify() -> None:
-    """Make this process one in which a strategy can make messages."""
+    """Set the process's identity, which strategies need to create messages."""
     TaskIdentity.run_id = RUN
     TaskIdentity.node_id = SERVER_NODE
     TaskIdentity.task_id = 1
 
 
 def the_run() -> Run:
-    """What a `Grid` says of its run."""
+    """The run of a `Grid`."""
     return Run.create_empty(RUN)
 
 
 def load_app(source: str, key: str, *, base: Path) -> ClientApp:
-    """The ClientApp that a key of the job names.
+    """Load the ClientApp that a key of the job names.
 
     Raises:
-        TaskError: it cannot be loaded, is no ClientApp, or is one of Flower's older kind.
+        TaskError: it cannot be loaded, is not a ClientApp, or uses Flower's older `client_fn`.
     """
     app = load_named(source, key, base=base)
     if not isinstance(app, ClientApp):
@@ -125,29 +125,29 @@ def load_app(source: str, key: str, *, base: Path) -> ClientApp:
 
 
 class _WarningCapture(logging.Handler):
-    """Takes the place of Flower's handlers for as long as any thread wants it to."""
+    """Replaces the handlers of Flower's log while any thread captures warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.here = threading.local()
-        self.entering = threading.Lock()
+        self.thread = threading.local()
+        self.users_lock = threading.Lock()
         self.users = 0
         self.before: tuple[list[logging.Handler], bool] = ([], False)
 
     def emit(self, record: logging.LogRecord) -> None:
-        heard: list[str] | None = getattr(self.here, "heard", None)
-        if heard is not None:
-            heard.append(" ".join(record.getMessage().split()))
+        messages: list[str] | None = getattr(self.thread, "messages", None)
+        if messages is not None:
+            messages.append(" ".join(record.getMessage().split()))
 
     def enter(self, log: logging.Logger) -> None:
-        with self.entering:
+        with self.users_lock:
             if self.users == 0:
                 self.before = log.handlers, log.propagate
                 log.handlers, log.propagate = [self], False
             self.users += 1
 
     def leave(self, log: logging.Logger) -> None:
-        with self.entering:
+        with self.users_lock:
             self.users -= 1
             if self.users == 0:
                 log.handlers, log.propagate = self.before
@@ -158,18 +158,18 @@ _CAPTURE = _WarningCapture()
 
 @contextmanager
 def captured_warnings() -> Iterator[list[str]]:
-    """Keep Flower's log, which narrates every round, from the terminal.
+    """Suppress Flower's log, which describes every round, and collect its warnings.
 
-    Gives what it warns of in this thread.
+    Yields a list to which the warnings logged by this thread are appended.
     """
     log = logging.getLogger("flwr")
-    outer, heard = getattr(_CAPTURE.here, "heard", None), list[str]()
+    outer, messages = getattr(_CAPTURE.thread, "messages", None), list[str]()
     _CAPTURE.enter(log)
-    _CAPTURE.here.heard = heard
+    _CAPTURE.thread.messages = messages
     try:
-        yield heard
+        yield messages
     finally:
-        _CAPTURE.here.heard = outer
+        _CAPTURE.thread.messages = outer
         _CAPTURE.leave(log)
 
 
@@ -184,7 +184,7 @@ def message(
     group: str = "",
     error: Error | None = None,
 ) -> Message:
-    """A message with everything that Flower's runtime would have filled in."""
+    """A message with the metadata that Flower's runtime would fill in."""
     metadata = Metadata(
         run_id=RUN,
         message_id=id_,
@@ -196,15 +196,15 @@ def message(
         ttl=TTL_SECONDS,
         message_type=kind,
     )
-    made: Message = Message(metadata=metadata, content=content, error=error)  # type: ignore[call-overload]  # not promised: above
-    return made
+    result: Message = Message(metadata=metadata, content=content, error=error)  # type: ignore[call-overload]  # not public, see above
+    return result
 
 
 # -- arrays ----------------------------------------------------------------------------------------
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """A contiguous CPU tensor as an `Array`: its bytes are copied once."""
+    """A contiguous CPU tensor as an `Array`, with one copy of its bytes."""
     values = tensor.detach().numpy()
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(values))
@@ -221,14 +221,14 @@ def read_record(record: ArrayRecord, parts: Iterable[tuple[str, torch.Tensor]]) 
     """Copy a record into float32 tensors of the same names and shapes.
 
     Raises:
-        UpdateError: another name, shape or kind of values, or a value that is not finite.
+        UpdateError: other names, shapes or types, or a value that is not finite.
     """
-    wanted = dict(parts)
-    if record.keys() != wanted.keys():
-        wrong = sorted(record.keys() ^ wanted.keys())[0]
-        where = "missing from" if wrong in wanted else "unknown, but in"
+    expected = dict(parts)
+    if record.keys() != expected.keys():
+        wrong = sorted(record.keys() ^ expected.keys())[0]
+        where = "missing from" if wrong in expected else "unknown, but in"
         raise UpdateError(f"the array {wrong!r} is {where} what came")
-    for name, part in wanted.items():
+    for name, part in expected.items():
         try:
             values = record[name].numpy()
         except (TypeError, ValueError, EOFError, SyntaxError) as error:

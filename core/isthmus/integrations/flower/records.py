@@ -1,10 +1,10 @@
-"""The records of a Flower message as one content of the link.
+"""Encode the records of a Flower message as one blob of the link.
 
-Eight bytes of length, a JSON header, and the data of all arrays one behind the other::
+The format is eight bytes of length, a JSON header, and the concatenated data of all arrays::
 
     [["arrays", "arrays", [["w", "float32", [2], "numpy.ndarray", 0, 136]]], ...
 
-Flower's own form is one protobuf (2 GiB at most, each byte copied several times) or a tree of
+Flower's own encoding is one protobuf (at most 2 GiB, with several copies of each byte) or a tree of
 hashed objects that its runtime fetches one by one; the link has chunks, digests and resumption.
 
 >>> record = RecordDict({"arrays": ArrayRecord([np.ones(2)]), "more": ConfigRecord({"lr": 0.1})})
@@ -43,13 +43,13 @@ _DTYPES = frozenset(
     ["bool", "complex64", "complex128", "float16", "float32", "float64"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
-"""What arrays on the link may hold."""
+"""Data types allowed in arrays on the link."""
 
 _KINDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord}
 
 
 def encode(records: RecordDict) -> bytes:
-    """All records: one copy of their arrays."""
+    """Encode all records, with one copy of their arrays."""
     table: list[tuple[str, str, Any]] = []
     data: list[bytes] = []
     offset = 0
@@ -71,10 +71,10 @@ def encode(records: RecordDict) -> bytes:
 
 
 def decode(payload: Buffer | bytes) -> RecordDict:
-    """The records again; arrays are copied out of the payload.
+    """Decode records; arrays are copied from the payload.
 
     Raises:
-        UpdateError: it is not what `encode` makes, or an array says that it is larger than it is.
+        UpdateError: `encode` does not write this, or the header and data of an array disagree.
     """
     view = memoryview(payload)
     try:
@@ -105,9 +105,9 @@ def decode(payload: Buffer | bytes) -> RecordDict:
 
 @dataclasses.dataclass
 class _Body:
-    """The data of all arrays, each of which is read once, in order.
+    """The data of all arrays, read once and in order.
 
-    So what is made of a message takes no more room than the message.
+    The decoded records therefore take no more memory than the message.
     """
 
     view: memoryview
@@ -137,15 +137,15 @@ def _record(kind: str, content: Any, body: _Body) -> ArrayRecord | MetricRecord 
 
 
 def check(key: str, array: Array) -> None:
-    """Refuse a `.npy` array whose header is not the one that NumPy writes for its size.
+    """Refuse a `.npy` array whose header is not the one that NumPy writes for its type and shape.
 
-    So nothing of it is evaluated, and no room is made for more than came.
+    Nothing of an untrusted header is evaluated, and no memory beyond the received size allocated.
 
     Raises:
-        UpdateError: another kind of values, another size, or another header.
+        UpdateError: a type that is not allowed, or another size or header.
     """
     if array.stype != NUMPY:
-        return  # only its app can read it
+        return  # only the app that wrote it can read it
     if array.dtype not in _DTYPES or any(size < 0 for size in array.shape):
         raise UpdateError(
             f"the array {key!r} holds {array.dtype} of shape {array.shape}, which is not taken"
@@ -167,7 +167,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, list) and value and isinstance(value[0], bytes):
-        return {"list": [base64.b64encode(one).decode() for one in value]}
+        return {"list": [base64.b64encode(item).decode() for item in value]}
     return value
 
 
@@ -178,5 +178,5 @@ def _from_json(value: Any) -> Any:
     if kind == "bytes":
         return base64.b64decode(text, validate=True)
     if kind == "list":
-        return [base64.b64decode(one, validate=True) for one in text]
+        return [base64.b64decode(item, validate=True) for item in text]
     raise ValueError(f"there is no value of kind {kind!r}")

@@ -1,4 +1,4 @@
-"""What operators may ask a running server for, on the port of the link, with their certificates."""
+"""The operators' gRPC service, on the port of the link: submit, list, follow and cancel jobs."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from isthmus.errors import AdmissionRefused, IsthmusError
 from isthmus.identity import tls
 from isthmus.job import read_job
 from isthmus.wire import operator_pb2
+from isthmus_server.control_plane.job_runner import JobRunner
 from isthmus_server.control_plane.members import Members
-from isthmus_server.control_plane.runner import Runner
 from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
 SERVICE = "isthmus.operator.v1.Operator"
 
-_CALLS = 8
-"""Calls of one operator at a time."""
+_MAX_CALLS = 8
+"""Concurrent calls of one operator."""
 
 MAX_JOB = 64 << 10
-"""Characters of one job: they are kept, and a list of jobs goes through them."""
+"""Characters of one job: jobs are stored, and read when they are listed."""
 
 MAX_ENDED = 1000
-"""Jobs that have ended, in one list."""
+"""Ended jobs in one list."""
 
-_Asked = TypeVar("_Asked", bound=Message)
+_Request = TypeVar("_Request", bound=Message)
 
 log = logging.getLogger(__name__)
 
 
-class Control:
-    """Answers operators, and nobody else.
+class OperatorService:
+    """Serves operators only.
 
     Guarantees:
-      * with every call, and while a log is followed, the certificate is looked up: only an
-        operator that is not revoked is heard;
-      * an operator can queue, watch and cancel jobs, and bring no code.
+      * the certificate is checked in the registry with every call, and while a log is followed:
+        only an operator that is not revoked is served;
+      * an operator can queue, follow and cancel jobs, and cannot bring code.
     """
 
-    def __init__(self, members: Members, runner: Runner) -> None:
+    def __init__(self, members: Members, runner: JobRunner) -> None:
         self.members = members
         self.runner = runner
         self._calls: dict[str, int] = {}
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler]:
-        """By name, as gRPC takes them."""
+        """Return the handlers by method name, as gRPC takes them."""
         pb = operator_pb2
         return {
             "Submit": self._unary(pb.SubmitRequest, self._submit),
@@ -67,23 +67,23 @@ class Control:
         }
 
     async def _submit(
-        self, asked: operator_pb2.SubmitRequest, operator: tls.Subject
+        self, request: operator_pb2.SubmitRequest, operator: tls.Subject
     ) -> operator_pb2.SubmitReply:
-        if not 0 < len(asked.key) <= 64:
+        if not 0 < len(request.key) <= 64:
             raise AdmissionRefused("a submission needs a key of 1 to 64 characters")
-        if len(asked.job) > MAX_JOB:
+        if len(request.job) > MAX_JOB:
             raise AdmissionRefused(
-                f"a job of {len(asked.job)} characters is larger than {MAX_JOB}; have the task "
-                "read from a file of its own what is so large"
+                f"a job of {len(request.job)} characters is larger than {MAX_JOB}; move "
+                "large settings to a file that the task reads"
             )
-        entry = self.runner.submit(read_job(asked.job), operator.name, asked.key)
+        entry = self.runner.submit(read_job(request.job), operator.name, request.key)
         return operator_pb2.SubmitReply(id=entry.id)
 
     async def _jobs(
-        self, asked: operator_pb2.JobsRequest, operator: tls.Subject
+        self, request: operator_pb2.JobsRequest, operator: tls.Subject
     ) -> operator_pb2.JobsReply:
         reply = operator_pb2.JobsReply()
-        ended = min(asked.ended, MAX_ENDED) if asked.HasField("ended") else MAX_ENDED
+        ended = min(request.ended, MAX_ENDED) if request.HasField("ended") else MAX_ENDED
         for entry in self.runner.queue.entries(ended):
             reply.jobs.add(
                 id=entry.id,
@@ -97,70 +97,70 @@ class Control:
         return reply
 
     async def _cancel(
-        self, asked: operator_pb2.CancelRequest, operator: tls.Subject
+        self, request: operator_pb2.CancelRequest, operator: tls.Subject
     ) -> operator_pb2.CancelReply:
-        return operator_pb2.CancelReply(state=self.runner.cancel(asked.id))
+        return operator_pb2.CancelReply(state=self.runner.cancel(request.id))
 
     async def _renew(
-        self, asked: operator_pb2.RenewRequest, operator: tls.Subject
+        self, request: operator_pb2.RenewRequest, operator: tls.Subject
     ) -> operator_pb2.RenewReply:
-        certificate, _ = await self.members.renew(operator, asked.signing_request)
+        certificate, _ = await self.members.renew(operator, request.signing_request)
         return operator_pb2.RenewReply(certificate=certificate)
 
     async def _logs(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        operator = await self._enter(context)
+        operator = await self._authenticate(context)
         try:
-            asked = operator_pb2.LogsRequest.FromString(await _first(requests))
-            async for event in self.runner.events(asked.id, asked.follow):
+            request = operator_pb2.LogsRequest.FromString(await _first(requests))
+            async for event in self.runner.events(request.id, request.follow):
                 self.members.registry.check(operator)
                 data = json.dumps(event.to_json())
                 yield operator_pb2.Event(kind=event.kind, data=data).SerializeToString()
         except (IsthmusError, DecodeError, sqlite3.Error) as error:
             await _refuse(context, error)
         finally:
-            self._leave(operator)
+            self._end_call(operator)
 
-    # -- who asks ----------------------------------------------------------------------------------
+    # -- authentication ----------------------------------------------------------------------------
 
     def _unary(
-        self, kind: type[_Asked], answer: Callable[[_Asked, tls.Subject], Awaitable[Message]]
+        self, kind: type[_Request], answer: Callable[[_Request, tls.Subject], Awaitable[Message]]
     ) -> grpc.RpcMethodHandler:
         async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
-            operator = await self._enter(context)
+            operator = await self._authenticate(context)
             try:
                 reply = await answer(kind.FromString(await _first(requests)), operator)
             except (IsthmusError, DecodeError, sqlite3.Error) as error:
                 await _refuse(context, error)
-                raise AssertionError("it was aborted") from error
+                raise AssertionError("abort raises") from error
             finally:
-                self._leave(operator)
+                self._end_call(operator)
             return reply.SerializeToString()
 
-        # One message, as the caller sees it; gRPC would wait for it before anybody is asked for a
-        # certificate, and for ever.
+        # Unary for the caller. As a unary handler, gRPC would wait for the request without a limit
+        # before the certificate is checked.
         return grpc.stream_unary_rpc_method_handler(call)
 
-    async def _enter(self, context: grpc.aio.ServicerContext) -> tls.Subject:
+    async def _authenticate(self, context: grpc.aio.ServicerContext) -> tls.Subject:
         certificate = certificate_of(context)
         try:
             if certificate is None:
-                raise AdmissionRefused("this server wants a certificate")
+                raise AdmissionRefused("this server requires a certificate")
             subject = tls.subject_of(tls.read_certificate(certificate))
             if subject.kind != "operator":
-                raise AdmissionRefused(f"{subject.name!r} is a {subject.kind}, and not an operator")
+                raise AdmissionRefused(f"{subject.name!r} is a {subject.kind}, not an operator")
             self.members.registry.check(subject)
         except AdmissionRefused as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-            raise AssertionError("it was aborted") from error
+            raise AssertionError("abort raises") from error
         calls = self._calls.get(subject.name, 0)
-        if calls >= _CALLS:
+        if calls >= _MAX_CALLS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at a time")
         self._calls[subject.name] = calls + 1
         return subject
 
-    def _leave(self, operator: tls.Subject) -> None:
+    def _end_call(self, operator: tls.Subject) -> None:
         self._calls[operator.name] -= 1
         if not self._calls[operator.name]:
             del self._calls[operator.name]
@@ -169,14 +169,14 @@ class Control:
 async def serve_queue(
     server: ControlPlaneServer, state: Path, host: str, port: int, console: Console
 ) -> None:
-    """Listen, and run what operators submit, until cancelled.
+    """Listen, and run the jobs that operators submit, until cancelled.
 
     Raises:
-        UserError: it cannot listen there.
+        UserError: it cannot listen at the address.
     """
-    runner = Runner(server, state, console)
-    services = {SERVICE: Control(server.members, runner).methods()}
-    # It outlives the listening: who follows a log until the server stops still reads it.
+    runner = JobRunner(server, state, console)
+    services = {SERVICE: OperatorService(server.members, runner).methods()}
+    # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
         async with server.listening(host, port, services):
             where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
@@ -185,10 +185,10 @@ async def serve_queue(
 
 
 async def _first(requests: AsyncIterator[bytes]) -> bytes:
-    """The one message of a call.
+    """Receive the single message of a call.
 
     Raises:
-        AdmissionRefused: it does not come.
+        AdmissionRefused: it does not arrive in time.
     """
     try:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -200,7 +200,7 @@ async def _first(requests: AsyncIterator[bytes]) -> bytes:
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
     sentence = str(error)
     if isinstance(error, DecodeError):
-        sentence = "this is no request"
+        sentence = "the request is not a valid message"
     elif isinstance(error, sqlite3.Error):
         log.error("a file of this server cannot be used: %s", error)
         sentence = f"a file of the server's cannot be used: {error}"

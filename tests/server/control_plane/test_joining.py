@@ -18,7 +18,7 @@ from isthmus.identity import joining, membership, tls
 from isthmus.identity.joining import JOIN, Token
 from isthmus.identity.membership import Membership
 from isthmus.wire import join_pb2, link_pb2
-from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.commands import server
 from isthmus_server.control_plane.joining import MAX_CALLERS, TokenBucket
 from isthmus_server.control_plane.registry import Registry
@@ -27,7 +27,7 @@ from isthmus_server.control_plane.server import ControlPlaneServer
 
 async def ask(fleet, request):
     """The answer to a request to join, over TLS with the right authority."""
-    roots = tls.pem(fleet.server.members.certifier.certificate)
+    roots = tls.pem(fleet.server.members.certificate_authority.certificate)
     credentials = grpc.ssl_channel_credentials(roots)
     async with grpc.aio.secure_channel(fleet.url, credentials) as channel:
         data = request if isinstance(request, bytes) else request.SerializeToString()
@@ -182,14 +182,14 @@ async def test_a_directory_with_a_membership_is_left_alone(fleet):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"version": 9}, "version 9 of joining is spoken there and 1 here"),
-        ({"kind": "king"}, "this request to join makes no sense"),
-        ({"secret": b"short"}, "this request to join makes no sense"),
-        ({"identity": b"k" * 32}, "this request to join is not signed by its identity key"),
-        ({"identity": b""}, "this request to join is not signed by its identity key"),
-        ({"proof": b"p" * 64}, "this request to join is not signed by its identity key"),
-        ({"signing_request": b"x"}, "this request to join is not signed by its identity key"),
-        ({"kind": "operator"}, "this request to join is not signed by its identity key"),
+        ({"version": 9}, "version 9 of joining is not supported, only 1"),
+        ({"kind": "king"}, "this join request is invalid"),
+        ({"secret": b"short"}, "this join request is invalid"),
+        ({"identity": b"k" * 32}, "this join request is not signed by its identity key"),
+        ({"identity": b""}, "this join request is not signed by its identity key"),
+        ({"proof": b"p" * 64}, "this join request is not signed by its identity key"),
+        ({"signing_request": b"x"}, "this join request is not signed by its identity key"),
+        ({"kind": "operator"}, "this join request is not signed by its identity key"),
     ],
 )
 async def test_a_request_that_was_made_up_or_changed_is_refused(fleet, changes, sentence):
@@ -220,20 +220,20 @@ async def test_a_request_that_is_too_large_is_never_read(fleet):
 
 async def test_whoever_tries_often_has_to_wait(fleet):
     await fleet.listen()
-    fleet.server.joining._purse = TokenBucket(burst=1, per_second=0.0)
+    fleet.server.joining._bucket = TokenBucket(burst=1, per_second=0.0)
     other = await fleet.member("other")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(fleet, request_of(other, fleet.token("phone-0")))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_purse_remembers_a_bounded_number_of_addresses():
-    purse = TokenBucket(burst=1, per_second=0.0, addresses=10)
+def test_a_token_bucket_remembers_a_bounded_number_of_addresses():
+    bucket = TokenBucket(burst=1, per_second=0.0, addresses=10)
     for number in range(100):
-        assert purse.take(str(number), 0.0)
-    assert len(purse._left) == 10
-    assert not purse.take("99", 0.0)
-    assert purse.take("0", 0.0)  # forgotten: an attacker of many addresses has many tries
+        assert bucket.take(str(number), 0.0)
+    assert len(bucket._left) == 10
+    assert not bucket.take("99", 0.0)
+    assert bucket.take("0", 0.0)  # forgotten: an attacker of many addresses has many tries
 
 
 async def test_two_thousand_who_begin_to_join_and_stop_do_not_stop_the_server(fleet):
@@ -287,9 +287,7 @@ async def test_an_address_that_is_none_says_so(tmp_path, url):
 def test_the_last_port_leaves_none_for_joining(fleet):
     arguments = ["start", str(fleet.state), "--address", "127.0.0.1:65535"]
     result = CliRunner().invoke(server, arguments)
-    assert str(result.exception) == (
-        "--address '127.0.0.1:65535' leaves no port after it for joining"
-    )
+    assert str(result.exception) == ("--address '127.0.0.1:65535' leaves no next port for joining")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +322,7 @@ async def test_nobody_there_says_so(tmp_path):
 
 async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet):
     life = datetime.timedelta(seconds=100)  # with the five minutes before, two thirds are over
-    await fleet.listen(authority=Authority(fleet.state, participant_life=life))
+    await fleet.listen(authority=CertificateAuthority(fleet.state, participant_life=life))
     member = await fleet.member("phone-0")
     before = member.certificate, member.key
     dialling = fleet.dial(member)
@@ -349,7 +347,7 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
     await fleet.listen()
     member, other = await fleet.member("phone-0"), await fleet.member("phone-1")
     before = (member.directory / "credentials.pem").read_bytes()
-    certifier = fleet.server.members.certifier
+    certifier = fleet.server.members.certificate_authority
     request = member.next_request()
     ours = {"kind": "client", "name": "phone-0", "identity": member.identity_public}
     wrong = [
@@ -360,7 +358,7 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
         (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not one of this client"),
     ]
     initialise(fleet.folder / "thief", ["localhost"])
-    forged = Authority(fleet.folder / "thief").issue(request, **ours)[0]
+    forged = CertificateAuthority(fleet.folder / "thief").issue(request, **ours)[0]
     wrong.append((forged, "authority did not sign"))
     for pem, sentence in wrong:
         with pytest.raises(AdmissionRefused, match=sentence):

@@ -1,3 +1,5 @@
+"""Virtual devices compared with real ones."""
+
 import asyncio
 
 import pytest
@@ -35,7 +37,7 @@ def opening(write_task, make_job, tmp_path):
 
 
 async def updates(fleet, opening, start, layout, round_=1, gradient=None, **gathered):
-    """What every device of a fleet answers, asked all at once."""
+    """Updates and replies of all devices of a fleet, which train concurrently."""
     for device in fleet.devices:
         await device.work(link_pb2.Request(id="o", open=opening), None, None)
 
@@ -64,9 +66,9 @@ async def updates(fleet, opening, start, layout, round_=1, gradient=None, **gath
 @pytest.mark.parametrize(
     "optimizer", ["SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"]
 )
-@pytest.mark.parametrize("taken_along", [False, True])
-async def test_a_virtual_device_does_what_a_real_one_does(
-    opening, overrides, optimizer, taken_along
+@pytest.mark.parametrize("with_gradient_sent", [False, True])
+async def test_a_virtual_device_trains_as_a_real_one_does(
+    opening, overrides, optimizer, with_gradient_sent
 ):
     """Also with shards of different sizes, so different numbers of steps and short last batches."""
     methods = (
@@ -78,7 +80,7 @@ async def test_a_virtual_device_does_what_a_real_one_does(
     real = [LocalRun(work, device.participant, None) for device in fleet.devices]
     layout = real[0].layout
     start = layout.gather(real[0].model)
-    gradient = 0.1 * torch.linspace(-1, 1, layout.size) if taken_along else None
+    gradient = 0.1 * torch.linspace(-1, 1, layout.size) if with_gradient_sent else None
     virtual = await updates(fleet, work, start, layout, gradient=gradient)
     along = [] if gradient is None else [layout.encode(gradient)]
     for run, (update, trained) in zip(real, virtual, strict=True):
@@ -109,7 +111,7 @@ async def test_a_virtual_device_scores_as_a_real_one_does(opening):
         assert list(reply.scored.scores) == real.score(bytearray(payload), candidates)
 
 
-async def test_an_update_does_not_depend_on_who_else_trains(opening):
+async def test_an_update_does_not_depend_on_the_other_devices(opening):
     work = opening("federated.local_steps=3")
     layout = TensorLayout.from_header(work.layout)
     start = torch.zeros(layout.size)
@@ -121,7 +123,7 @@ async def test_an_update_does_not_depend_on_who_else_trains(opening):
     assert not torch.equal(everyone[1][0], everyone[2][0])
 
 
-async def test_one_device_that_diverges_fails_alone(opening):
+async def test_a_device_that_diverges_does_not_affect_the_others(opening):
     work = opening(
         "federated.local_steps=3",
         methods="""

@@ -17,9 +17,9 @@ from isthmus.identity.membership import Membership
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD, Uplink
 from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import initialise
-from isthmus_server.control_plane.control import SERVICE, Control
+from isthmus_server.control_plane.job_runner import JobRunner
+from isthmus_server.control_plane.operator_service import SERVICE, OperatorService
 from isthmus_server.control_plane.registry import Registry
-from isthmus_server.control_plane.runner import Runner
 from isthmus_server.control_plane.server import ControlPlaneServer
 
 ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
@@ -41,9 +41,9 @@ class Fleet:
         )
         services = {}
         if queue:
-            self.runner = Runner(self.server, self.state, Console(file=io.StringIO()))
+            self.runner = JobRunner(self.server, self.state, Console(file=io.StringIO()))
             self.stack.callback(self.runner.queue.close)
-            self.control = Control(self.server.members, self.runner)
+            self.control = OperatorService(self.server.members, self.runner)
             services[SERVICE] = self.control.methods()
             self.guests.append(asyncio.create_task(self.runner.run()))
         await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0, services))
@@ -59,7 +59,7 @@ class Fleet:
         return registry
 
     def token(self, name, kind="client", seconds=600.0):
-        fingerprint = tls.fingerprint(self.server.members.certifier.certificate)
+        fingerprint = tls.fingerprint(self.server.members.certificate_authority.certificate)
         token = joining.Token(os.urandom(joining.SECRET_BYTES), fingerprint)
         self.registry().add_token(token.digest, name=name, kind=kind, expires=time.time() + seconds)
         return token

@@ -18,7 +18,7 @@ from isthmus.transport.blobs import describe, into
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
-from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.transport import link
 from isthmus_server.transport.limits import MAX_STREAMS_PER_CERTIFICATE
 from isthmus_server.transport.link import Link
@@ -27,7 +27,7 @@ from isthmus_server.transport.link import Link
 def issue(fleet, key, member, authority=None, **changes):
     """A certificate that the registry knows nothing of, and credentials with it."""
     fields = {"kind": member.kind, "name": member.name, "identity": member.identity_public}
-    authority = authority or fleet.server.members.certifier
+    authority = authority or fleet.server.members.certificate_authority
     pem, _ = authority.issue(tls.signing_request(key), **{**fields, **changes})
     return grpc.ssl_channel_credentials(tls.pem(member.authority), tls.key_pem(key), pem)
 
@@ -114,7 +114,7 @@ async def test_an_operator_takes_no_part_in_rounds(fleet):
 
 async def test_a_caller_without_a_certificate_is_not_heard(fleet):
     await fleet.listen()
-    roots = tls.pem(fleet.server.members.certifier.certificate)
+    roots = tls.pem(fleet.server.members.certificate_authority.certificate)
     for credentials in (grpc.ssl_channel_credentials(roots), None):
         if credentials is None:
             channel = grpc.aio.insecure_channel(fleet.address)
@@ -130,7 +130,7 @@ async def test_a_certificate_of_another_authority_is_not_heard(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     initialise(fleet.folder / "thief", ["localhost"])
-    forged = issue(fleet, tls.new_key(), member, Authority(fleet.folder / "thief"))
+    forged = issue(fleet, tls.new_key(), member, CertificateAuthority(fleet.folder / "thief"))
     hello = {"name": "phone-0", "role": link_pb2.CLIENT, "identity": member.identity_public}
     async with fleet.raw(forged, **hello) as (call, _, _):
         assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
@@ -153,8 +153,8 @@ async def test_a_certificate_that_the_authority_signed_and_nobody_was_given_is_r
 
 async def test_the_server_s_own_certificate_opens_nothing(fleet):
     await fleet.listen()
-    key, chain = fleet.server.members.certifier.server_pair()
-    roots = tls.pem(fleet.server.members.certifier.certificate)
+    key, chain = fleet.server.members.certificate_authority.server_pair()
+    roots = tls.pem(fleet.server.members.certificate_authority.certificate)
     async with fleet.raw(grpc.ssl_channel_credentials(roots, key, chain), name="x") as (call, _, _):
         assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
 
@@ -180,7 +180,7 @@ async def test_an_expired_certificate_is_refused(fleet):
     over = datetime.timedelta(seconds=-1)
     await fleet.listen()
     member = await fleet.member("phone-0")
-    expired = Authority(fleet.state, participant_life=over)
+    expired = CertificateAuthority(fleet.state, participant_life=over)
     hello = {"name": "phone-0", "role": link_pb2.CLIENT, "identity": member.identity_public}
     async with fleet.raw(issue(fleet, member.key, member, expired), **hello) as (call, _, _):
         assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
@@ -189,7 +189,7 @@ async def test_an_expired_certificate_is_refused(fleet):
 
 async def test_a_device_whose_certificate_is_over_says_so_and_ends(fleet):
     life = datetime.timedelta(seconds=0)
-    await fleet.listen(authority=Authority(fleet.state, participant_life=life))
+    await fleet.listen(authority=CertificateAuthority(fleet.state, participant_life=life))
     member = await fleet.member("phone-0")
     with pytest.raises(
         AdmissionRefused, match=r"the certificate of 'phone-0' ended on .* join again with"
@@ -215,8 +215,8 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
     def shown(port):
         return asyncio.to_thread(joining._presented, "localhost", port)
 
-    monkeypatch.setattr("isthmus_server.control_plane.server._LOOKS", 100_000)
-    authority = Authority(fleet.state, server_life=datetime.timedelta(hours=1))
+    monkeypatch.setattr("isthmus_server.control_plane.server._RENEWAL_CHECKS", 100_000)
+    authority = CertificateAuthority(fleet.state, server_life=datetime.timedelta(hours=1))
     authority.renew_server([x509.DNSName("localhost")])
     server = await fleet.listen(authority=authority)
     await fleet.join("phone-0", answering(examples=5))

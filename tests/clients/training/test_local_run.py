@@ -1,3 +1,5 @@
+"""Local training of a run on one device."""
+
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ def open_run(write_task, make_job, tmp_path):
 
 
 def train(run, round_=1, start=None, stopped=lambda: False):
-    """Train one round; gives the update, what was said about it, and the progress."""
+    """Train one round; returns the update, the reply and the progress."""
     start = build_start(run) if start is None else start
     payload = run.layout.encode(start)
     progress = Progress()
@@ -73,7 +75,7 @@ def test_the_same_seed_round_and_name_give_the_same_bytes(open_run):
         return train(open_run(*overrides, name=name), round_)[0]
 
     first = update()
-    torch.manual_seed(123)  # nothing of this process's own state goes in
+    torch.manual_seed(123)  # the random state of this process has no effect
     assert torch.equal(update(), first)
     assert not torch.equal(update(round_=2), first)
     assert not torch.equal(update("seed=1"), first)
@@ -124,8 +126,8 @@ def test_epochs_and_steps_are_counted(open_run, overrides, steps, examples):
 def test_the_proximal_term_pulls_towards_the_rounds_model(open_run):
     free = train(open_run("federated.local_epochs=10"))[0].norm()
     pulled = train(open_run("federated.local_epochs=10", "federated.proximal=1.0"))[0].norm()
-    held = train(open_run("federated.local_epochs=10", "federated.proximal=5.0"))[0].norm()
-    assert held < pulled < free
+    bound = train(open_run("federated.local_epochs=10", "federated.proximal=5.0"))[0].norm()
+    assert bound < pulled < free
 
 
 def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
@@ -178,7 +180,7 @@ def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
             r"^optimizer\(\) has none of the parameters that it was given; use those$",
         ),
         (
-            "def optimizer(self, parameters):\n    return None",  # it fails at a line of ours
+            "def optimizer(self, parameters):\n    return None",  # the call itself fails
             r"^optimizer\(\) failed: TypeError: Learn.optimizer\(\) takes 2 positional arguments",
         ),
         (
@@ -188,7 +190,7 @@ def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
         ),
     ],
 )
-def test_training_that_goes_wrong_is_one_sentence(open_run, methods, sentence):
+def test_failed_training_is_reported_in_one_sentence(open_run, methods, sentence):
     with pytest.raises(TaskError, match=sentence):
         train(open_run(methods=methods))
 
@@ -208,16 +210,18 @@ def test_a_device_with_another_model_declines(open_run):
     )
 
 
-def test_work_nobody_wants_stops_at_the_next_step(open_run):
+def test_cancelled_training_stops_at_the_next_step(open_run):
     run = open_run("federated.local_steps=100")
-    seen = Progress()
+    progress = Progress()
     work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
-    with pytest.raises(TaskError, match="does not want this round's update any more"):
-        run.train(work, run.layout.encode(build_start(run)), seen, lambda: len(seen.steps) == 3)
-    assert len(seen.steps) == 3
+    with pytest.raises(TaskError, match="no longer wants the update of this round"):
+        run.train(
+            work, run.layout.encode(build_start(run)), progress, lambda: len(progress.steps) == 3
+        )
+    assert len(progress.steps) == 3
 
 
-def test_data_of_the_device_wins_over_the_jobs(write_task, make_job, tmp_path):
+def test_data_of_the_device_overrides_the_data_of_the_job(write_task, make_job, tmp_path):
     write_task("""
         def local_data(self, participant):
             return rows(int(self.data.read_text()), 0)
@@ -236,7 +240,7 @@ def test_data_of_the_device_wins_over_the_jobs(write_task, make_job, tmp_path):
     "source",
     ["task.py:Learn", "../tasks/../task.py:Learn", "tasks:Learn", "statistics:Learn", "{}:Learn"],
 )
-def test_a_server_elsewhere_names_only_what_the_owner_put_there(
+def test_a_remote_server_can_only_name_tasks_that_the_owner_installed(
     write_task, make_job, tmp_path, source
 ):
     elsewhere = write_task()

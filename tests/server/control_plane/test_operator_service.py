@@ -17,8 +17,8 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.device.agent import Agent
-from isthmus_server.control_plane import control, runner
-from isthmus_server.control_plane.operator_commands import Server, jobs
+from isthmus_server.control_plane import job_runner, operator_service
+from isthmus_server.control_plane.operator_commands import OperatorClient, jobs
 from isthmus_server.rounds.roster import Roster
 from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
 from isthmus_server.storage.store import Store
@@ -58,7 +58,7 @@ async def place(fleet, make_job):
     async def ask(method, reply, asked, member=None):
         """As a command does it, in a process of its own."""
         directory = (member or fleet.me).directory
-        return await asyncio.to_thread(lambda: Server(directory).call(method, asked, reply))
+        return await asyncio.to_thread(lambda: OperatorClient(directory).call(method, asked, reply))
 
     async def submit(job, key="one"):
         asked = pb.SubmitRequest(job=job.model_dump_json(), key=key)
@@ -114,7 +114,9 @@ async def test_jobs_run_in_the_order_in_which_they_were_submitted(place):
     assert [(job.round, job.rounds, job.submitted_by) for job in reply.jobs] == [(2, 2, "me")] * 2
 
     def read():
-        return list(Server(place.me.directory).events(pb.LogsRequest(id=first, follow=True)))
+        return list(
+            OperatorClient(place.me.directory).events(pb.LogsRequest(id=first, follow=True))
+        )
 
     events = await asyncio.to_thread(read)
     assert [event.kind for event in events] == ["committed", "committed", "ended"]
@@ -143,7 +145,7 @@ async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(place):
         AdmissionRefused, match=f"the run in .*{id_} cannot be read: file is not a database"
     ):
         await asyncio.to_thread(
-            lambda: list(Server(place.me.directory).events(pb.LogsRequest(id=id_)))
+            lambda: list(OperatorClient(place.me.directory).events(pb.LogsRequest(id=id_)))
         )
 
 
@@ -164,7 +166,7 @@ async def test_a_run_goes_on_when_the_disk_has_room_again(place, monkeypatch, fu
         commit(store, record, state)
 
     monkeypatch.setattr(Store, "commit", commit_if_there_is_room)
-    monkeypatch.setattr(runner, "_FULL_SECONDS", 0.01)
+    monkeypatch.setattr(job_runner, "_FULL_SECONDS", 0.01)
     place.gate.set()
     await place.devices()
     id_ = await place.submit(place.job())
@@ -271,15 +273,15 @@ async def test_a_command_whose_answer_is_lost_queues_its_job_once(place, monkeyp
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     monkeypatch.setattr(place.runner, "submit", submit)
-    monkeypatch.setattr("isthmus_server.control_plane.control._refuse", lose)
-    server = await asyncio.to_thread(Server, place.me.directory)
+    monkeypatch.setattr("isthmus_server.control_plane.operator_service._refuse", lose)
+    server = await asyncio.to_thread(OperatorClient, place.me.directory)
     assert await asyncio.to_thread(server.submit, place.job()) == lost[0] == "table-1"
     assert len(await place.states()) == 1
 
 
 async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place, monkeypatch):
     monkeypatch.setattr("isthmus_server.control_plane.operator_commands._PATIENCE", 0.1)
-    server = await asyncio.to_thread(Server, place.me.directory)
+    server = await asyncio.to_thread(OperatorClient, place.me.directory)
     await place.close()
     sentence = (
         r"^the server at .* did not answer in time; it may have the job: see `isthmus jobs` be"
@@ -316,11 +318,12 @@ async def test_a_job_that_could_not_run_here_is_refused_when_it_is_submitted(
 
 
 async def test_a_job_that_cannot_be_read_is_refused(place):
+    too_long = place.job().model_dump_json() + " " * operator_service.MAX_JOB
     for asked in (
         pb.SubmitRequest(job="{", key="one"),
         pb.SubmitRequest(job=place.job().model_dump_json()),
         pb.SubmitRequest(job='{"name": "later", "from_the_future": 1}', key="one"),
-        pb.SubmitRequest(job=place.job().model_dump_json() + " " * control.MAX_JOB, key="one"),
+        pb.SubmitRequest(job=too_long, key="one"),
     ):
         with pytest.raises(
             AdmissionRefused, match=r"cannot be read here|needs a key|is larger than 65536"
@@ -332,7 +335,7 @@ async def test_a_job_that_cannot_be_read_is_refused(place):
 async def test_a_participant_does_not_act_as_an_operator(place, kind):
     other = await place.member("other", kind=kind)
     with pytest.raises(UserError, match=f"is the membership of a {kind}, not an operator's"):
-        Server(other.directory)
+        OperatorClient(other.directory)
     (other.directory / "member.json").write_text(
         (other.directory / "member.json").read_text().replace(f'"{kind}"', '"operator"')
     )
@@ -342,29 +345,29 @@ async def test_a_participant_does_not_act_as_an_operator(place, kind):
         ("Cancel", pb.CancelRequest(id="table-1")),
         ("Renew", pb.RenewRequest()),
     ):
-        with pytest.raises(AdmissionRefused, match=f"'other' is a {kind}, and not an operator"):
+        with pytest.raises(AdmissionRefused, match=f"'other' is a {kind}, not an operator"):
             await place.ask(method, pb.SubmitReply, asked, other)
-    with pytest.raises(AdmissionRefused, match=f"'other' is a {kind}, and not an operator"):
+    with pytest.raises(AdmissionRefused, match=f"'other' is a {kind}, not an operator"):
         await asyncio.to_thread(
-            lambda: list(Server(other.directory).events(pb.LogsRequest(id="table-1")))
+            lambda: list(OperatorClient(other.directory).events(pb.LogsRequest(id="table-1")))
         )
 
 
 @pytest.mark.parametrize("method", ["Submit", "Logs"])
 async def test_a_call_without_a_request_is_not_waited_for(place, monkeypatch, method):
-    monkeypatch.setattr(control, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(operator_service, "HELLO_SECONDS", 0.1)
     said = {}
     for member in (place.me, await place.member("phone-0")):
         credentials = member.channel_credentials()
         async with grpc.aio.secure_channel(place.address, credentials) as channel:
-            call = channel.stream_unary(f"/{control.SERVICE}/{method}")()
+            call = channel.stream_unary(f"/{operator_service.SERVICE}/{method}")()
             async with asyncio.timeout(100):
                 said[member.name] = (await call.code(), await call.details())
     assert said == {
         "me": (grpc.StatusCode.FAILED_PRECONDITION, "a call without a request"),
         "phone-0": (
             grpc.StatusCode.PERMISSION_DENIED,
-            "'phone-0' is a client, and not an operator",
+            "'phone-0' is a client, not an operator",
         ),
     }
 
@@ -372,7 +375,9 @@ async def test_a_call_without_a_request_is_not_waited_for(place, monkeypatch, me
 async def test_an_operator_who_is_revoked_is_not_heard_any_more(place):
     await place.submit(place.job())
     following = asyncio.to_thread(
-        lambda: list(Server(place.me.directory).events(pb.LogsRequest(id="table-1", follow=True)))
+        lambda: list(
+            OperatorClient(place.me.directory).events(pb.LogsRequest(id="table-1", follow=True))
+        )
     )
     following = asyncio.create_task(following)
     place.registry().revoke("me")
@@ -386,7 +391,7 @@ async def test_who_follows_a_log_is_told_that_the_server_was_stopped(place):
     id_ = await place.submit(place.job())
     asked = pb.LogsRequest(id=id_, follow=True)
     following = asyncio.create_task(
-        asyncio.to_thread(lambda: list(Server(place.me.directory).events(asked)))
+        asyncio.to_thread(lambda: list(OperatorClient(place.me.directory).events(asked)))
     )
     await place.until(lambda: place.control._calls)
     await place.close()
@@ -398,6 +403,6 @@ async def test_an_operator_s_certificate_is_renewed_when_a_command_is_typed(plac
     before = place.me.certificate.serial_number
     await place.states()
     monkeypatch.setattr("isthmus.identity.membership.RENEW_AT", 0.0)
-    server = await asyncio.to_thread(Server, place.me.directory)
+    server = await asyncio.to_thread(OperatorClient, place.me.directory)
     assert server.member.certificate.serial_number != before
     assert await place.states() == {}

@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class QueuedJob:
     """One job that was submitted."""
 
     number: int
@@ -59,7 +59,7 @@ class Entry:
         return read_job(self.text)
 
 
-class Queue:
+class JobQueue:
     """The jobs of one server.
 
     Guarantees:
@@ -86,7 +86,7 @@ class Queue:
         """Let the file go."""
         self._db.close()
 
-    def submit(self, job: Job, by: str, key: str) -> Entry:
+    def submit(self, job: Job, by: str, key: str) -> QueuedJob:
         """Put a job at the end.
 
         Raises:
@@ -107,24 +107,24 @@ class Queue:
         ).lastrowid
         return self._find("number=?", (number,))[0]
 
-    def next(self) -> Entry | None:
+    def next(self) -> QueuedJob | None:
         """Whose turn it is: the one that was cut off, or else the first that waits."""
         found = self._find("state='running'") or self._find("state='queued'")
         return found[0] if found else None
 
-    def mark(self, entry: Entry, state: State, reason: str = "") -> None:
+    def mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
         """Say what has become of a job."""
         self._db.execute(
             "UPDATE jobs SET state=?, reason=? WHERE number=?", (state, reason, entry.number)
         )
 
-    def entries(self, ended: int) -> list[Entry]:
+    def entries(self, ended: int) -> list[QueuedJob]:
         """Those that wait or run, and the latest `ended` of the others, as they were submitted."""
         over = f"state IN {ENDED}"
         latest = f"SELECT number FROM jobs WHERE {over} ORDER BY number DESC LIMIT ?"
         return self._find(f"NOT {over} OR number IN ({latest})", (ended,))
 
-    def get(self, id_: str) -> Entry:
+    def get(self, id_: str) -> QueuedJob:
         """One job.
 
         Raises:
@@ -136,10 +136,10 @@ class Queue:
                 return entry
         raise AdmissionRefused(f"there is no job {id_!r}; `isthmus jobs` lists those there are")
 
-    def _find(self, where: str, values: tuple[object, ...] = ()) -> list[Entry]:
+    def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(
             "SELECT number, name, job, submitted_by, submitted_at, state, reason FROM jobs "
             f"WHERE {where} ORDER BY number",
             values,
         )
-        return [Entry(*row) for row in rows]
+        return [QueuedJob(*row) for row in rows]

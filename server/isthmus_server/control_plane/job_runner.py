@@ -17,7 +17,7 @@ from rich.console import Console
 from isthmus.errors import AdmissionRefused, IsthmusError, UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
-from isthmus_server.control_plane.queue import ENDED, Entry, Queue, State
+from isthmus_server.control_plane.job_queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import Event, EventStream, JobEnded, attempt_event
@@ -39,7 +39,7 @@ _CANCELLED = "an operator cancelled it"
 log = logging.getLogger(__name__)
 
 
-class Runner:
+class JobRunner:
     """Runs the jobs of a queue, one after another, for as long as the server lives.
 
     Guarantees:
@@ -53,7 +53,7 @@ class Runner:
     def __init__(self, server: ControlPlaneServer, state: Path, console: Console) -> None:
         """`state` is the server's state directory."""
         self.server = server
-        self.queue = Queue(state)
+        self.queue = JobQueue(state)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
         self.console = console
@@ -81,7 +81,7 @@ class Runner:
                 f"the queue of jobs cannot be used: {error}; see to it, then start the server again"
             ) from error
 
-    async def _one(self, entry: Entry) -> None:
+    async def _one(self, entry: QueuedJob) -> None:
         self._say(f"{entry.id}, submitted by {entry.submitted_by}")
         if entry.state != "running":
             self.queue.mark(entry, "running")
@@ -115,12 +115,12 @@ class Runner:
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _mark(self, entry: Entry, state: State, reason: str = "") -> None:
+    def _mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
         """Say how a run has ended, unless an operator was told that it is cancelled."""
         if not self._cancelled:
             self.queue.mark(entry, state, reason)
 
-    async def _train(self, entry: Entry) -> None:
+    async def _train(self, entry: QueuedJob) -> None:
         job = entry.job
         self._check(job)
         directory = self.runs / entry.id
@@ -176,7 +176,7 @@ class Runner:
 
     # -- what operators ask for --------------------------------------------------------------------
 
-    def submit(self, job: Job, by: str, key: str) -> Entry:
+    def submit(self, job: Job, by: str, key: str) -> QueuedJob:
         """Put a job at the end of the queue.
 
         Raises:
@@ -206,7 +206,7 @@ class Runner:
         self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
         return "cancelled"
 
-    async def progress(self, entry: Entry) -> int:
+    async def progress(self, entry: QueuedJob) -> int:
         """Rounds of a job that are committed; 0 where its run cannot be read any more."""
 
         def look() -> int:
@@ -240,7 +240,7 @@ class Runner:
             await asyncio.sleep(_LOOK_SECONDS)
 
     @contextlib.contextmanager
-    def _store(self, entry: Entry) -> Iterator[Store | None]:
+    def _store(self, entry: QueuedJob) -> Iterator[Store | None]:
         directory = self.runs / entry.id
         store = Store.open(directory) if (directory / "job.json").exists() else None
         try:

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
-from isthmus_server.control_plane.authority import Authority, initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 
 
 @pytest.fixture
@@ -40,18 +40,18 @@ def test_an_authority_is_made_once(state):
 
 
 def test_the_server_has_a_certificate_for_what_it_is_dialled_by(state):
-    _, chain = Authority(state).server_pair()
+    _, chain = CertificateAuthority(state).server_pair()
     certificate = tls.read_certificate(chain)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["example.org"]
     assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "::1"]
-    assert tls.issued_by(certificate, Authority(state).certificate)
+    assert tls.issued_by(certificate, CertificateAuthority(state).certificate)
 
 
 def test_the_server_renews_its_own_certificate_for_the_same_names(state):
-    before = Authority(state).server_pair()
-    assert Authority(state).server_pair() == before
-    little_is_left = Authority(state, server_life=datetime.timedelta(days=365))
+    before = CertificateAuthority(state).server_pair()
+    assert CertificateAuthority(state).server_pair() == before
+    little_is_left = CertificateAuthority(state, server_life=datetime.timedelta(days=365))
     after = little_is_left.server_pair()
     old, new = (tls.read_certificate(chain) for _, chain in (before, after))
     assert new.not_valid_after_utc > old.not_valid_after_utc
@@ -61,7 +61,7 @@ def test_the_server_renews_its_own_certificate_for_the_same_names(state):
 
 
 def test_a_certificate_says_who_somebody_is_whatever_was_asked_for(state):
-    authority, key = Authority(state), tls.new_key()
+    authority, key = CertificateAuthority(state), tls.new_key()
     asked = (
         x509.CertificateSigningRequestBuilder()
         .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")]))
@@ -94,14 +94,16 @@ def test_a_certificate_says_who_somebody_is_whatever_was_asked_for(state):
 )
 def test_a_signing_request_that_cannot_be_used_is_refused(state, request_):
     with pytest.raises(AdmissionRefused, match=r"^the signing request cannot be used: "):
-        Authority(state).issue(request_, kind="client", name="phone-0", identity=bytes(32))
+        CertificateAuthority(state).issue(
+            request_, kind="client", name="phone-0", identity=bytes(32)
+        )
 
 
 @pytest.mark.parametrize("name", ["authority.pem", "enroller.key", "server.pem"])
 def test_a_key_that_others_can_read_is_refused(state, name):
     (state / name).chmod(0o640)
     with pytest.raises(UserError, match=r"can be read by others on this machine; chmod 600"):
-        Authority(state).server_pair()
+        CertificateAuthority(state).server_pair()
 
 
 @pytest.mark.parametrize("host", ["", "a b", "-", "x" * 64, "ex_ample.org", "a..b", "1.2.3.4/8"])
@@ -123,4 +125,4 @@ def test_a_place_that_cannot_be_a_server_s_is_one_sentence(tmp_path, monkeypatch
 
 def test_a_directory_without_a_server_says_how_to_make_one(tmp_path):
     with pytest.raises(UserError, match=r"holds no server; make one: isthmus server init"):
-        Authority(tmp_path)
+        CertificateAuthority(tmp_path)

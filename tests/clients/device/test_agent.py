@@ -1,3 +1,5 @@
+"""The device agent: runs, buffers, training, scoring and cancellation."""
+
 import asyncio
 import threading
 
@@ -59,12 +61,12 @@ async def test_open_train_close(agent, opening):
         agent.buffer(train(), LAYOUT.nbytes)
 
 
-async def test_memory_is_given_for_exactly_one_model_of_an_open_run(agent, opening):
+async def test_memory_is_allocated_for_exactly_one_model_of_an_open_run(agent, opening):
     with pytest.raises(UpdateError, match="'run' is not open"):
         agent.buffer(train(), LAYOUT.nbytes)
     await agent.work(opening(), None, ignore)
     for size in (0, LAYOUT.nbytes - 1, 2**60):
-        with pytest.raises(UpdateError, match=f"1 models in {size} bytes were announced where"):
+        with pytest.raises(UpdateError, match=f"1 models in {size} bytes were announced; a model"):
             agent.buffer(train(), size)
     assert len(agent.buffer(train(), LAYOUT.nbytes)) == LAYOUT.nbytes
 
@@ -76,7 +78,7 @@ async def test_the_next_model_takes_the_memory_of_an_update_that_is_acknowledged
     reply, blob = await agent.work(train(), model, ignore)
     meanwhile = agent.buffer(train(id_="other"), LAYOUT.nbytes)
     meanwhile[:] = bytes(LAYOUT.nbytes)
-    assert describe(blob) == reply.trained.result  # the server may still want it
+    assert describe(blob) == reply.trained.result  # the server may still fetch it
     agent.acknowledged(train(), True, "")
     assert agent.buffer(train(id_="next"), LAYOUT.nbytes) is model
     assert agent.buffer(train(id_="next but one"), LAYOUT.nbytes) is not model
@@ -84,7 +86,7 @@ async def test_the_next_model_takes_the_memory_of_an_update_that_is_acknowledged
 
 def score(candidates, secure=b""):
     listed = [link_pb2.Candidate(of=of) for of in candidates]
-    work = link_pb2.Score(run_id="run", visit=1, attempt=1, candidates=listed, secure=secure)
+    work = link_pb2.Score(run_id="run", comparison=1, attempt=1, candidates=listed, secure=secure)
     return link_pb2.Request(id="score", score=work)
 
 
@@ -107,17 +109,17 @@ async def test_models_are_scored_on_the_devices_own_data(agent, opening):
     assert reply.scored.scores[2] == shares[0]  # the first of the largest two
 
 
-@pytest.mark.parametrize("ask", [train(), score([[0]])])
-async def test_a_secure_run_gives_nothing_in_clear_whatever_the_server_asks(ask, agent, opening):
+@pytest.mark.parametrize("request_", [train(), score([[0]])])
+async def test_a_secure_run_sends_nothing_in_clear_for_any_request(request_, agent, opening):
     await agent.work(opening("run", "pass", "federated.secure_aggregation=true"), None, ignore)
     sent = bytearray(LAYOUT.encode(torch.ones(LAYOUT.size)))
     model = bytearray(sent)
     with pytest.raises(UpdateError, match="wants this device's own figures in clear"):
-        await agent.work(ask, model, ignore)
-    assert model == sent  # nothing was computed for it either
+        await agent.work(request_, model, ignore)
+    assert model == sent  # and nothing was computed
 
 
-async def test_only_models_that_come_are_scored(agent, opening):
+async def test_only_received_models_are_scored(agent, opening):
     await agent.work(opening(), None, ignore)
     with pytest.raises(UpdateError, match="9 models are to be scored; at most 8 are"):
         agent.buffer(score([[8]]), 9 * LAYOUT.nbytes)
@@ -129,8 +131,8 @@ async def test_only_models_that_come_are_scored(agent, opening):
             await agent.work(score(candidates), model, ignore)
 
 
-async def test_a_gradient_comes_behind_the_model(agent, opening):
-    """It is added in every step: three steps of plain descent go three times as far by it."""
+async def test_a_gradient_follows_the_model(agent, opening):
+    """It is added in every step, so three steps of plain descent move three times as far by it."""
     await agent.work(opening("run", "pass", "federated.local_steps=3"), None, ignore)
     gradient = torch.linspace(-0.01, 0.01, LAYOUT.size)
     ends = []
@@ -143,7 +145,7 @@ async def test_a_gradient_comes_behind_the_model(agent, opening):
         reply, blob = await agent.work(request, payload, ignore)
         assert reply.trained.result == describe(blob)
         ends.append(LAYOUT.decode(blob))
-    # The update is start minus end; the loss's own gradients are almost the same on both ways.
+    # The update is start minus end; the gradients of the loss are almost equal in both runs.
     torch.testing.assert_close(ends[1] - ends[0], 3 * 0.1 * gradient, atol=2e-4, rtol=0)
 
 
@@ -166,9 +168,11 @@ async def test_a_run_that_cannot_be_opened_leaves_none_half_open(agent, opening)
         agent.buffer(train(), LAYOUT.nbytes)
 
 
-async def test_a_client_does_not_do_the_datacenters_work(agent):
+async def test_a_client_refuses_requests_for_datacenters(agent):
     request = link_pb2.Request(train_steps=link_pb2.TrainSteps())
-    with pytest.raises(AdmissionRefused, match="an edge client does not do 'train_steps'"):
+    with pytest.raises(
+        AdmissionRefused, match="an edge client does not support the request 'train_steps'"
+    ):
         await agent.work(request, None, ignore)
 
 
@@ -186,6 +190,6 @@ async def test_cancelled_work_stops_while_the_link_stays_alive(agent, opening):
     working = asyncio.create_task(agent.work(train(), model, report))
     await started.wait()
     agent.cancel(train(), "")
-    with pytest.raises(TaskError, match="does not want this round's update any more"):
+    with pytest.raises(TaskError, match="no longer wants the update of this round"):
         await working
     agent.acknowledged(train(), False, "too late: the request has ended")

@@ -1,0 +1,206 @@
+"""The owner's limits: parsing, conditions, daily usage, and refused requests."""
+
+import os
+from datetime import UTC, datetime
+
+import pytest
+from click.testing import CliRunner
+
+from isthmus.errors import AdmissionRefused, UserError
+from isthmus.task import Participant
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.wire import link_pb2
+from isthmus_clients.commands import client
+from isthmus_clients.device.agent import Agent
+from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits, load, parse
+
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
+NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC).timestamp()  # a Friday
+HOUR = 3600.0
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = NOON
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def guard(tmp_path):
+    """`guard(text)` makes a guard for the text of a policy file; `guard.clock` is its time."""
+
+    def make(text):
+        power = tmp_path / "power"
+        return LimitsGuard(
+            parse(text, "policy.toml"), tmp_path / "usage.json", now=make.clock, power=power
+        )
+
+    make.clock = Clock()
+    return make
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("jobs = 3", r"^policy.toml: jobs=3: a list is wanted$"),
+        ("rounds_per_day = 0", r"^policy.toml: rounds_per_day=0: .*greater than or equal to 1"),
+        ("charging = true", r"^policy.toml: unknown key charging; did you mean charging_only\?$"),
+        ("hours = ['night']", r"^policy.toml: hours: .*the hours 'night' are not of the form"),
+        ("[privacy]\nclients_min = 1", r"^policy.toml: privacy.clients_min=1: "),
+        ("[privacy]\nnoise = true", r"^policy.toml: unknown key privacy.noise; known here: "),
+        ("jobs = [", r"^policy.toml is not valid TOML"),
+    ],
+)
+def test_an_invalid_file_is_reported_in_one_sentence(text, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parse(text, "policy.toml")
+
+
+def test_an_unreadable_file_is_an_error_and_not_the_absence_of_limits(tmp_path):
+    assert load(tmp_path / "policy.toml") == OwnerLimits()
+    (tmp_path / "policy.toml").mkdir()
+    with pytest.raises(UserError, match=r"policy.toml cannot be read"):
+        load(tmp_path / "policy.toml")
+
+
+def test_only_jobs_that_match_are_opened(guard, make_job):
+    checks = guard('jobs = ["keyboard-*", "table"]\n[privacy]\nsecure_aggregation = false')
+    checks.check_job(make_job())
+    checks.check_job(make_job("name=keyboard-en"))
+    with pytest.raises(
+        AdmissionRefused, match=r"does not allow the job 'camera'; allowed: keyboard-\*, t"
+    ):
+        checks.check_job(make_job("name=camera"))
+
+
+def test_a_plain_update_is_refused_unless_the_owner_allows_it(guard, make_job):
+    with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
+        guard("").check_job(make_job())
+    guard("").check_job(make_job("federated.secure_aggregation=true"))
+
+
+@pytest.mark.parametrize(
+    ("hours", "after", "open_"),
+    [
+        ("22:00-06:00", 0, False),
+        ("22:00-06:00", 10, True),
+        ("22:00-06:00", 17.9, True),
+        ("22:00-06:00", 18, False),
+        ("fri 22:00-06:00", 17.9, True),  # the night belongs to Friday
+        ("sat 22:00-06:00", 17.9, False),
+        ("sat,sun 00:00-00:00", 12, True),
+        ("sat,sun 00:00-00:00", 60, False),
+        ("11:00-13:00", 0, True),
+    ],
+)
+def test_work_is_refused_outside_the_hours(guard, hours, after, open_):
+    checks = guard(f'hours = ["{hours}"]')
+    guard.clock.seconds += after * HOUR
+    if open_:
+        checks.check_work(10)
+    else:
+        with pytest.raises(AdmissionRefused, match=r"its owner's hours are "):
+            checks.check_work(10)
+
+
+def supply(folder, name, **files):
+    directory = folder / "power" / name
+    directory.mkdir(parents=True)
+    for file, text in files.items():
+        (directory / file).write_text(f"{text}\n")
+    return directory
+
+
+def test_work_is_refused_on_battery_power(guard, tmp_path):
+    checks = guard("charging_only = true")
+    with pytest.raises(AdmissionRefused, match="on mains power only"):  # unknown
+        checks.check_work(10)
+    mains = supply(tmp_path, "AC", type="Mains", online=1)
+    supply(tmp_path, "BAT0", type="Battery", status="Charging")
+    checks.check_work(10)
+    (mains / "online").write_text("0\n")
+    with pytest.raises(AdmissionRefused, match="on mains power only"):
+        checks.check_work(10)
+
+
+def test_a_machine_without_a_battery_is_on_mains(guard, tmp_path):
+    (tmp_path / "power").mkdir()
+    guard("charging_only = true").check_work(10)
+
+
+@pytest.mark.parametrize(
+    ("reply", "works"),
+    [("u 2", True), ("u 4", True), ("u 1", False), ("u 3", False), ("u 0", False), ("", False)],
+)
+def test_work_is_refused_on_metered_networks(guard, tmp_path, monkeypatch, reply, works):
+    """A fake busctl replaces NetworkManager, which is not available on every test machine."""
+    busctl = tmp_path / "busctl"
+    busctl.write_text(f'#!/bin/sh\n[ "$5" = Metered ] && echo "{reply}"\n')
+    busctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    checks = guard("unmetered_only = true")
+    if works:
+        checks.check_work(10)
+    else:
+        with pytest.raises(AdmissionRefused, match="on unmetered networks only"):
+            checks.check_work(10)
+
+
+def test_a_network_of_unknown_kind_counts_as_metered(guard, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AdmissionRefused, match="on unmetered networks only"):
+        guard("unmetered_only = true").check_work(10)
+
+
+def test_the_usage_of_a_day_survives_the_process_and_ends_with_the_day(guard):
+    text = "rounds_per_day = 2\nbytes_per_day = 100"
+    guard(text).check_work(10)
+    guard(text).check_work(10)
+    with pytest.raises(AdmissionRefused, match="its owner allows 2 rounds a day"):
+        guard(text).check_work(10)
+    guard.clock.seconds += 24 * HOUR
+    guard(text).check_work(50)  # as many bytes are sent as received
+    with pytest.raises(AdmissionRefused, match="its owner allows 100 bytes a day"):
+        guard(text).check_work(1)
+
+
+def test_usage_that_cannot_be_read_or_written_stops_work(guard, tmp_path):
+    (tmp_path / "usage.json").write_text("{")
+    with pytest.raises(AdmissionRefused, match="its recorded usage cannot be read"):
+        guard("rounds_per_day = 2").check_work(1)
+    (tmp_path / "usage.json").unlink()
+    checks = LimitsGuard(OwnerLimits(rounds_per_day=2), tmp_path / "missing" / "usage.json")
+    with pytest.raises(AdmissionRefused, match="cannot record its usage"):
+        checks.check_work(1)
+
+
+async def test_the_agent_refuses_requests_that_exceed_the_limits(
+    guard, write_task, make_job, tmp_path
+):
+    write_task()
+    checks = guard("rounds_per_day = 1\n[privacy]\nsecure_aggregation = false")
+    agent = Agent(Participant(name="a", regime="federated"), None, guard=checks)
+    job = make_job().model_dump_json()
+    work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
+    await agent.work(link_pb2.Request(open=work), None, lambda progress: None)
+    request = link_pb2.Request(train_local=link_pb2.TrainLocal(run_id="run"))
+    agent.buffer(request, LAYOUT.nbytes)
+    with pytest.raises(AdmissionRefused, match="its owner allows 1 rounds a day"):
+        agent.buffer(request, LAYOUT.nbytes)
+    strict = Agent(Participant(name="b", regime="federated"), None, guard=guard(""))
+    with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
+        strict.buffer(request, LAYOUT.nbytes)
+    flower = link_pb2.Request(flower=link_pb2.FlowerMessage(run_id="run"))
+    with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
+        strict.buffer(flower, 0)
+    with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
+        await strict.work(link_pb2.Request(open=work), None, lambda progress: None)
+
+
+def test_a_device_that_has_not_joined_has_no_limits(tmp_path):
+    (tmp_path / "policy.toml").write_text("")
+    arguments = ["start", "--server", "127.0.0.1:1", "--name", "a", "--policy"]
+    result = CliRunner().invoke(client, [*arguments, str(tmp_path / "policy.toml")])
+    assert isinstance(result.exception, UserError)

@@ -1,0 +1,174 @@
+"""Creating, opening, locking and reading run directories."""
+
+import os
+import shutil
+import sqlite3
+from types import SimpleNamespace
+
+import pytest
+from tests.server.storage.records import FINAL
+from tests.server.storage.rounds import commit_round, plan_round
+
+from isthmus.errors import UserError
+from isthmus.system.file_lock import file_lock
+from isthmus_server.storage.store import Store
+
+
+def test_an_opened_run_has_the_job_it_was_created_with(new_run, open_again, tmp_path):
+    store = new_run()
+    again = open_again(store)
+    assert (again.run_id, again.job, again.base) == (store.run_id, store.job, tmp_path)
+    assert again.status() == ("running", "", None)
+    assert store.run_id.startswith("table-")
+
+
+def test_creating_a_run_over_another_one_is_refused(new_run, make_job, tmp_path):
+    new_run()
+    with pytest.raises(
+        UserError, match=r"already holds a run; go on with it by `isthmus run --resume"
+    ):
+        Store.create(tmp_path / "run", make_job(), tmp_path)
+
+
+def test_a_directory_is_usable_after_a_crash_before_job_json(
+    new_run, open_again, make_job, tmp_path
+):
+    (new_run().directory / "job.json").unlink()
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    assert store.status()[0] == "running"
+    assert open_again(store).run_id == store.run_id
+    store.finish("finished", "done", FINAL)
+    assert store.status() == ("finished", "done", FINAL)
+    store.close()
+
+
+def test_a_directory_that_cannot_be_created_is_one_sentence(make_job, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^the run directory .* cannot be used"):
+        Store.create(tmp_path / "file" / "run", make_job(), tmp_path)
+
+
+def test_one_process_locks_a_run_and_others_can_read_it(new_run, open_again):
+    store = new_run()
+    with store.locked():
+        other = open_again(store)
+        assert other.status()[0] == "running"
+        with (
+            pytest.raises(UserError, match=r"^another process runs .*/run already$"),
+            other.locked(),
+        ):
+            raise AssertionError("unreachable")
+    with other.locked():
+        pass
+
+
+def test_only_one_of_two_concurrent_creations_succeeds(make_job, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with (
+        file_lock(directory / "lock", ""),
+        pytest.raises(UserError, match=r"^another process runs "),
+    ):
+        Store.create(
+            directory, make_job(), tmp_path
+        )  # while the other has not written its job.json
+    assert [path.name for path in directory.iterdir()] == ["lock"]
+
+
+def test_a_run_that_could_not_start_is_stored_as_failed(new_run):
+    store = new_run()
+    with pytest.raises(UserError), store.locked():
+        raise UserError("there is no such policy")
+    assert store.status() == ("failed", "there is no such policy", None)
+    store.finish("finished", "done", FINAL)
+    with pytest.raises(UserError), store.locked():
+        raise UserError("the port is in use")
+    assert store.status() == ("finished", "done", FINAL)
+
+
+def test_a_cut_off_run_that_cannot_start_again_stays_resumable(new_run, open_again):
+    store = new_run()
+    plan_round(store, 1)
+    with pytest.raises(UserError), store.locked():
+        raise UserError("the port is in use")
+    assert store.status()[0] == "running"
+    assert open_again(store).run_state().cut_short is not None
+
+
+def test_a_damaged_log_is_one_sentence_when_the_run_is_resumed(new_run):
+    store = new_run()
+    commit_round(store, 1)
+    store._db.execute("DROP TABLE attempts")
+    sentence = r"^the run directory .* could not be used: no such table: attempts; see to it, then"
+    with pytest.raises(UserError, match=sentence), store.locked():
+        store.run_state()
+
+
+def test_a_run_on_a_read_only_medium_is_read_without_writes(new_run, open_again, monkeypatch):
+    """Here only what the medium says of itself: to have it be so takes a mount."""
+    store = new_run()
+    commit_round(store, 1)
+    cut_off = store.directory.with_name("cut-off")
+    shutil.copytree(store.directory, cut_off, ignore=shutil.ignore_patterns("*-shm"))
+    store.close()
+    files = {path.name for path in store.directory.iterdir()}
+
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    read = open_again(store)
+    assert (read.last_round(), len(list(read.attempts()))) == (1, 1)
+    assert {path.name for path in store.directory.iterdir()} == files
+    with pytest.raises(sqlite3.OperationalError, match="readonly database"):
+        commit_round(read, 2)
+    with pytest.raises(UserError, match="it was interrupted and is on a read-only medium; copy it"):
+        Store.open(cut_off)
+
+
+def test_a_live_run_can_be_read_through_a_read_only_mount(new_run, open_again, monkeypatch):
+    """As in a container that has it mounted so: its newest entries are not in the database yet."""
+    store = new_run()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    commit_round(store, 1)
+    assert open_again(store).last_round() == 1
+
+
+def test_without_write_permission_the_error_says_to_copy_the_run(new_run, monkeypatch):
+    """SQLite says no more than that it cannot open the log, as it does of a folder."""
+    store = new_run()
+    store.close()
+    (store.directory / "run.sqlite").unlink()
+    (store.directory / "run.sqlite").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(
+        UserError, match=r"cannot be read: SQLite needs write permission there; copy"
+    ):
+        Store.open(store.directory)
+
+
+def test_a_directory_without_a_run_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"does not hold a run \(no job\.json\)$"):
+        Store.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "blob"),
+    [
+        ("job.json", "{"),
+        ("job.json", "[]"),
+        ("job.json", "{}"),
+        ("job.json", '{"run_id": "a", "base": "/", "job": {"name": "a"}}'),
+        ("run.sqlite", "this is no database, but long enough to look like one" * 100),
+        ("run.sqlite", ""),
+        ("run.sqlite", None),
+    ],
+    ids=str,
+)
+def test_a_damaged_run_directory_is_one_sentence(new_run, file, blob):
+    store = new_run()
+    store.close()
+    for path in store.directory.glob(file + "*"):
+        path.unlink()
+    if blob is not None:
+        (store.directory / file).write_text(blob)
+    with pytest.raises(UserError, match=r"^the run in .* cannot be read: .*[a-z]$") as told:
+        Store.open(store.directory)
+    assert "\n" not in str(told.value)
