@@ -174,7 +174,7 @@ class JobRunner:
                 f"policies and strategies, and those in {beside}"
             )
 
-    # -- requests of operators ----------------------------------------------------------------------
+    # -- requests of operators ---------------------------------------------------------------------
 
     def submit(self, job: Job, by: str, key: str) -> QueuedJob:
         """Append a job to the queue.
