@@ -1,7 +1,7 @@
-"""Jobs that wait for their turn, the one that runs, and what became of the others, in SQLite.
+"""The queue of submitted jobs, with their states, in SQLite.
 
-Only the server process uses the file. What it says survives it: a job that was running when the
-server died is the next to run, and goes on.
+Only the server process uses the file. A job that was running when the server died is the next to
+run, and continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ State = Literal["queued", "running", "finished", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
 
 MAX_WAITING = 100
-"""Jobs that can wait at a time."""
+"""Maximum number of queued jobs."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -32,12 +32,12 @@ CREATE TABLE IF NOT EXISTS jobs (
 
 @dataclasses.dataclass(frozen=True)
 class QueuedJob:
-    """One job that was submitted."""
+    """A submitted job."""
 
     number: int
     name: str
     text: str
-    """The job as JSON; a later version may not be able to read it."""
+    """The job as JSON; another version of Isthmus may not be able to read it."""
     submitted_by: str
     submitted_at: float
     """Unix seconds."""
@@ -46,12 +46,12 @@ class QueuedJob:
 
     @property
     def id(self) -> str:
-        """What an operator calls it, and the name of its run directory."""
+        """The job's id for operators, and the name of its run directory."""
         return f"{self.name}-{self.number}"
 
     @property
     def job(self) -> Job:
-        """What is to be run.
+        """The parsed job.
 
         Raises:
             JobError: this version cannot read it.
@@ -64,11 +64,11 @@ class JobQueue:
 
     Guarantees:
       * jobs run in the order in which they were submitted, one at a time;
-      * a submission that is sent again, because its answer was lost, counts once.
+      * a submission that is repeated because its answer was lost counts once.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the file in a state directory, and make it if it is not there.
+        """Open the file in a state directory; creates it if necessary.
 
         Raises:
             UserError: it cannot be used.
@@ -83,14 +83,14 @@ class JobQueue:
             raise UserError(f"{path} cannot be used: {error}") from None
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._db.close()
 
     def submit(self, job: Job, by: str, key: str) -> QueuedJob:
-        """Put a job at the end.
+        """Append a job to the queue.
 
         Raises:
-            AdmissionRefused: too many wait.
+            AdmissionRefused: the queue is full.
         """
         known = self._find("submitted_by=? AND key=?", (by, key))
         if known:
@@ -108,24 +108,24 @@ class JobQueue:
         return self._find("number=?", (number,))[0]
 
     def next(self) -> QueuedJob | None:
-        """Whose turn it is: the one that was cut off, or else the first that waits."""
-        found = self._find("state='running'") or self._find("state='queued'")
-        return found[0] if found else None
+        """Return the next job: an interrupted one, or else the first queued one."""
+        jobs = self._find("state='running'") or self._find("state='queued'")
+        return jobs[0] if jobs else None
 
     def mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
-        """Say what has become of a job."""
+        """Record the state of a job."""
         self._db.execute(
             "UPDATE jobs SET state=?, reason=? WHERE number=?", (state, reason, entry.number)
         )
 
     def entries(self, ended: int) -> list[QueuedJob]:
-        """Those that wait or run, and the latest `ended` of the others, as they were submitted."""
+        """Return all queued and running jobs, and the latest `ended` others, by submission."""
         over = f"state IN {ENDED}"
         latest = f"SELECT number FROM jobs WHERE {over} ORDER BY number DESC LIMIT ?"
         return self._find(f"NOT {over} OR number IN ({latest})", (ended,))
 
     def get(self, id_: str) -> QueuedJob:
-        """One job.
+        """Return a job by its id.
 
         Raises:
             AdmissionRefused: there is none with that id.

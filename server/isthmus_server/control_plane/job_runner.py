@@ -1,4 +1,4 @@
-"""The jobs that operators submit to a server that listens, run one after another."""
+"""Run the jobs that operators submit, one after another."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy import load_policy
 from isthmus_server.views.progress import ProgressView
 
-_LOOK_SECONDS = 0.5
-"""Between two looks at a run that somebody follows."""
+_FOLLOW_SECONDS = 0.5
+"""Interval in which the log of a followed run is read."""
 
 _ROWS = 20
-"""Of rounds that are read at a time: a long run has thousands, and the link waits meanwhile."""
+"""Rounds that are read at a time: a long run has thousands, and reading blocks the event loop."""
 
 _FULL_SECONDS = 30.0
-"""Between two tries to go on with a run where the disk is full."""
+"""Interval of attempts to continue a run after the disk was full."""
 
 _CANCELLED = "an operator cancelled it"
 
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 
 class JobRunner:
-    """Runs the jobs of a queue, one after another, for as long as the server lives.
+    """Runs the jobs of a queue, one after another, while the server runs.
 
     Guarantees:
-      * a job that fails is marked so, with its reason, and the next one runs; one that has no room
-        on the disk waits for it, and goes on;
-      * a job that was cancelled is never taken up again, whatever becomes of the server;
-      * a task is loaded only from the server's own directory of tasks: who may submit jobs cannot
+      * a job that fails is marked with its reason, and the next one runs; a job for which the disk
+        has no room waits and then continues;
+      * a cancelled job is never continued, also after a crash of the server;
+      * a task is loaded only from the server's own directory of tasks: operators cannot
         bring code.
     """
 
@@ -60,29 +60,29 @@ class JobRunner:
         self._running: tuple[int, asyncio.Task[None]] | None = None
         self._cancelled = False
         self._coordinator: Coordinator | None = None
-        self._woken = asyncio.Event()
+        self._submitted = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until cancelled; what runs then goes on when the server is started again.
+        """Run jobs until cancelled; an interrupted job continues when the server is started again.
 
         Raises:
             UserError: the queue's file cannot be used any more.
         """
         try:
             while True:
-                self._woken.clear()
+                self._submitted.clear()
                 entry = self.queue.next()
                 if entry is None:
-                    await self._woken.wait()
+                    await self._submitted.wait()
                 else:
-                    await self._one(entry)
+                    await self._run_job(entry)
         except sqlite3.Error as error:
             raise UserError(
                 f"the queue of jobs cannot be used: {error}; see to it, then start the server again"
             ) from error
 
-    async def _one(self, entry: QueuedJob) -> None:
-        self._say(f"{entry.id}, submitted by {entry.submitted_by}")
+    async def _run_job(self, entry: QueuedJob) -> None:
+        self._print(f"{entry.id}, submitted by {entry.submitted_by}")
         if entry.state != "running":
             self.queue.mark(entry, "running")
         task = asyncio.create_task(self._train(entry))
@@ -91,19 +91,19 @@ class JobRunner:
             await asyncio.shield(task)
         except IsthmusError as error:
             if _disk_is_full(error.__cause__) and not self._cancelled:
-                self._say(f"{entry.id} waits for room on the disk: {error.__cause__}")
-                self._running = None  # meanwhile it can be cancelled like one that waits
+                self._print(f"{entry.id} waits for room on the disk: {error.__cause__}")
+                self._running = None  # meanwhile it can be cancelled like a queued job
                 await asyncio.sleep(_FULL_SECONDS)
-                return  # it is the next again, and goes on from its last round
+                return  # it is next again, and continues from its last round
             self._mark(entry, "failed", str(error))
-            self._say(f"{entry.id} failed: {error}")
+            self._print(f"{entry.id} failed: {error}")
         except asyncio.CancelledError:
             this = asyncio.current_task()
-            if this is not None and this.cancelling():  # it is the server that stops
+            if this is not None and this.cancelling():  # the server stops
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
-            self._say(f"{entry.id} is cancelled")
+            self._print(f"{entry.id} is cancelled")
         except Exception as error:
             log.exception("%s failed", entry.id)
             self._mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
@@ -112,11 +112,11 @@ class JobRunner:
         finally:
             self._running = None
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
-        """Say how a run has ended, unless an operator was told that it is cancelled."""
+        """Record how a run has ended, unless an operator has cancelled it."""
         if not self._cancelled:
             self.queue.mark(entry, state, reason)
 
@@ -126,7 +126,7 @@ class JobRunner:
         directory = self.runs / entry.id
         begun = (directory / "job.json").exists()
         store = Store.open(directory) if begun else Store.create(directory, job, self.tasks)
-        torch.set_num_threads(1)  # what the server computes is small beside the link's work
+        torch.set_num_threads(1)  # the link needs the cores more than the server's own computation
         try:
             with store.locked(), ProgressView(self.console) as view:
                 events = EventStream()
@@ -152,7 +152,7 @@ class JobRunner:
         check_installed(job.task.source, self.tasks, movable=False)
         for key, name in _named_code(job):
             self._check_beside(job, key, name)
-        if ":" not in job.strategy.policy:  # another's module lies beside the task
+        if ":" not in job.strategy.policy:  # an external module is in the folder of the task
             load_policy(job.strategy)
         if job.task.data is not None:
             path = (self.tasks / job.task.data).resolve()
@@ -174,22 +174,22 @@ class JobRunner:
                 f"policies and strategies, and those in {beside}"
             )
 
-    # -- what operators ask for --------------------------------------------------------------------
+    # -- requests of operators ---------------------------------------------------------------------
 
     def submit(self, job: Job, by: str, key: str) -> QueuedJob:
-        """Put a job at the end of the queue.
+        """Append a job to the queue.
 
         Raises:
-            UserError: it could not run here.
-            AdmissionRefused: too many wait.
+            UserError: it cannot run on this server.
+            AdmissionRefused: the queue is full.
         """
         self._check(job)
         entry = self.queue.submit(job, by, key)
-        self._woken.set()
+        self._submitted.set()
         return entry
 
     def cancel(self, id_: str) -> State:
-        """Take a job out of the queue, or stop it; what its run has committed stays.
+        """Remove a job from the queue, or stop it; committed rounds are kept.
 
         Raises:
             AdmissionRefused: there is no such job, or it has ended.
@@ -203,11 +203,11 @@ class JobRunner:
                 raise AdmissionRefused(f"{id_} has ended just now")
             if self._coordinator is not None:
                 self._coordinator.abandon()
-        self.queue.mark(entry, "cancelled", _CANCELLED)  # whatever becomes of this server
+        self.queue.mark(entry, "cancelled", _CANCELLED)  # also if the server dies now
         return "cancelled"
 
     async def progress(self, entry: QueuedJob) -> int:
-        """Rounds of a job that are committed; 0 where its run cannot be read any more."""
+        """Return the number of committed rounds of a job; 0 if its run cannot be read."""
 
         def look() -> int:
             try:
@@ -220,7 +220,7 @@ class JobRunner:
         return await asyncio.to_thread(look)
 
     async def events(self, id_: str, follow: bool) -> AsyncIterator[Event]:
-        """What each round came to so far; with `follow`, and then to the job's end.
+        """Yield the ended attempts of a job so far; with `follow`, until the job ends.
 
         Raises:
             AdmissionRefused: there is no such job.
@@ -237,7 +237,7 @@ class JobRunner:
                 yield JobEnded(state=entry.state, reason=entry.reason)
             if entry.state in ENDED or not follow:
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_FOLLOW_SECONDS)
 
     @contextlib.contextmanager
     def _store(self, entry: QueuedJob) -> Iterator[Store | None]:
@@ -259,7 +259,7 @@ def _disk_is_full(error: BaseException | None) -> bool:
 
 
 def _named_code(job: Job) -> Iterator[tuple[str, str]]:
-    """What a job names as `module:Name` for the server to load, and the keys that do."""
+    """Yield the keys and values `module:Name` of a job that name code for the server to load."""
     if ":" in job.strategy.policy:
         yield "strategy.policy", job.strategy.policy
     flower = job.federated.flower
@@ -271,7 +271,7 @@ def _named_code(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _check_participants(job: Job) -> None:
-    """Refuse a job that wants its participants started here.
+    """Refuse a job whose participants would have to be started by this server.
 
     Raises:
         UserError: with the keys to change.

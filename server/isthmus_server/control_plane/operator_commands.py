@@ -1,4 +1,4 @@
-"""``isthmus operator``, ``submit``, ``jobs``, ``logs``, ``cancel``: a server, from afar."""
+"""``isthmus operator``, ``submit``, ``jobs``, ``logs``, ``cancel``: use a remote server."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from isthmus.wire import operator_pb2 as pb
 
 _SERVICE = "/isthmus.operator.v1.Operator/"
 _TIMEOUT = 30.0
-_PATIENCE = 10.0
-"""For a server that did not answer a submission to be back, and answer it."""
+_RETRY_SECONDS = 10.0
+"""Seconds that a repeated submission waits for a server that did not answer."""
 _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-"""Whether it did what it was asked for is not known."""
+"""Status codes after which it is unknown whether the server has executed the call."""
 _Reply = TypeVar("_Reply", bound=Message)
 
 _STATE = click.option(
@@ -44,19 +44,19 @@ class OperatorClient:
     """One operator's connection to the server that was joined."""
 
     def __init__(self, state: Path) -> None:
-        """Dial; a certificate that ends soon is renewed first.
+        """Connect; a certificate that expires soon is renewed first.
 
         Raises:
-            UserError: nobody has joined from here.
-            AdmissionRefused: the server says no, or is not there.
+            UserError: this machine has not joined as an operator.
+            AdmissionRefused: the server refuses, or cannot be reached.
         """
         self.member = Membership(state)
         if self.member.kind != "operator":
             raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
         self._channel = self._dial()
         if time.time() > self.member.renew_at:
-            asked = pb.RenewRequest(signing_request=self.member.next_request())
-            self.member.renewed(self.call("Renew", asked, pb.RenewReply).certificate)
+            request = pb.RenewRequest(signing_request=self.member.next_request())
+            self.member.renewed(self.call("Renew", request, pb.RenewReply).certificate)
             self._channel.close()
             self._channel = self._dial()
 
@@ -64,22 +64,22 @@ class OperatorClient:
         credentials = self.member.channel_credentials()
         return grpc.secure_channel(self.member.server, credentials, CHANNEL_OPTIONS)
 
-    def call(self, method: str, asked: Message, reply: type[_Reply]) -> _Reply:
-        """One question and its answer."""
+    def call(self, method: str, request: Message, reply: type[_Reply]) -> _Reply:
+        """Call a method and return its reply."""
         call = self._channel.unary_unary(_SERVICE + method)
         try:
-            return reply.FromString(call(asked.SerializeToString(), timeout=_TIMEOUT))
+            return reply.FromString(call(request.SerializeToString(), timeout=_TIMEOUT))
         except grpc.RpcError as error:
-            raise self._said_no(error) from None
+            raise self._refusal(error) from None
 
     def submit(self, job: Job) -> str:
-        """Queue a job, once even where the server's first answer is lost; returns its id.
+        """Queue a job, once even if the server's first answer is lost; returns its id.
 
         Raises:
-            AdmissionRefused: the server says no, or did not answer twice.
+            AdmissionRefused: the server refuses, or did not answer twice.
         """
-        asked = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex)
-        data = asked.SerializeToString()
+        request = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex)
+        data = request.SerializeToString()
         call = self._channel.unary_unary(_SERVICE + "Submit")
         try:
             try:
@@ -87,22 +87,22 @@ class OperatorClient:
             except grpc.RpcError as error:
                 if error.code() not in _NO_ANSWER:
                     raise
-                again = call(data, timeout=_PATIENCE, wait_for_ready=True)
+                again = call(data, timeout=_RETRY_SECONDS, wait_for_ready=True)
                 return pb.SubmitReply.FromString(again).id
         except grpc.RpcError as error:
-            raise self._said_no(
+            raise self._refusal(
                 error, "; it may have the job: see `isthmus jobs` before you submit it again"
             ) from None
 
-    def events(self, asked: pb.LogsRequest) -> Iterator[pb.Event]:
-        """A log, as it comes."""
+    def events(self, request: pb.LogsRequest) -> Iterator[pb.Event]:
+        """Yield the events of a log as they arrive."""
         try:
-            for data in self._channel.unary_stream(_SERVICE + "Logs")(asked.SerializeToString()):
+            for data in self._channel.unary_stream(_SERVICE + "Logs")(request.SerializeToString()):
                 yield pb.Event.FromString(data)
         except grpc.RpcError as error:
-            raise self._said_no(error) from None
+            raise self._refusal(error) from None
 
-    def _said_no(self, error: grpc.RpcError, unsure: str = "") -> AdmissionRefused:
+    def _refusal(self, error: grpc.RpcError, unsure: str = "") -> AdmissionRefused:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
         details = error.details() or ""
@@ -117,7 +117,7 @@ class OperatorClient:
 
 @click.group()
 def operator() -> None:
-    """Be an operator of a server elsewhere."""
+    """Operate a remote server."""
 
 
 @operator.command()
@@ -139,7 +139,7 @@ def join(url: str, token: str, state: Path) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @_STATE
 def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
-    """Put JOB at the end of the server's queue, and print what it is called there.
+    """Append JOB to the server's queue, and print its id there.
 
     Its task is the server's own copy: a file below DIR/tasks.
     """
@@ -148,18 +148,18 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print them as one document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option(
     "--ended",
     type=click.IntRange(0, 1000),
     default=20,
     show_default=True,
     metavar="N",
-    help="Of those that have ended, list the latest N.",
+    help="List the latest N ended jobs.",
 )
 @_STATE
 def jobs(as_json: bool, ended: int, state: Path) -> None:
-    """List the server's jobs: those that run or wait, and the latest that have ended."""
+    """List the server's running and queued jobs, and the latest ended ones."""
     found = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply).jobs
     keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
     if as_json:
@@ -178,10 +178,10 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
 
 @click.command()
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @_STATE
 def logs(job: str, follow: bool, state: Path) -> None:
-    """Print what each round of JOB came to."""
+    """Print the results of each round of JOB."""
     from isthmus_server.storage.events import JobEnded, event_from_json
     from isthmus_server.views.progress import ProgressView
 
@@ -198,6 +198,6 @@ def logs(job: str, follow: bool, state: Path) -> None:
 @click.argument("job")
 @_STATE
 def cancel(job: str, state: Path) -> None:
-    """Take JOB out of the queue, or stop it; rounds that are committed stay."""
+    """Remove JOB from the queue, or stop it; committed rounds are kept."""
     reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
     click.echo(f"{job} is {reply.state}")

@@ -1,7 +1,7 @@
-"""Who is who: participants, tokens and certificates, in one SQLite file of the state directory.
+"""The registry of participants, tokens and certificates, in a SQLite file of the state directory.
 
-The running server and the commands an operator types use the file at the same time; every change
-is one transaction. A certificate that is not in it is not valid, whoever signed it.
+The running server and the operator's commands use the file at the same time; every change is one
+transaction. A certificate that is not in the registry is invalid, even with a valid signature.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT
 """
 
 REPEAT_SECONDS = 600.0
-"""For so long after a token was used, whoever used it is given the same certificate again."""
+"""Period after the use of a token in which its user can get the same certificate again."""
 
 MAX_CERTIFICATES = 1000
-"""Of one participant that are good at a time: far more than even one needs that keeps failing to
-write the next one down."""
+"""Valid certificates of one participant: more than one needs that repeatedly fails to store the
+next one."""
 
 _KEEP_SECONDS = 24 * 3600.0
-"""How long after its end a certificate or a token is forgotten."""
+"""Period after which an expired certificate or token is deleted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RegistryEntry:
 
 
 Issue = Callable[[str], tuple[bytes, tls.Subject]]
-"""Makes the certificate for a name: PEM, and what is in it."""
+"""Issues the certificate for a name; returns PEM and its subject."""
 
 
 class Registry:
@@ -72,14 +72,14 @@ class Registry:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the file, and make it if it is not there.
+        """Open the file; creates it if necessary.
 
         Raises:
             UserError: it cannot be opened.
         """
         path = directory / "fleet.sqlite"
         try:
-            # Only if it is new: closing a file that SQLite has open drops SQLite's locks on it.
+            # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
@@ -90,12 +90,12 @@ class Registry:
             raise UserError(f"{path} cannot be used: {error}") from None
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._db.close()
 
     @property
     def version(self) -> int:
-        """Another number whenever another connection changed the file."""
+        """A number that changes whenever another connection changed the file."""
         return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     # -- tokens ------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Registry:
             row = self._db.execute(
                 "SELECT identity, revoked FROM participants WHERE name=?", (name,)
             ).fetchone()
-            # A token that is still about would bring it back.
+            # An unused token would let it join again.
             tokens = self._db.execute(
                 "DELETE FROM tokens WHERE name=? AND used IS NULL", (name,)
             ).rowcount
@@ -231,10 +231,10 @@ class Registry:
             self._db.execute("DELETE FROM certificates WHERE name=?", (name,))
             self._db.execute("INSERT OR IGNORE INTO revoked_identities VALUES (?)", (row[0],))
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def participants(self) -> list[RegistryEntry]:
-        """Everybody who ever joined, by name."""
+        """Return all participants that ever joined, by name."""
         rows = self._db.execute(
             "SELECT p.name, p.kind, p.identity, p.joined, p.revoked, max(c.not_after) "
             "FROM participants p LEFT JOIN certificates c ON c.name=p.name "
@@ -243,10 +243,10 @@ class Registry:
         return [RegistryEntry(*row) for row in rows]
 
     def revoked_identities(self) -> set[bytes]:
-        """Ed25519 public keys that are not accepted any more."""
+        """Return Ed25519 public keys that are no longer accepted."""
         return {row[0] for row in self._db.execute("SELECT identity FROM revoked_identities")}
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -254,7 +254,7 @@ class Registry:
         try:
             yield
         except BaseException:
-            if self._db.in_transaction:  # SQLite ends it by itself where the disk is full, say
+            if self._db.in_transaction:  # SQLite ends it itself in some errors, such as a full disk
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")

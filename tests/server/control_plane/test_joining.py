@@ -1,10 +1,7 @@
-import asyncio
 import contextlib
-import datetime
 import errno
 import os
 import socket
-import sqlite3
 import stat
 
 import grpc
@@ -17,8 +14,8 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, membership, tls
 from isthmus.identity.joining import JOIN, Token
 from isthmus.identity.membership import Membership
-from isthmus.wire import join_pb2, link_pb2
-from isthmus_server.control_plane.authority import CertificateAuthority, initialise
+from isthmus.wire import join_pb2
+from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.commands import server
 from isthmus_server.control_plane.joining import MAX_CALLERS, TokenBucket
 from isthmus_server.control_plane.registry import Registry
@@ -318,105 +315,3 @@ async def test_nobody_there_says_so(tmp_path):
         url = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"^no server can be joined at {url}: Connection ref"):
             await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
-
-
-async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet):
-    life = datetime.timedelta(seconds=100)  # with the five minutes before, two thirds are over
-    await fleet.listen(authority=CertificateAuthority(fleet.state, participant_life=life))
-    member = await fleet.member("phone-0")
-    before = member.certificate, member.key
-    dialling = fleet.dial(member)
-    await fleet.until(lambda: member.certificate is not before[0])
-    assert member.key is not before[1]
-    kept = Membership(member.directory)
-    assert kept.certificate == member.certificate
-    assert kept.key.public_key() == member.certificate.public_key()
-    peer = fleet.link.peers["phone-0"]
-    await fleet.until(lambda: peer.subject.serial == tls.subject_of(member.certificate).serial)
-    # And it is the new one that it dials with from now on.
-    dialling.cancel()
-    await fleet.until(lambda: peer.stream is None)
-    fleet.dial(member)
-    await fleet.until(lambda: fleet.link.peers["phone-0"].stream is not None)
-    await fleet.until(
-        lambda: fleet.link.peers["phone-0"].subject == tls.subject_of(member.certificate)
-    )
-
-
-async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
-    await fleet.listen()
-    member, other = await fleet.member("phone-0"), await fleet.member("phone-1")
-    before = (member.directory / "credentials.pem").read_bytes()
-    certifier = fleet.server.members.certificate_authority
-    request = member.next_request()
-    ours = {"kind": "client", "name": "phone-0", "identity": member.identity_public}
-    wrong = [
-        (b"noise", "this is not a certificate"),
-        (tls.pem(other.certificate), "is not for the key we asked with"),
-        (certifier.issue(request, **{**ours, "kind": "operator"})[0], "is not one of this client"),
-        (certifier.issue(request, **{**ours, "name": "x"})[0], "is somebody else's"),
-        (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not one of this client"),
-    ]
-    initialise(fleet.folder / "thief", ["localhost"])
-    forged = CertificateAuthority(fleet.folder / "thief").issue(request, **ours)[0]
-    wrong.append((forged, "authority did not sign"))
-    for pem, sentence in wrong:
-        with pytest.raises(AdmissionRefused, match=sentence):
-            member.renewed(pem)
-    assert (member.directory / "credentials.pem").read_bytes() == before
-    member.renewed(certifier.issue(request, **ours)[0])
-
-
-async def test_a_registry_that_cannot_be_written_is_one_sentence_and_may_work_again(
-    fleet, monkeypatch, caplog
-):
-    await fleet.listen()
-    token = fleet.token("phone-0")
-
-    def full(*_):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Registry, "redeem", full)
-        with pytest.raises(
-            AdmissionRefused, match=r"said no: the server cannot write its registry now"
-        ):
-            await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
-    assert "database or disk is full" in caplog.text
-    member = await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
-    monkeypatch.setattr(Registry, "renew", full)
-    async with fleet.raw(member) as (_, send, receive):
-        await receive("welcome")
-        await send(renew=link_pb2.Renew(signing_request=member.next_request()))
-        assert "cannot write its registry" in (await receive("renewed")).reason
-
-
-async def test_a_revocation_is_looked_for_until_it_was_seen(fleet, monkeypatch):
-    await fleet.listen()
-    guest = await fleet.join("phone-0", answering())
-    check, failures = Registry.check, []
-
-    def fails_once(registry, subject):
-        if not failures:
-            failures.append(subject.name)
-            raise sqlite3.OperationalError("disk I/O error")
-        check(registry, subject)
-
-    monkeypatch.setattr(Registry, "check", fails_once)
-    fleet.registry().revoke("phone-0")
-    with pytest.raises(AdmissionRefused, match="'phone-0' has been revoked"):
-        await asyncio.wait_for(guest.link, 100)
-    assert failures == ["phone-0"]
-
-
-async def test_one_process_at_a_time_uses_a_membership(fleet):
-    await fleet.listen()
-    member = await fleet.member("phone-0")
-    with (
-        member.locked(),
-        pytest.raises(UserError, match="another process runs as 'phone-0'"),
-        Membership(member.directory).locked(),
-    ):
-        raise AssertionError("unreachable")
-    with Membership(member.directory).locked():
-        await asyncio.sleep(0)

@@ -280,7 +280,7 @@ async def test_a_command_whose_answer_is_lost_queues_its_job_once(place, monkeyp
 
 
 async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(place, monkeypatch):
-    monkeypatch.setattr("isthmus_server.control_plane.operator_commands._PATIENCE", 0.1)
+    monkeypatch.setattr("isthmus_server.control_plane.operator_commands._RETRY_SECONDS", 0.1)
     server = await asyncio.to_thread(OperatorClient, place.me.directory)
     await place.close()
     sentence = (
