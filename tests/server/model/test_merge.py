@@ -1,3 +1,5 @@
+"""Merging the updates of the federated and the datacenter regime."""
+
 import math
 
 import pytest

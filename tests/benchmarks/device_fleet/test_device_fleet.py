@@ -1,4 +1,4 @@
-"""The components of the fleet benchmark."""
+"""The simulated devices, the proxy and the lower bound of the fleet benchmark."""
 
 import asyncio
 

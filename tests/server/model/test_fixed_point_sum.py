@@ -1,0 +1,68 @@
+"""The fixed-point sum is exact, independent of order, and cannot wrap."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, WeightedSum
+from isthmus_server.model.mmap_buffer import MmapBuffer
+
+values = st.floats(-4095, 4095, width=32)
+
+
+updates = st.tuples(st.tuples(values, values, values), st.integers(1, 1000))
+
+
+def mean_of(weighted_updates):
+    total = WeightedSum(3, sum(weight for _, weight in weighted_updates))
+    for vector, weight in weighted_updates:
+        add_tile(total, torch.tensor(vector, dtype=torch.float32), weight)
+    return total
+
+
+def add_tile(total, vector, weight):
+    total.reserve(weight)
+    total.add(0, vector, weight)
+
+
+@given(st.lists(updates, min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_any_order_of_arrival_gives_the_same_bytes(weighted_updates, random):
+    first = mean_of(weighted_updates).mean()
+    random.shuffle(weighted_updates)
+    shuffled = mean_of(weighted_updates).mean()
+    assert first.numpy().tobytes() == shuffled.numpy().tobytes()
+
+
+@given(st.lists(updates, min_size=1, max_size=8))
+def test_the_mean_is_the_weighted_mean(weighted_updates):
+    total = mean_of(weighted_updates)
+    vectors = torch.tensor([vector for vector, _ in weighted_updates], dtype=torch.float64)
+    weights = torch.tensor([weight for _, weight in weighted_updates], dtype=torch.float64)
+    expected = (vectors * weights[:, None]).sum(0) / weights.sum()
+    torch.testing.assert_close(
+        total.mean().double(), expected, rtol=1e-6, atol=2.0**-total.fraction_bits
+    )
+
+
+@pytest.mark.parametrize("declared", [1, 3, 1000, 2**31, 2**48])
+def test_the_largest_values_and_weights_do_not_wrap(declared):
+    total = WeightedSum(2, declared)
+    most = torch.tensor([4095.999, -4095.999])
+    add_tile(total, most, declared)
+    add_tile(total, most, declared)
+    torch.testing.assert_close(total.mean(), most)
+
+
+def test_tiles_in_any_order_give_the_same_sum():
+    vector = torch.arange(2 * TILE + 3, dtype=torch.float32) / 128
+    used = MmapBuffer(SUM_BYTES * len(vector))
+    used.view[:] = b"\x4d" * len(used.view)
+    for order in itertools.permutations(range(3)):
+        total = WeightedSum(len(vector), 7, used)
+        total.reserve(7)
+        for i in order:
+            total.add(i * TILE, vector[i * TILE : (i + 1) * TILE], 7)
+        assert torch.equal(total.mean(), vector)
