@@ -19,7 +19,7 @@ _KNOWN = (
     (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
     (r"HTTP/2|http1", "what answers there does not speak gRPC"),
     (r"Connection refused", "nothing listens there (connection refused)"),
-    (r"resolv|hostname lookup|DNS", "nobody knows an address for that name"),
+    (r"resolv|hostname lookup|DNS", "the name has no known address"),
     (r"Cancelling all calls|GOAWAY", "it was stopped"),
     (r"No such file or directory", "there is no such socket"),
     (r"No route to host|Network is unreachable", "there is no way to it in the network"),

@@ -232,7 +232,7 @@ async def _call(
 def _failure_message(address: str, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return (
-            f"nobody lets participants in at {address}: joining has a port of its own, the one "
+            f"no server accepts joins at {address}: joining has a port of its own, the one "
             f"after that of the link; {short_message(error.details() or '')}"
         )
     return f"the server at {address} said no: {error.details()}"

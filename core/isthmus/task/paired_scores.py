@@ -20,7 +20,7 @@ import torch
 
 def comparisons_run_id(run_id: str) -> str:
     """The run id of secure sums of scores, distinct from that of the run's sums of updates."""
-    return f"{run_id}/visits"
+    return f"{run_id}/comparisons"
 
 
 def vector_size(models: int) -> int:

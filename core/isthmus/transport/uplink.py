@@ -362,7 +362,7 @@ class Uplink:
 
     async def _answer(self, job: _Job, reply: link_pb2.Reply, payload: Buffer | None) -> None:
         if self._jobs.get(job.request.id) is not job:
-            self.worker.acknowledged(job.request, False, "whoever asked is gone")
+            self.worker.acknowledged(job.request, False, "the server dropped the request")
             return
         reply.id = job.request.id
         job.payload = payload

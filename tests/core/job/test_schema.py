@@ -284,6 +284,6 @@ def test_an_app_takes_no_gradient_along(make_job):
 def test_what_is_no_job_is_one_sentence_however_long_it_is(text):
     with pytest.raises(
         JobError, match=r"^the job cannot be read here, .*: '.{50,100}\.\.\.: "
-    ) as told:
+    ) as caught:
         read_job(text)
-    assert len(str(told.value)) < 300
+    assert len(str(caught.value)) < 300

@@ -17,21 +17,21 @@ def test_pauses_grow_to_the_longest_and_no_further(tries, longest):
         assert pause >= longest / 2
 
 
-def test_a_link_that_held_begins_everything_anew():
+def test_a_connection_that_lasted_resets_the_backoff():
     backoff = Backoff(60.0)
     assert sum(backoff.broke(held=0.0) for _ in range(1000)) == 10
     assert backoff.pause() >= 30.0
-    assert backoff.broke(held=HELD_SECONDS + 1)  # and is told of at once
+    assert backoff.broke(held=HELD_SECONDS + 1)  # logged at once
     assert backoff.pause() <= 0.05
 
 
-def test_a_server_that_drops_a_participant_at_once_is_left_alone_more_and_more():
+def test_attempts_at_a_server_that_drops_connections_become_rare():
     backoff = Backoff(inspect.signature(Uplink).parameters["longest_pause"].default)
     at, tries = 0.0, [0.0]
     while at < 3600.0:
         backoff.broke(held=0.0)
         pause = backoff.pause()
-        assert pause <= 1.2 * at + 0.05  # who is back after a short break is back soon
+        assert pause <= 1.2 * at + 0.05  # a short interruption is followed by a short pause
         at += pause
         tries.append(at)
     assert sum(each < 60.0 for each in tries) <= 20

@@ -58,7 +58,7 @@ def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset
 
 @given(st.integers(0, 5 * CHUNK_BYTES), st.lists(st.integers(0, 5 * CHUNK_BYTES), max_size=9))
 def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
-    """From memory and from a file alike, whoever asked before."""
+    """From memory and from a file, for every order of receivers."""
     payload = random.Random(size).randbytes(size)
     blob = describe(payload)
     with tempfile.TemporaryFile() as file:

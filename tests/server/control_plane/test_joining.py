@@ -304,7 +304,7 @@ async def test_whoever_joins_at_the_links_port_is_told_of_the_other(fleet, tmp_p
     await fleet.listen()
     monkeypatch.setattr(joining, "_TRIES", 1)
     with pytest.raises(
-        AdmissionRefused, match=r"^nobody lets participants in at .* the one after that of"
+        AdmissionRefused, match=r"^no server accepts joins at .* the one after that of"
     ):
         await joining.join(fleet.address, fleet.token("phone-0"), tmp_path / "state", "client")
 
