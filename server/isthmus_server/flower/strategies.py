@@ -49,7 +49,7 @@ _CLIPPED_BY_CLIENTS = (
 _WHERE = "federated.flower.strategy"
 
 
-def make(
+def make_strategy(
     config: FlowerStrategy,
     quorum: int,
     *,
@@ -89,7 +89,7 @@ def make(
                 "a round of fewer updates would get too little noise; lower it, or leave it out"
             )
     if config.inner is not None:
-        options["strategy"] = make(
+        options["strategy"] = make_strategy(
             config.inner, quorum, clips=clips, sampling=sampling, where=f"{where}.inner"
         )
     elif "strategy" in parameters and parameters["strategy"].default is inspect.Parameter.empty:
@@ -177,8 +177,8 @@ def check_losses(strategy: Any, replies: Iterable[Message]) -> None:
         )
 
 
-def describe(strategy: Any) -> str:
+def describe_strategy(strategy: Any) -> str:
     """Name a strategy and those it wraps, for messages."""
     inner = getattr(strategy, "strategy", None)
     name = type(strategy).__name__
-    return f"{name} around {describe(inner)}" if isinstance(inner, Strategy) else name
+    return f"{name} around {describe_strategy(inner)}" if isinstance(inner, Strategy) else name

@@ -35,9 +35,9 @@ from isthmus_server.flower.state import StrategyState, check_storable
 from isthmus_server.flower.strategies import (
     ALL_NODES,
     check_losses,
-    describe,
+    describe_strategy,
     innermost,
-    make,
+    make_strategy,
     sampling_options,
 )
 from isthmus_server.model.update_decoding import UpdateSpool
@@ -116,7 +116,7 @@ class FlowerStrategyAdapter:
     def make(self, quorum: int) -> Strategy:
         """A new strategy without state."""
         with captured_warnings():
-            return make(
+            return make_strategy(
                 self.settings.strategy,
                 quorum,
                 clips=self.settings.app is not None,
@@ -180,7 +180,7 @@ class StrategyRound:
     @property
     def name(self) -> str:
         """The strategy's name with those it wraps, for messages."""
-        return f"the strategy {describe(self.strategy)}"
+        return f"the strategy {describe_strategy(self.strategy)}"
 
     @property
     def weighted_by(self) -> str:

@@ -13,7 +13,6 @@ from isthmus.integrations.flower import messages  # before flwr
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_server.flower.state import StrategyState, check_storable
 from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, UpdateCollector
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.rounds.coordinator import Coordinator
@@ -297,19 +296,6 @@ def test_any_error_of_a_custom_strategy_is_one_sentence(body, says, tmp_path, mo
     assert says in str(failed.value)
 
 
-def test_a_strategy_whose_state_cannot_be_stored_is_refused_before_the_run():
-    from flwr.serverapp.strategy import FedAvg
-
-    with messages.captured_warnings():
-        strategy = FedAvg()
-    strategy.model = object()
-    with pytest.raises(UserError, match="FedAvg keeps a object in 'model', which cannot be stored"):
-        check_storable(strategy)
-    strategy.model = np.zeros(2)
-    with pytest.raises(UserError, match="keeps arrays in 'model' that are not float32"):
-        check_storable(strategy)
-
-
 def test_a_strategy_cannot_wait_forever_for_more_devices():
     from isthmus_server.flower.strategy_adapter import CohortGrid
 
@@ -395,10 +381,3 @@ async def test_datacenter_rounds_between_federated_ones_are_kept(with_ranks):
     # The devices made no step, and the ranks took 0.05 off, twice.
     torch.testing.assert_close(coordinator.model.vector, before - 0.1)
     assert ranks.step == 100
-
-
-def test_state_is_only_what_changed():
-    from flwr.serverapp.strategy import FedAvg
-
-    with messages.captured_warnings():
-        assert StrategyState.of(FedAvg(), FedAvg()) == StrategyState()
