@@ -72,7 +72,10 @@ def make_setup() -> Callable[..., JobSetup]:
     """`make_setup("Table", {settings}, zero_stage=3)`: a job on a task, with datacenter keys."""
 
     def make(
-        name: str = "Table", settings: Mapping[str, Any] | None = None, **section: Any
+        name: str = "Table",
+        settings: Mapping[str, Any] | None = None,
+        lease_seconds: float = 60.0,
+        **section: Any,
     ) -> JobSetup:
         job = Job.model_validate(
             {
@@ -80,7 +83,7 @@ def make_setup() -> Callable[..., JobSetup]:
                 "seed": 5,
                 "task": {"source": f"tasks.py:{name}", "settings": dict(settings or {})},
                 "datacenter": {"ranks": 2, "batch_size": 4, **section},
-                "time": {"lease_seconds": 5.0},
+                "time": {"lease_seconds": lease_seconds},
             }
         )
         return JobSetup(with_changes(job, {}))
@@ -134,6 +137,12 @@ class DatacenterDriver:
         _, blob = self.ask(export=link_pb2.Export(run_id=run_id, step=step))
         assert blob is not None
         return blob
+
+    def rank_pids(self) -> dict[int, int]:
+        """Process ids of the current ranks, by rank: a restarted rank has another one."""
+        pids: dict[int, int] = self.run(self.service.group.rank_pids())
+        assert len(pids) == self.service.group.ranks
+        return pids
 
     def close(self) -> None:
         self._runner.close()
@@ -211,8 +220,9 @@ def dry_run(*more: str, scheduler: str = "slurm", state: Path = Path("/shared/it
     return result.output
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Poll a condition that other processes make true."""
+    deadline = time.monotonic() + 300.0  # a guard against hangs
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -171,7 +171,6 @@ def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> No
     assert found["final"]["metrics"]["accuracy"] > 0.5
 
 
-@pytest.mark.timeout(300)  # thirty commands, one after another
 def test_the_tutorial_ends_with_a_fleet_that_has_trained(terminal: Terminal) -> None:
     """All blocks in their order, with the files that the page shows."""
     page = "docs/tutorial.md"

@@ -28,7 +28,7 @@ _LEAVE_POLL_SECONDS = 1.0
 """Interval of the checks whether a node is about to be taken from the datacenter."""
 _NODE_GRACE_SECONDS = 20.0
 """For a running round in that case: schedulers give about thirty."""
-_SAVING_SECONDS = 10.0
+SAVING_SECONDS = 10.0
 """Part of a grace period, at least, that is left for saving the state within a round."""
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class DatacenterService:
                 self.leave(_NODE_GRACE_SECONDS)
         log.warning("leaving: %s", "a round is running" if self.running else "idle")
         deadline = time.monotonic() + self._grace_seconds
-        save_at = deadline - max(self._grace_seconds / 2, _SAVING_SECONDS)
+        save_at = deadline - max(self._grace_seconds / 2, SAVING_SECONDS)
         while (self.running or self._files.has_results) and time.monotonic() < deadline:
             if time.monotonic() > save_at:
                 self.group.send_signal(ControlSignal.SAVE)

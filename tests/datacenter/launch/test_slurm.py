@@ -35,7 +35,7 @@ def test_the_batch_script_has_the_options_and_no_secrets(tmp_path: Path) -> None
 
 def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
     """With stand-ins for the commands of Slurm and Isthmus; a signal ends the service."""
-    (tmp_path / "srun").write_text('#!/bin/sh\necho "srun $*" >>"$LOG"; exec sleep 60\n')
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "srun $*" >>"$LOG"; exec sleep 6000\n')
     (tmp_path / "isthmus").write_text(
         '#!/bin/bash\necho "service $*" >>"$LOG"\n'
         "trap 'echo signalled >>\"$LOG\"; exit 0' USR1\nwhile :; do sleep 0.1; done\n"
@@ -53,7 +53,7 @@ def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
     shell = subprocess.Popen(["bash", "-c", script], env=environment)
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2)
     shell.send_signal(signal.SIGUSR1)
-    assert shell.wait(10.0) == 0
+    assert shell.wait() == 0
     text = log.read_text()
     host = f"{socket.gethostname()}:20123"
     assert f"datacenter agent --control {host}" in text
@@ -75,11 +75,11 @@ def test_submit_starts_the_service(tmp_path: Path) -> None:
         return
     number = slurm.submit(launch)
     logs = tmp_path / "state" / "logs"
-    wait_until(lambda: len(list(logs.glob("*/attempt_0/*/stderr.log"))) == 1, 60.0)
+    wait_until(lambda: len(list(logs.glob("*/attempt_0/*/stderr.log"))) == 1)
     subprocess.run(["scancel", "--signal=USR1", "--batch", number], check=True)
     log = tmp_path / "state" / f"slurm-{number}.log"
-    wait_until(lambda: "leaving: idle" in log.read_text(), 30.0)
-    wait_until(lambda: not squeue(number), 30.0)
+    wait_until(lambda: "leaving: idle" in log.read_text())
+    wait_until(lambda: not squeue(number))
 
 
 def squeue(number: str) -> str:

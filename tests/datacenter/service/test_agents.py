@@ -58,8 +58,7 @@ def test_two_nodes_make_one_group(
         assert driver.train("nodes", 0, 4, hand_back=True) is not None
         warm_datacenter.train("nodes", 0, 4)
         group = driver.service.group
-        pids = driver.run(group.rank_pids())
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(driver.rank_pids()[1], signal.SIGKILL)
         _, blob = driver.train("nodes", 4, 8, hand_back=True)
         assert blob == warm_datacenter.train("nodes", 4, 8, hand_back=True)[1]
         # A node that receives SIGTERM asks the service to leave.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from tests import forked
+from tests.datacenter.conftest import wait_until
 
 
 def parents_by_pid() -> dict[int, int]:
@@ -32,15 +32,6 @@ def descendants(pid: int) -> list[int]:
     for current in pids:
         pids.extend(child for child, parent in parents.items() if parent == current)
     return pids[1:]
-
-
-def have_ended(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(is_alive(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def is_alive(pid: int) -> bool:
@@ -67,11 +58,11 @@ def test_a_new_service_resumes_from_the_state_of_another(
     assert fresh.train("resumed", 6, 9, hand_back=True)[1] == undisturbed
     assert fresh.export("resumed", 9) == undisturbed
 
-    ranks = list(fresh.run(fresh.service.group.rank_pids()).values())
+    ranks = fresh.rank_pids().values()
     (agent,) = {parents_by_pid()[pid] for pid in ranks}
     assert sorted(descendants(agent)) == sorted(ranks)
     os.kill(agent, signal.SIGKILL)
-    assert have_ended(ranks, 20.0)
+    wait_until(lambda: not any(map(is_alive, ranks)))
     trained, blob = fresh.train("resumed", 6, 9, hand_back=True)
     assert blob == undisturbed
     assert all("the agent of the ranks died" in event for event in trained.events)
@@ -81,13 +72,11 @@ def test_killing_the_service_ends_all_its_processes(tmp_path: Path) -> None:
     words = ["datacenter", "launch", "--ranks", "2", "--server", "127.0.0.1:1"]
     words += ["--state", str(tmp_path), "--die-with-parent"]
     service, _output = forked.start(words, tmp_path, os.environ)
-    deadline = time.monotonic() + 50.0
-    while len(list(tmp_path.glob("logs/*/attempt_0/*/stderr.log"))) < 2:
-        assert service.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    logs = "logs/*/attempt_0/*/stderr.log"
+    wait_until(lambda: not service.is_alive() or len(list(tmp_path.glob(logs))) == 2)
+    assert service.is_alive()
     children = descendants(service.pid)
     assert len(children) == 4  # fork server, agent, two ranks
     service.kill()
     service.join()
-    assert have_ended(children, 5.0)
+    wait_until(lambda: not any(map(is_alive, children)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -150,20 +149,26 @@ def test_a_run_with_other_frozen_parameters_is_refused(
         warm_datacenter.ask(open=open_)
 
 
-def test_a_loss_that_is_not_finite_fails_without_a_restart(
-    warm_datacenter: Any, make_setup: Any
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"what": "loss"}, r"loss is not finite \(nan\)"),
+        ({"what": "model", "step": STEPS}, "model is not finite"),  # after the last loss
+    ],
+)
+def test_a_loss_or_model_that_is_not_finite_on_one_rank_fails_without_a_restart(
+    settings: dict[str, Any], sentence: str, warm_datacenter: Any, make_setup: Any
 ) -> None:
-    warm_datacenter.open(
-        "diverges", make_setup("Table", {"optimizer": "SGD", "options": {"lr": 1e30}})
-    )
-    sentence = r"^the (loss|model) is not finite.* between steps 0 and 6; lower the learning rate"
-    with pytest.raises(UserError, match=sentence):
+    warm_datacenter.open("diverges", make_setup("Diverging", {"rank": "1", **settings}))
+    pids = warm_datacenter.rank_pids()
+    with pytest.raises(
+        UserError, match=f"^the {sentence} between steps 0 and 6; lower the learning rate"
+    ):
         warm_datacenter.train("diverges", 0, STEPS)
     # All ranks agreed on the failure, so none was restarted.
-    started = time.monotonic()
     warm_datacenter.open("sane", make_setup("Table"))
     warm_datacenter.train("sane", 0, 1)
-    assert time.monotonic() - started < 2.0
+    assert warm_datacenter.rank_pids() == pids
 
 
 @pytest.mark.parametrize(
@@ -174,14 +179,15 @@ def test_a_loss_that_is_not_finite_fails_without_a_restart(
         ({"at": "data"}, r"local_data\(\) failed at .*: the shelf is empty"),
     ],
 )
-def test_a_task_that_raises_on_opening_fails_the_request(
+def test_a_task_that_raises_on_opening_fails_the_request_without_a_restart(
     settings: dict[str, str], sentence: str, warm_datacenter: Any, make_setup: Any
 ) -> None:
+    warm_datacenter.open("whole", make_setup("Table"))
+    pids = warm_datacenter.rank_pids()
     with pytest.raises(UserError, match=sentence):
         warm_datacenter.open("broken", make_setup("Faulty", {"fault": "raise", **settings}))
-    started = time.monotonic()
     warm_datacenter.open("repaired", make_setup("Table"))
-    assert time.monotonic() - started < 2.0
+    assert warm_datacenter.rank_pids() == pids
 
 
 @pytest.mark.parametrize(
@@ -199,12 +205,10 @@ def test_a_task_that_raises_in_training_fails_the_request(
 ) -> None:
     setup = make_setup("Faulty", {"fault": "raise", **settings}, pipeline_parallel=pipeline)
     warm_datacenter.open("raises", setup)
-    started = time.monotonic()
     with pytest.raises(
         UserError, match=rf"{what} failed at .*tasks.py:\d+: .*: the shelf is empty"
     ):
         warm_datacenter.train("raises", 0, STEPS)
-    assert time.monotonic() - started < 2.0
     warm_datacenter.open("goes-on", make_setup("Table"))
     assert warm_datacenter.train("goes-on", 0, STEPS)[0].steps == STEPS
 
@@ -240,7 +244,7 @@ def test_progress_is_reported_during_requests(warm_datacenter: Any, make_setup: 
                 enough.set()
 
         work = asyncio.create_task(warm_datacenter.service.work(request, None, receive))
-        await asyncio.wait_for(enough.wait(), 30.0)
+        await enough.wait()
         warm_datacenter.service.cancel(request, "the test has enough reports")
         await asyncio.gather(work, return_exceptions=True)
 
@@ -250,4 +254,4 @@ def test_progress_is_reported_during_requests(warm_datacenter: Any, make_setup: 
     assert 0 < second.loss < 3
     # An example is a unit here, and a step takes eight.
     assert second.examples_per_second == pytest.approx(second.units_per_second)
-    assert second.examples_per_second > 8
+    assert second.examples_per_second > 0

@@ -100,9 +100,9 @@ def test_a_state_directory_has_one_service(
 def test_an_idle_service_leaves_on_a_signal(tmp_path: Path) -> None:
     words = ("datacenter", "launch", "--ranks", "1", "--server", "127.0.0.1:1")
     service, output = forked.start((*words, "--state", str(tmp_path)), tmp_path, os.environ)
-    wait_until(lambda: list(tmp_path.glob("logs/*/attempt_0/*/stderr.log")), 60.0)
+    wait_until(lambda: list(tmp_path.glob("logs/*/attempt_0/*/stderr.log")))
     os.kill(service.pid, signal.SIGUSR1)
-    service.join(20.0)
+    service.join()
     assert service.exitcode == 0
     assert "leaving: idle" in os.read(output.fileno(), 1 << 16).decode()
 
@@ -112,13 +112,13 @@ def test_a_leaving_service_completes_its_round(start_datacenter: Any, make_setup
     driver.open("leaving", make_setup("Table"))
 
     async def leave_during_a_round() -> int:
-        train = link_pb2.TrainSteps(run_id="leaving", until_step=200)
+        train = link_pb2.TrainSteps(run_id="leaving", until_step=20)
         request = link_pb2.Request(id="last", train_steps=train)
         work = asyncio.create_task(driver.service.work(request, None, lambda progress: None))
         while not driver.service.running:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0)
         assert not work.done()
-        driver.service.leave(200.0)
+        driver.service.leave(1000.0)
         await driver.service.wait_to_leave()
         assert work.done()
         late = link_pb2.Request(id="late", train_steps=train)
@@ -126,4 +126,4 @@ def test_a_leaving_service_completes_its_round(start_datacenter: Any, make_setup
             await asyncio.wait_for(driver.service.work(late, None, lambda progress: None), 0.1)
         return work.result()[0].trained.steps
 
-    assert driver.run(leave_during_a_round()) == 200
+    assert driver.run(leave_during_a_round()) == 20
