@@ -10,14 +10,19 @@ import grpc
 import grpc.aio
 import pytest
 from rich.console import Console
+from tests.conftest import TABLE
 from tests.server.conftest import Guest, until
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership
+from isthmus.task import Participant
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD, Uplink
 from isthmus.wire import link_pb2
+from isthmus.wire import operator_pb2 as pb
+from isthmus_clients.device.agent import Agent
 from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.job_runner import JobRunner
+from isthmus_server.control_plane.operator_commands import OperatorClient
 from isthmus_server.control_plane.operator_service import SERVICE, OperatorService
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.server import ControlPlaneServer
@@ -135,3 +140,57 @@ async def fleet(tmp_path):
     fleet.until = until
     yield fleet
     await fleet.close()
+
+
+class Device(Agent):
+    """A real device that stops in the middle of a round while the gate is shut."""
+
+    def __init__(self, name, tasks, gate):
+        super().__init__(Participant(name=name, regime="federated"), None, tasks=tasks)
+        self.gate = gate
+
+    async def work(self, request, model, progress):
+        if request.WhichOneof("work") == "train_local":
+            await self.gate.wait()
+        return await super().work(request, model, progress)
+
+
+@pytest.fixture
+async def operated(fleet, make_job):
+    """A listening server with a queue, an operator, and devices for jobs of three."""
+    tasks = fleet.state / "tasks"
+    tasks.mkdir()
+    (tasks / "task.py").write_text(TABLE + "    pass\n")
+    fleet.gate = asyncio.Event()
+    await fleet.listen(queue=True)
+    fleet.me = await fleet.member("me", kind="operator")
+    usual = ("federated.cohort=3", "rounds=2", "strategy.policy=federated", "time.join_seconds=300")
+    fleet.job = lambda *more: make_job(*usual, *more)
+
+    async def devices():
+        for name in "abc":
+            member = await fleet.member(name)
+            fleet.dial(member, Device(name, tasks, fleet.gate))
+        await fleet.until(lambda: set("abc") <= fleet.link.peers.keys())
+
+    async def ask(method, reply, asked, member=None):
+        """As a command does it, in a process of its own."""
+        directory = (member or fleet.me).directory
+        return await asyncio.to_thread(lambda: OperatorClient(directory).call(method, asked, reply))
+
+    async def submit(job, key="one"):
+        asked = pb.SubmitRequest(job=job.model_dump_json(), key=key)
+        return (await ask("Submit", pb.SubmitReply, asked)).id
+
+    async def states():
+        reply = await ask("Jobs", pb.JobsReply, pb.JobsRequest())
+        return {job.id: job.state for job in reply.jobs}
+
+    async def ended(id_):
+        async for event in fleet.runner.events(id_, follow=True):
+            last = event
+        return last.state
+
+    fleet.devices, fleet.ask, fleet.submit = devices, ask, submit
+    fleet.states, fleet.ended = states, ended
+    return fleet
