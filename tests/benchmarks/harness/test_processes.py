@@ -34,10 +34,9 @@ time.sleep(600)
 
 def test_cpu_time_of_a_zombie_is_counted_once(tmp_path):
     code = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-S", "-c", {BURN!r}], stdout=subprocess.PIPE)
-child.stdout.read()
-time.sleep(0.1)
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", {BURN!r}])
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 print("dead", flush=True)
 time.sleep(600)
 """
