@@ -27,7 +27,7 @@ from isthmus_clients.device.secure_sessions import SecureSessions
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
     from isthmus_clients.flower.client_app import FlowerRun
-    from isthmus_clients.training.local_run import LocalRun
+    from isthmus_clients.training.local_run import DeviceRun
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -77,7 +77,7 @@ class Agent:
         self.threads = threads
         self.hours = hours
         self.tasks = tasks
-        self._runs: dict[str, LocalRun] = {}
+        self._runs: dict[str, DeviceRun] = {}
         self._apps: dict[str, FlowerRun] = {}
         self._guard = guard
         limits = None if guard is None else guard.limits
@@ -295,7 +295,7 @@ class Agent:
         seconds = time.monotonic() - started
         return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=keys))
 
-    def _run(self, run_id: str) -> LocalRun:
+    def _run(self, run_id: str) -> DeviceRun:
         run = self._runs.get(run_id)
         if run is None:
             raise UpdateError(f"the run {run_id!r} is not open on this device")
@@ -311,7 +311,7 @@ class Agent:
         import torch
 
         from isthmus_clients.device import task_delivery
-        from isthmus_clients.training.local_run import LocalRun, app_of
+        from isthmus_clients.training.local_run import DeviceRun, app_of
 
         torch.set_num_threads(self.threads)
         task_delivery.admit_job(work, package, self.tasks, self._guard)
@@ -321,7 +321,7 @@ class Agent:
             app = FlowerRun(work, self.participant, self.data, self.tasks)
             self._runs, self._apps = {}, {work.run_id: app}
             return link_pb2.Reply(opened=link_pb2.Opened())
-        run = LocalRun(work, self.participant, self.data, self.tasks)
+        run = DeviceRun(work, self.participant, self.data, self.tasks)
         self._runs, self._apps = {work.run_id: run}, {}
         log.info("opened %s with %d examples", work.run_id, run.examples)
         secure = run.job.federated.secure_aggregation
@@ -329,7 +329,7 @@ class Agent:
         return link_pb2.Reply(opened=opened)
 
 
-def _check_plain_allowed(run: LocalRun) -> None:
+def _check_plain_allowed(run: DeviceRun) -> None:
     """Refuse to send figures in clear if the opened job promises secure aggregation."""
     if run.job.federated.secure_aggregation:
         raise UpdateError(

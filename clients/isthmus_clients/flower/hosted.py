@@ -27,7 +27,7 @@ from isthmus.integrations.flower.messages import (
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_clients.training.local_run import LocalRun
+from isthmus_clients.training.local_run import DeviceRun
 
 
 def client_app(job_file: Path) -> ClientApp:
@@ -58,13 +58,13 @@ def client_app(job_file: Path) -> ClientApp:
     return app
 
 
-def _open(job_file: Path, model: ArrayRecord, context: Context) -> LocalRun:
+def _open(job_file: Path, model: ArrayRecord, context: Context) -> DeviceRun:
     node: dict[str, Any] = dict(context.node_config)
     shard = None
     if {"partition-id", "num-partitions"} <= node.keys():
         shard = int(node["partition-id"]), int(node["num-partitions"])
     name = str(node.get("name", f"node-{context.node_id}"))
-    return LocalRun(
+    return DeviceRun(
         link_pb2.OpenRun(
             run_id=str(context.run_id),
             job=hosted_job(job_file, context.run_config).model_dump_json(),

@@ -141,7 +141,7 @@ def locate(
     return base, job.task.data_in(base) if data is None else data
 
 
-class LocalRun:
+class DeviceRun:
     """One run on one device: task, model and data, which are kept between rounds."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Virtual devices in one process: devices that train concurrently train as one batch.
 
-A virtual device trains as `training.local_run.LocalRun` does, on the same examples in the same
+A virtual device trains as `training.local_run.DeviceRun` does, on the same examples in the same
 steps with the task's own optimizer. The models of all devices of a round are stacked, and one pass
 of `torch.vmap` computes a step for all of them. A device's update equals that of a real device up
 to rounding.

@@ -138,7 +138,7 @@ def row(*fields: Field[Any]) -> Field[tuple[Any, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
+class PositionSet:
     """A set of clients, by their positions in the roster."""
 
     size: int
@@ -161,20 +161,20 @@ class Members:
         return bytes(bits)
 
 
-def _write_members(members: Members) -> bytes:
+def _write_members(members: PositionSet) -> bytes:
     return _U32.pack(members.size) + members.bits()
 
 
-def _read_members(reader: Reader) -> Members:
+def _read_members(reader: Reader) -> PositionSet:
     size = reader.count(MAX_CLIENTS)
     bits = int.from_bytes(reader.take(-(-size // 8)), "little")
     if bits >> size:
         _not_canonical("a set of clients with bits beyond its size")
     digits = bin(bits)[:1:-1]
-    return Members(size, frozenset(i for i, digit in enumerate(digits) if digit == "1"))
+    return PositionSet(size, frozenset(i for i, digit in enumerate(digits) if digit == "1"))
 
 
-MEMBERS: Field[Members] = Field(_write_members, _read_members)
+POSITION_SET: Field[PositionSet] = Field(_write_members, _read_members)
 """A set of clients."""
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from isthmus_privacy.crypto import keys, refusal, shamir
-from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
@@ -108,7 +108,7 @@ class ClientSession:
         self._cohort: Cohort
         self._position = -1
         self._neighbours: frozenset[int] = frozenset()
-        self._share_owners: Members
+        self._share_owners: PositionSet
         self._survivors: Survivors
         self._share_pairs: dict[int, bytearray] = {}
         """Owner to the concatenated shares of its seed and of its mask key."""
@@ -363,7 +363,7 @@ class ClientSession:
                     "shown",
                 )
 
-    def _names(self, members: Members) -> frozenset[str]:
+    def _names(self, members: PositionSet) -> frozenset[str]:
         return frozenset(self._cohort.name(i) for i in members.indices)
 
 

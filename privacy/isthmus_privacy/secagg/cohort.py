@@ -6,7 +6,7 @@ import functools
 import itertools
 
 from isthmus_privacy.crypto import keys, refusal
-from isthmus_privacy.crypto.canonical import NUMBER, Members, tagged, tagged_hash
+from isthmus_privacy.crypto.canonical import NUMBER, PositionSet, tagged, tagged_hash
 from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import GraphParameters
@@ -47,9 +47,9 @@ class Cohort:
         """The name of the client at a position."""
         return self.roster.names[position]
 
-    def members(self, positions: frozenset[int] | set[int]) -> Members:
+    def members(self, positions: frozenset[int] | set[int]) -> PositionSet:
         """A set of clients of this roster."""
-        return Members(self.size, frozenset(positions))
+        return PositionSet(self.size, frozenset(positions))
 
     # -- key derivation -------------------------------------------------------------------------
 

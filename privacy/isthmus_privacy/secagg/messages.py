@@ -23,10 +23,10 @@ import enum
 import functools
 
 from isthmus_privacy.crypto.canonical import (
-    MEMBERS,
     NUMBER,
-    Members,
+    POSITION_SET,
     Message,
+    PositionSet,
     exactly,
     items,
     nested,
@@ -122,7 +122,7 @@ class ShareKeys(Message):
     FIELDS = {
         "name": NAME,
         "roster_hash": _HASH,
-        "neighbours": MEMBERS,
+        "neighbours": POSITION_SET,
         "seed_commitment": _HASH,
         "sealed": items(exactly(SEALED_BYTES)),
         "signature": _SIGNATURE,
@@ -130,7 +130,7 @@ class ShareKeys(Message):
 
     name: str
     roster_hash: bytes
-    neighbours: Members
+    neighbours: PositionSet
     """Out-neighbours: the holders of the shares."""
     seed_commitment: bytes
     """Hash of the self-mask seed, by which the server detects a wrong reconstruction."""
@@ -142,7 +142,7 @@ class ShareKeys(Message):
         """Fields that the client signs."""
         return (
             self.roster_hash,
-            MEMBERS.write(self.neighbours),
+            POSITION_SET.write(self.neighbours),
             self.seed_commitment,
             b"".join(self.sealed),
         )
@@ -155,12 +155,12 @@ class Inbox(Message):
     TAG = "inbox"
     FIELDS = {
         "roster_hash": _HASH,
-        "share_owners": MEMBERS,
+        "share_owners": POSITION_SET,
         "sealed": items(row(NUMBER, exactly(SEALED_BYTES))),
     }
 
     roster_hash: bytes
-    share_owners: Members
+    share_owners: PositionSet
     """U2: all clients whose shares the server has received."""
     sealed: tuple[tuple[int, bytes], ...]
     """Owner's position and its encrypted share pair for this client, by position."""
@@ -174,7 +174,7 @@ class MaskedInput(Message):
     FIELDS = {
         "name": NAME,
         "roster_hash": _HASH,
-        "partners": MEMBERS,
+        "partners": POSITION_SET,
         "length": NUMBER,
         "sha256": _HASH,
         "signature": _SIGNATURE,
@@ -182,7 +182,7 @@ class MaskedInput(Message):
 
     name: str
     roster_hash: bytes
-    partners: Members
+    partners: PositionSet
     """Clients with whom pairwise masks were added."""
     length: int
     """Length of the masked vector in bytes."""
@@ -193,7 +193,7 @@ class MaskedInput(Message):
         """Fields that the client signs."""
         return (
             self.roster_hash,
-            MEMBERS.write(self.partners),
+            POSITION_SET.write(self.partners),
             NUMBER.write(self.length),
             self.sha256,
         )
@@ -204,17 +204,21 @@ class Survivors(Message):
     """The clients whose vectors are in the sum that is to be unmasked."""
 
     TAG = "survivors"
-    FIELDS = {"roster_hash": _HASH, "share_owners": MEMBERS, "survivors": MEMBERS}
+    FIELDS = {"roster_hash": _HASH, "share_owners": POSITION_SET, "survivors": POSITION_SET}
 
     roster_hash: bytes
-    share_owners: Members
+    share_owners: PositionSet
     """U2, as in `Inbox`."""
-    survivors: Members
+    survivors: PositionSet
     """U3: the clients whose masked vectors are in the sum."""
 
     def signed_fields(self) -> tuple[bytes, ...]:
         """Fields that every survivor signs."""
-        return (self.roster_hash, MEMBERS.write(self.share_owners), MEMBERS.write(self.survivors))
+        return (
+            self.roster_hash,
+            POSITION_SET.write(self.share_owners),
+            POSITION_SET.write(self.survivors),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.session import running_participants
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.rounds.roster import Roster
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
@@ -71,7 +71,7 @@ class _CurrentRoster:
     """Reports failed processes to the roster of the run in progress; processes outlive runs."""
 
     def __init__(self) -> None:
-        self.roster: Roster | None = None
+        self.roster: ParticipantRoster | None = None
 
     def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
         if self.roster is not None:

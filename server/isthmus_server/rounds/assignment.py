@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from isthmus.job import Job
 from isthmus_server.rounds.cohort_selection import CohortSelector
-from isthmus_server.rounds.roster import Roster
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, Plan
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
@@ -15,7 +15,7 @@ from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 def resolve_plan(
     job: Job,
     state: RunState,
-    roster: Roster,
+    roster: ParticipantRoster,
     cohorts: CohortSelector,
     busy: Collection[str],
     plan: Plan,

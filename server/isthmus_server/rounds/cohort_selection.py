@@ -8,14 +8,16 @@ from collections.abc import Collection
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus_server.rounds.availability import DeviceAvailability
-from isthmus_server.rounds.roster import Roster
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.strategy.device_selection import select_devices
 
 
 class CohortSelector:
     """Invites devices as the job's selection says."""
 
-    def __init__(self, job: Job, roster: Roster, availability: DeviceAvailability) -> None:
+    def __init__(
+        self, job: Job, roster: ParticipantRoster, availability: DeviceAvailability
+    ) -> None:
         self._job = job
         self._roster = roster
         self._availability = availability

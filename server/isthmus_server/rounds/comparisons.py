@@ -27,7 +27,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.roster import Roster
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
@@ -55,7 +55,7 @@ class ComparisonRunner:
     def __init__(
         self,
         store: Store,
-        roster: Roster,
+        roster: ParticipantRoster,
         context: FederatedContext,
         versions: ModelVersions,
         clock: Clock,

@@ -31,7 +31,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.comparisons import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.roster import Roster
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.trainer import Trainer, TrainingResult
 from isthmus_server.storage.events import (
     Event,
@@ -114,7 +114,7 @@ class Coordinator:
         self._versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
         self._versions.restore(self.state)
         availability = DeviceAvailability(self.job, self.clock, store)
-        self.roster = Roster(
+        self.roster = ParticipantRoster(
             link,
             self.job,
             link_pb2.OpenRun(

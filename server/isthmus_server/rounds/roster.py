@@ -50,7 +50,7 @@ class ReadyParticipant:
     """When it accepts invitations; empty for always."""
 
 
-class Roster(ParticipantListener):
+class ParticipantRoster(ParticipantListener):
     """Opens the run on every participant that joins, and lists those that are ready.
 
     A participant that cannot take part (no data, another model, a task that raises) gives the

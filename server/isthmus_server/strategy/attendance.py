@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Record:
+class ParticipationRecord:
     """One device that was invited at least once."""
 
     invited: deque[tuple[int, float]]
@@ -54,7 +54,7 @@ class Attendance:
 
     def __init__(self, settings: FederatedSection) -> None:
         self.settings = settings
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, ParticipationRecord] = {}
 
     def record_attempt(
         self,
@@ -77,7 +77,9 @@ class Attendance:
                 continue
             name, cap = receipt.participant, self.settings.participation
             if name not in self.records:
-                self.records[name] = Record(deque(maxlen=1 if cap is None else cap.rounds))
+                self.records[name] = ParticipationRecord(
+                    deque(maxlen=1 if cap is None else cap.rounds)
+                )
             record = self.records[name]
             if not record.invited or record.invited[-1][0] != round_:
                 record.invited.append((round_, started_at))

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from isthmus.job.federated import Utility
-from isthmus_server.strategy.attendance import Record
+from isthmus_server.strategy.attendance import ParticipationRecord
 
 _CLIP_QUANTILE = 0.95
 """Statistical utilities are clipped to this quantile, as in the paper, so that one device with a
@@ -34,7 +34,7 @@ def select_devices(
     count: int,
     seed: int,
     round_: int,
-    records: Mapping[str, Record] | None = None,
+    records: Mapping[str, ParticipationRecord] | None = None,
     guided: Utility | None = None,
 ) -> list[str]:
     """Select `count` of the eligible devices, or all if there are fewer.
@@ -61,7 +61,7 @@ def select_devices(
 
 
 def utilities(
-    records: Mapping[str, Record], names: Sequence[str], settings: Utility, round_: int
+    records: Mapping[str, ParticipationRecord], names: Sequence[str], settings: Utility, round_: int
 ) -> dict[str, float]:
     """Compute the utility of each named device, all of which have records; above 0."""
     statistical_utilities = {
@@ -91,7 +91,7 @@ def utilities(
 
 def _select_by_utility(
     names: Sequence[str],
-    records: Mapping[str, Record],
+    records: Mapping[str, ParticipationRecord],
     settings: Utility,
     *,
     count: int,

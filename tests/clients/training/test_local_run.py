@@ -8,7 +8,7 @@ from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_clients.training.local_run import LocalRun
+from isthmus_clients.training.local_run import DeviceRun
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
@@ -35,7 +35,7 @@ def open_run(write_task, make_job, tmp_path):
         work = link_pb2.OpenRun(
             run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
         )
-        return LocalRun(work, Participant(name=name, regime="federated"), None)
+        return DeviceRun(work, Participant(name=name, regime="federated"), None)
 
     return open_run
 
@@ -232,8 +232,8 @@ def test_data_of_the_device_overrides_the_data_of_the_job(write_task, make_job, 
     layout = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
     work = link_pb2.OpenRun(job=job.model_dump_json(), base=str(tmp_path), layout=layout.header)
     who = Participant(name="a", regime="federated")
-    assert LocalRun(work, who, None).examples == 3
-    assert LocalRun(work, who, tmp_path / "own.txt").examples == 5
+    assert DeviceRun(work, who, None).examples == 3
+    assert DeviceRun(work, who, tmp_path / "own.txt").examples == 5
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_remote_server_can_only_name_tasks_that_the_owner_installed(
     work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
     who = Participant(name="a", regime="federated")
     with pytest.raises(TaskError, match=r"is not a file in .*tasks, where this machine keeps"):
-        LocalRun(work, who, None, tmp_path / "tasks")
+        DeviceRun(work, who, None, tmp_path / "tasks")
 
 
 def test_the_owner_s_copy_of_a_task_and_the_owner_s_data_are_used(write_task, make_job, tmp_path):
@@ -266,6 +266,6 @@ def test_the_owner_s_copy_of_a_task_and_the_owner_s_data_are_used(write_task, ma
     who = Participant(name="a", regime="federated")
     (tmp_path / "secrets").write_text("not for the server to choose")
     with pytest.raises(TaskError, match="reads data from a path and none was given"):
-        LocalRun(work, who, None, own)
+        DeviceRun(work, who, None, own)
     (tmp_path / "own.txt").write_text("five!")
-    assert LocalRun(work, who, tmp_path / "own.txt", own).examples == 5
+    assert DeviceRun(work, who, tmp_path / "own.txt", own).examples == 5

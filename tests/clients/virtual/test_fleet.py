@@ -11,7 +11,7 @@ from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_clients.training.local_run import LocalRun
+from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_clients.virtual.stacked import _simplified
 
@@ -77,7 +77,7 @@ async def test_a_virtual_device_trains_as_a_real_one_does(
     )
     work = opening(*overrides, methods=methods)
     fleet = VirtualFleet(3)
-    real = [LocalRun(work, device.participant, None) for device in fleet.devices]
+    real = [DeviceRun(work, device.participant, None) for device in fleet.devices]
     layout = real[0].layout
     start = layout.gather(real[0].model)
     gradient = 0.1 * torch.linspace(-1, 1, layout.size) if with_gradient_sent else None
@@ -107,7 +107,7 @@ async def test_a_virtual_device_scores_as_a_real_one_does(opening):
         await device.work(link_pb2.Request(id="o", open=work), None, None)
         request = link_pb2.Request(id="s", score=asked)
         reply, _ = await device.work(request, bytearray(payload), None)
-        real = LocalRun(work, device.participant, None)
+        real = DeviceRun(work, device.participant, None)
         assert list(reply.scored.scores) == real.score(bytearray(payload), candidates)
 
 

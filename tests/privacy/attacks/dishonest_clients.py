@@ -23,7 +23,7 @@ from tests.privacy.protocol import (
     signed_keys,
 )
 
-from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import (
     ConsistencySignature,
     ServerSession,
@@ -134,7 +134,7 @@ def shares_for_another_roster():
 @expect_refusal("shares-to-self")
 def a_share_for_the_owner():
     def change(message, _):
-        neighbours = Members(6, message.neighbours.indices - {0} | {1})
+        neighbours = PositionSet(6, message.neighbours.indices - {0} | {1})
         return dataclasses.replace(message, neighbours=neighbours)
 
     send_shares(change)

@@ -12,7 +12,7 @@ from tests.privacy.protocol import (
     names,
 )
 
-from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import (
     ConsistencySignatures,
     History,
@@ -48,7 +48,7 @@ def changed_share_owners():
 @expect_refusal("survivors-without-shares")
 def a_survivor_without_shares():
     protocol = ProtocolRound(6, {"c00005": Stage.SHARE_KEYS}).until(Stage.CONSISTENCY_CHECK)
-    all_clients = Members(6, frozenset(range(6)))
+    all_clients = PositionSet(6, frozenset(range(6)))
     message = dataclasses.replace(protocol.survivors, survivors=all_clients)
     protocol.clients[ALICE].sign_survivors(message)
 
@@ -77,7 +77,7 @@ def a_server_that_drops_the_neighbours_after_masking():
     shares = cohort.client.share_keys(cohort.roster)
     cohort.client.mask_input(cohort.inbox(), cohort.encoded())
     missing = sorted(shares.neighbours.indices)[: cohort.dropouts]
-    all_clients = Members(len(cohort.names), frozenset(range(len(cohort.names))))
+    all_clients = PositionSet(len(cohort.names), frozenset(range(len(cohort.names))))
     cohort.client.sign_survivors(
         Survivors(
             cohort.roster.hash(cohort.config.hash),

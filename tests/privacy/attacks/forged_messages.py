@@ -13,7 +13,7 @@ from tests.privacy.protocol import (
     make_config,
 )
 
-from isthmus_privacy.crypto.canonical import Members, tagged
+from isthmus_privacy.crypto.canonical import PositionSet, tagged
 from isthmus_privacy.secagg import (
     Authority,
     ConsistencySignature,
@@ -26,7 +26,7 @@ from isthmus_privacy.secagg import (
 
 # -- bytes ---------------------------------------------------------------------------------------
 
-SET = Members(12, frozenset({0, 5, 11}))
+SET = PositionSet(12, frozenset({0, 5, 11}))
 SURVIVORS = Survivors(bytes(32), SET, SET)
 
 

@@ -13,7 +13,7 @@ from tests.privacy.protocol import (
     signed_keys,
 )
 
-from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import (
     ClientRequirements,
     Inbox,
@@ -52,7 +52,7 @@ class LargeCohort:
         present = frozenset(range(len(self.names))) - missing
         return Inbox(
             self.roster.hash(self.config.hash),
-            Members(len(self.names), present),
+            PositionSet(len(self.names), present),
             tuple((sender, bytes(100)) for sender in senders),
         )
 
@@ -73,7 +73,7 @@ def signed_shares(cohort, position, neighbours):
     message = ShareKeys(
         cohort.names[position],
         cohort.roster.hash(cohort.config.hash),
-        Members(len(cohort.names), frozenset(neighbours)),
+        PositionSet(len(cohort.names), frozenset(neighbours)),
         bytes(32),
         (bytes(100),) * len(neighbours),
         bytes(64),
@@ -89,7 +89,7 @@ def signed_masked_input(cohort, position, partners, payload):
     message = MaskedInput(
         cohort.names[position],
         cohort.roster.hash(cohort.config.hash),
-        Members(len(cohort.names), frozenset(partners)),
+        PositionSet(len(cohort.names), frozenset(partners)),
         len(payload),
         hashlib.sha256(payload).digest(),
         bytes(64),

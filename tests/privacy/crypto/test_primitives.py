@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus_privacy.crypto import keys
-from isthmus_privacy.crypto.canonical import DOMAIN, Members, tagged
+from isthmus_privacy.crypto.canonical import DOMAIN, PositionSet, tagged
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.crypto.masking import TILE, add_masks, cipher, ring_vector
 
@@ -140,4 +140,4 @@ def test_tags_separate_every_use():
 
 
 def test_sets_of_clients_are_bitmaps():
-    assert Members(10, frozenset({0, 9})).bits() == b"\x01\x02"
+    assert PositionSet(10, frozenset({0, 9})).bits() == b"\x01\x02"

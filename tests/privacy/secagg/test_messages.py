@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 from tests.privacy.protocol import ProtocolRound
 
 from isthmus.errors import PeerMisbehaved
-from isthmus_privacy.crypto.canonical import Members
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import Survivors
 
-MEMBERS = st.integers(0, 70).flatmap(
+POSITION_SET = st.integers(0, 70).flatmap(
     lambda size: st.builds(
-        Members, st.just(size), st.frozensets(st.integers(0, max(0, size - 1)), max_size=size)
+        PositionSet, st.just(size), st.frozensets(st.integers(0, max(0, size - 1)), max_size=size)
     )
 )
 
 
-@given(st.binary(min_size=32, max_size=32), MEMBERS, MEMBERS)
+@given(st.binary(min_size=32, max_size=32), POSITION_SET, POSITION_SET)
 def test_a_message_survives_its_encoding(roster_hash, owners, survivors):
     message = Survivors(roster_hash, owners, survivors)
     assert Survivors.from_bytes(message.to_bytes()) == message

@@ -17,7 +17,7 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane import job_runner, operator_service
 from isthmus_server.control_plane.operator_commands import OperatorClient, jobs
-from isthmus_server.rounds.roster import Roster
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
 from isthmus_server.storage.store import Store
 
@@ -123,13 +123,13 @@ async def test_a_run_goes_on_when_the_disk_has_room_again(operated, monkeypatch,
 
 
 async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(operated, monkeypatch):
-    overs, stop = [], Roster.stop
+    overs, stop = [], ParticipantRoster.stop
 
     async def noted(roster, over):
         overs.append(over)
         await stop(roster, over)
 
-    monkeypatch.setattr(Roster, "stop", noted)
+    monkeypatch.setattr(ParticipantRoster, "stop", noted)
     await operated.devices()
     running = await operated.submit(operated.job(), "one")
     waiting = await operated.submit(operated.job(), "two")

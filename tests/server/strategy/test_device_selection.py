@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.job.federated import FederatedSection, Utility
-from isthmus_server.strategy.attendance import Record
+from isthmus_server.strategy.attendance import ParticipationRecord
 from isthmus_server.strategy.device_selection import select_devices, utilities
 
 NAMES = [f"client-{i}" for i in range(20)]
@@ -27,7 +27,9 @@ def test_the_same_names_seed_and_round_give_the_same_selection(
     eligible, count, round_, guided, rng
 ):
     records = {
-        name: Record(invited=[(1, 0.0)], seconds=rng.random(), examples=5, loss=rng.random())
+        name: ParticipationRecord(
+            invited=[(1, 0.0)], seconds=rng.random(), examples=5, loss=rng.random()
+        )
         for name in sorted(eligible)
         if rng.random() < 0.5
     }
@@ -66,7 +68,7 @@ def test_over_selection_rounds_up():
 
 def known_records(**changes):
     return {
-        name: Record(invited=[(3, 0.0)], seconds=1.0, examples=10, loss=1.0, **changes)
+        name: ParticipationRecord(invited=[(3, 0.0)], seconds=1.0, examples=10, loss=1.0, **changes)
         for name in NAMES
     }
 
