@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from isthmus.job import Job
 from isthmus.job.section import Hours
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
-from isthmus_server.storage.store import Store
 from isthmus_server.strategy.attendance import Attendance
 
 
@@ -17,12 +18,12 @@ class DeviceAvailability:
     if the same are ready.
     """
 
-    def __init__(self, job: Job, clock: Clock, store: Store) -> None:
-        """Read the attempts of the run so far."""
+    def __init__(self, job: Job, clock: Clock, attempts: Iterable[AttemptRecord] = ()) -> None:
+        """`attempts` are those of the run so far, oldest first."""
         self.attendance = Attendance(job.federated)
         self._clock = clock
         self._round: list[AttemptRecord] = []
-        for record in store.attempts():
+        for record in attempts:
             self.add(record)
 
     def add(self, record: AttemptRecord) -> None:

@@ -113,7 +113,7 @@ class Coordinator:
         self.state = store.run_state()
         self._versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
         self._versions.restore(self.state)
-        availability = DeviceAvailability(self.job, self.clock, store)
+        availability = DeviceAvailability(self.job, self.clock, store.attempts())
         self.roster = ParticipantRoster(
             link,
             self.job,

@@ -16,6 +16,8 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.owner_limits import LimitsGuard, parse
 from isthmus_server.rounds import roster
+from isthmus_server.rounds.availability import DeviceAvailability
+from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.roster import ParticipantRoster
 
 AUTHOR, OTHER = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
@@ -71,7 +73,9 @@ class ServerAndDevice:
             base=str(self.server),
             layout=LAYOUT.header,
         )
-        roster_of_run = ParticipantRoster(link, self.job, run, lambda event: None)
+        roster_of_run = ParticipantRoster(
+            link, self.job, run, DeviceAvailability(self.job, Clock()), lambda event: None
+        )
         roster_of_run.start()
         if run.package.blob.size:
             data = change(packages.installed(self.server, "table").data)
