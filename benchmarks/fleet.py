@@ -150,7 +150,7 @@ def broadcast(sizes: Sizes) -> Result:
     floor_cpu: list[float] = []
     with _benchmark_server() as bench:
         members = bench.join([f"device-{i}" for i in range(count)])
-        with bench.serving() as server, _devices(bench, members, held=count) as devices:
+        with bench.serving() as server, _devices(bench, members, held_back=count) as devices:
             devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
 
             def cpu_spent() -> float:
@@ -199,7 +199,7 @@ def storm(sizes: Sizes) -> Result:
         members = bench.join([f"device-{i}" for i in range(count)])
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(bench.serving())
-            devices = stack.enter_context(_devices(bench, members, held=HELD))
+            devices = stack.enter_context(_devices(bench, members, held_back=HELD))
             devices.release(1)
             devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
             (first,) = devices.status().welcomed
@@ -304,8 +304,8 @@ def _benchmark_server(*, on_disk: bool = False) -> Iterator[BenchmarkServer]:
         yield BenchmarkServer(Path(scratch))
 
 
-def _devices(bench: BenchmarkServer, members: list[Path], held: int = 0) -> DeviceProcesses:
-    return DeviceProcesses(bench.address, members, PROCESSES, held)
+def _devices(bench: BenchmarkServer, members: list[Path], held_back: int = 0) -> DeviceProcesses:
+    return DeviceProcesses(bench.address, members, PROCESSES, held_back)
 
 
 def _finish(

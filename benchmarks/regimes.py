@@ -1,14 +1,15 @@
-"""Which regime does each round's work: every policy in every scenario, by quality and cost.
+"""Compare the policies that choose each round's regime, by model quality and cost.
 
-    python benchmarks/regimes.py --data letter-recognition.data            # all of it
-    python benchmarks/regimes.py --data ... --scenario mine.toml --jobs 2  # one of your own
+    python benchmarks/regimes.py --data letter-recognition.data            # everything
+    python benchmarks/regimes.py --data ... --scenario mine.toml --jobs 2  # your own
 
 Each run is the real coordinator, store, policies and merging, over virtual devices and a virtual
-datacenter in virtual time (`simulation.py`). A scenario is a TOML file (`scenario.py` is its
-schema, `scenarios/` has the named ones); the random family is drawn from numbers. The figures are
-`regret/<scenario>/<policy>` in accuracy points below the best fixed policy in hindsight (mean over
-seeds), `regret/random/<policy>` with `-p90` and `-worst` for the family, and what `adaptive` saves
-until it is as good as federated rounds alone end in B: `savings/B/transfers`, `savings/B/cost`.
+datacenter in virtual time (`simulation.py`). A scenario is a TOML file (`scenario.py` has its
+schema, `scenarios/` the named ones); each scenario of the random family is generated from a number.
+The figures are `regret/<scenario>/<policy>`: accuracy points below the best fixed policy in
+hindsight (mean over seeds); `regret/random/<policy>` with `-p90` and `-worst` for the family; and
+`savings/B/transfers` and `savings/B/cost`: the factors that `adaptive` saves in B until it reaches
+the final accuracy of purely federated rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 from harness import figures
 from regime_simulation.contenders import contenders, fixed
 from regime_simulation.curves import Curve, chart
-from regime_simulation.scenario import Scenario, drawn, load
+from regime_simulation.scenario import Scenario, load, random_scenario
 from regime_simulation.simulation import Outcome, Point, simulate
 
 from isthmus.errors import IsthmusError, UserError
@@ -39,72 +40,72 @@ from isthmus.errors import IsthmusError, UserError
 HERE = Path(__file__).parent
 NAMED = ("a", "b", "c")
 REPORTED = 1000
-"""First number of the random scenarios that are reported; none of them was used for tuning."""
+"""First number of the reported random scenarios, none of which was used for tuning."""
 FAMILY = 30
 FAMILY_SEEDS = (11, 12, 13)
 QUICK = ("datacenter", "federated", "transfer", "rule", "adaptive")
 SAVINGS = "B"
-"""Where public data complements the devices'."""
+"""Scenario in which the public data complements the devices' data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One run."""
+    """The outcome of one run."""
 
     scenario: str
     policy: str
     seed: int
     outcome: Outcome
-    of: str = ""
+    digest: str = ""
     """Digest of the scenario, the policy's settings and the data."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    asked = figures.options(__doc__ or "", argv, _more_options)
+    options = figures.options(__doc__ or "", argv, _more_options)
     try:
-        data = _data(asked.data)
-        if asked.scenario:
-            named, family = [load(path) for path in asked.scenario], []
+        data = _data(options.data)
+        if options.scenario:
+            named, family = [load(path) for path in options.scenario], []
         else:
             named = [load(HERE / "scenarios" / f"{name}.toml") for name in NAMED]
             family = [
-                drawn(number, FAMILY_SEEDS)
-                for number in range(asked.family, asked.family + asked.count)
+                random_scenario(number, FAMILY_SEEDS)
+                for number in range(options.family, options.family + options.count)
             ]
-        policies = asked.policies.split(",") if asked.policies else None
-        most = asked.seeds
-        if asked.quick:
-            policies, most, family = policies or list(QUICK), 1, family[:2]
-        named, family = _fewer_seeds(named, most), _fewer_seeds(family, most)
-        if asked.only_family:
+        policies = options.policies.split(",") if options.policies else None
+        max_seeds = options.seeds
+        if options.quick:
+            policies, max_seeds, family = policies or list(QUICK), 1, family[:2]
+        named, family = _fewer_seeds(named, max_seeds), _fewer_seeds(family, max_seeds)
+        if options.only_family:
             named = []
-        rows, failed = measure([*named, *family], policies, data, asked.jobs, asked.results)
+        rows, failed = measure([*named, *family], policies, data, options.jobs, options.results)
     except UserError as error:
         print(f"regimes.py: {error}", file=sys.stderr)
         return 1
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for scenario in named:
         print(f"\n{scenario.name}: {scenario.title or 'no title'}\n")
         print(_table(scenario, rows))
         for policy, regret in regrets(scenario, rows).items():
-            found[f"regret/{scenario.name}/{policy}"] = statistics.mean(regret.values())
+            results[f"regret/{scenario.name}/{policy}"] = statistics.mean(regret.values())
     if family:
         print(f"\nrandom: {len(family)} scenarios of {len(family[0].seeds)} seeds\n")
         random_figures, table = _family(family, rows)
-        found |= random_figures
+        results |= random_figures
         print(table)
     saved = savings(rows)
     if saved:
-        found |= saved
+        results |= saved
         print(
-            f"\nin {SAVINGS}, until adaptive is as good as federated rounds alone end: "
+            f"\nin {SAVINGS}, until adaptive reaches the final accuracy of federated rounds: "
             f"{figures.times(saved['savings/B/transfers'])} fewer edge transfers, "
             f"{figures.times(saved['savings/B/cost'])} less cost"
         )
-    figures.write(asked.json, "regimes", figures.machine(), found)
-    if asked.plot:
-        asked.plot.write_text(plot(named, rows), encoding="utf-8")
+    figures.write(options.json, "regimes", figures.machine(), results)
+    if options.plot:
+        options.plot.write_text(plot(named, rows), encoding="utf-8")
     for sentence in failed:
         print(f"\nnot in the figures: {sentence}", file=sys.stderr)
     return 1 if failed else 0
@@ -125,7 +126,7 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         help="run this scenario instead of the named ones and the family; may be repeated",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--policies", metavar="A,B", help="only these")
+    parser.add_argument("--policies", metavar="A,B", help="run only these policies")
     parser.add_argument(
         "--family",
         type=int,
@@ -133,21 +134,23 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"first number of the random scenarios; those from {REPORTED} on are for the report",
     )
-    parser.add_argument("--count", type=int, default=FAMILY, help="how many of them")
-    parser.add_argument("--seeds", type=int, metavar="N", help="the first N of each scenario only")
-    parser.add_argument("--only-family", action="store_true", help="not the named ones")
+    parser.add_argument("--count", type=int, default=FAMILY, help="number of random scenarios")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="use only the first N seeds of each scenario"
+    )
+    parser.add_argument("--only-family", action="store_true", help="skip the named scenarios")
     parser.add_argument(
         "--results",
         type=Path,
         metavar="FILE",
-        help="keep every run there as it ends: stopped, the same command goes on from there "
-        "(remove the runs of a policy whose code has changed)",
+        help="append every finished run to FILE; the same command later skips these runs "
+        "(delete the runs of a policy whose code has changed)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality by cost as SVG")
 
 
-def _fewer_seeds(scenarios: Sequence[Scenario], most: int | None) -> list[Scenario]:
-    return [one.model_copy(update={"seeds": one.seeds[:most]}) for one in scenarios]
+def _fewer_seeds(scenarios: Sequence[Scenario], count: int | None) -> list[Scenario]:
+    return [scenario.model_copy(update={"seeds": scenario.seeds[:count]}) for scenario in scenarios]
 
 
 def _data(given: Path | None) -> Path:
@@ -169,23 +172,27 @@ def measure(
     jobs: int,
     results: Path | None,
 ) -> tuple[list[Row], list[str]]:
-    """Every policy (or those named) in every scenario and seed, and which runs failed and why.
+    """Run every policy, or only `policies`, in every scenario with every seed.
+
+    Returns the finished runs, and a sentence for each run that failed.
 
     Raises:
-        UserError: no such policy.
+        UserError: a policy is unknown.
     """
     scenarios = list(scenarios)
-    now = {
+    current = {
         (scenario.name, policy): digest
         for scenario in scenarios
         for policy, digest in _digests(scenario, data).items()
     }
     kept = list(_kept(results))
-    rows = [row for row in kept if row.of == now.get((row.scenario, row.policy))]
-    old = sum((row.scenario, row.policy) in now for row in kept) - len(rows)
-    if old:
-        print(f"{old} runs in {results} are of another scenario or other data", file=sys.stderr)
-    have = {(row.scenario, row.policy, row.seed) for row in rows}
+    rows = [row for row in kept if row.digest == current.get((row.scenario, row.policy))]
+    outdated = sum((row.scenario, row.policy) in current for row in kept) - len(rows)
+    if outdated:
+        print(
+            f"{outdated} runs in {results} are of another scenario or other data", file=sys.stderr
+        )
+    finished = {(row.scenario, row.policy, row.seed) for row in rows}
     work = []
     for scenario in scenarios:
         known = contenders(scenario)
@@ -196,11 +203,11 @@ def measure(
             (scenario, seed, name, data)
             for seed in scenario.seeds
             for name in policies or known
-            if name in known and (scenario.name, name, seed) not in have
+            if name in known and (scenario.name, name, seed) not in finished
         ]
     started = time.monotonic()
     failed: list[str] = []
-    for done, row in enumerate(_ended(work, jobs), 1):
+    for done, row in enumerate(_results(work, jobs), 1):
         if isinstance(row, Row):
             rows.append(row)
             _keep(results, row)
@@ -211,18 +218,18 @@ def measure(
     return sorted(rows, key=lambda row: (row.scenario, row.policy, row.seed)), failed
 
 
-def _ended(work: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Row | str]:
-    """The runs as they end, each in one of so many processes; of one, in this."""
+def _results(work: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Row | str]:
+    """Yield the runs as they end; they use `jobs` processes, or only this one."""
     if jobs <= 1:
-        yield from (_one(*each) for each in work)
+        yield from (_run_one(*run) for run in work)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for run in as_completed([pool.submit(_one, *each) for each in work]):
-            yield run.result()
+        for future in as_completed([pool.submit(_run_one, *run) for run in work]):
+            yield future.result()
 
 
-def _one(scenario: Scenario, seed: int, name: str, data: Path) -> Row | str:
-    """One run, or why it failed."""
+def _run_one(scenario: Scenario, seed: int, name: str, data: Path) -> Row | str:
+    """Execute one run; returns a sentence if it failed."""
     trace = 0 if scenario.name.startswith("random-") else 1
     try:
         outcome = simulate(scenario, seed, data, contenders(scenario)[name], trace)
@@ -232,11 +239,11 @@ def _one(scenario: Scenario, seed: int, name: str, data: Path) -> Row | str:
 
 
 def _digests(scenario: Scenario, data: Path) -> dict[str, str]:
-    """By policy, what a run is a run of, whatever its seed; that of the code is yours to know."""
-    what = scenario.model_dump(mode="json", exclude={"title", "seeds"})
-    read = hashlib.sha256(data.read_bytes()).hexdigest()
+    """Digests of a run's scenario, settings and data, by policy; seed and code are excluded."""
+    table = scenario.model_dump(mode="json", exclude={"title", "seeds"})
+    data_digest = hashlib.sha256(data.read_bytes()).hexdigest()
     return {
-        policy: hashlib.sha256(json.dumps([what, changes, read]).encode()).hexdigest()
+        policy: hashlib.sha256(json.dumps([table, changes, data_digest]).encode()).hexdigest()
         for policy, changes in contenders(scenario).items()
     }
 
@@ -258,16 +265,16 @@ def _keep(results: Path | None, row: Row) -> None:
         file.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
-# -- what it comes to ------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def accuracies(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """By policy and seed."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    """Accuracy of each run, by policy and seed."""
+    by_policy: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
         if row.scenario == scenario.name and row.seed in scenario.seeds:
-            found[row.policy][row.seed] = row.outcome.accuracy
-    return {name: found[name] for name in contenders(scenario) if name in found}
+            by_policy[row.policy][row.seed] = row.outcome.accuracy
+    return {name: by_policy[name] for name in contenders(scenario) if name in by_policy}
 
 
 def regrets(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
@@ -284,9 +291,9 @@ def regrets(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, floa
 
 
 def savings(rows: Sequence[Row]) -> dict[str, float]:
-    """How much less `adaptive` needs in B to be as good as `federated` ends; medians over seeds.
+    """Factors that `adaptive` saves in B until it reaches `federated`'s final accuracy.
 
-    Where it needs none, for it never asked a device, that is counted as one.
+    They are medians over seeds. A run without any transfer counts as one with one transfer.
     """
     runs: dict[tuple[str, int], Outcome] = {
         (row.policy, row.seed): row.outcome for row in rows if row.scenario == SAVINGS
@@ -296,9 +303,9 @@ def savings(rows: Sequence[Row]) -> dict[str, float]:
         if policy != "adaptive" or ("federated", seed) not in runs:
             continue
         goal = runs["federated", seed]
-        at = next((p for p in outcome.trace if p.accuracy >= goal.accuracy), None)
-        transfers.append(goal.trace[-1].transfers / max(at.transfers, 1) if at else 0.0)
-        costs.append(goal.cost / at.cost if at else 0.0)
+        reached = next((p for p in outcome.trace if p.accuracy >= goal.accuracy), None)
+        transfers.append(goal.trace[-1].transfers / max(reached.transfers, 1) if reached else 0.0)
+        costs.append(goal.cost / reached.cost if reached else 0.0)
     if not costs:
         return {}
     return {
@@ -319,7 +326,7 @@ def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
         "cost",
     )
     lines = []
-    missed = regrets(scenario, rows)
+    regret = regrets(scenario, rows)
     for policy, by_seed in accuracies(scenario, rows).items():
         outcomes = [
             row.outcome for row in rows if row.scenario == scenario.name and row.policy == policy
@@ -334,7 +341,7 @@ def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
             (
                 policy,
                 f"{statistics.mean(values):.1f}{spread}",
-                f"{statistics.mean(missed[policy].values()):.1f}" if missed else "-",
+                f"{statistics.mean(regret[policy].values()):.1f}" if regret else "-",
                 *counts,
                 f"{statistics.mean(outcome.comparisons for outcome in outcomes):.1f}",
                 f"{statistics.mean(outcome.cost for outcome in outcomes):.1f}",
@@ -349,17 +356,17 @@ def _family(family: Sequence[Scenario], rows: Sequence[Row]) -> tuple[dict[str, 
     for scenario in family:
         for policy, by_seed in regrets(scenario, rows).items():
             by_policy[policy].append(statistics.mean(by_seed.values()))
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     lines = []
     for policy, values in by_policy.items():
         ordered = sorted(values)
         p90 = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
-        found[f"regret/random/{policy}"] = statistics.mean(values)
-        found[f"regret/random/{policy}-p90"] = p90
-        found[f"regret/random/{policy}-worst"] = ordered[-1]
+        results[f"regret/random/{policy}"] = statistics.mean(values)
+        results[f"regret/random/{policy}-p90"] = p90
+        results[f"regret/random/{policy}-worst"] = ordered[-1]
         cells = (statistics.mean(values), statistics.median(values), p90, ordered[-1])
         lines.append((policy, str(len(values)), *(f"{cell:.1f}" for cell in cells)))
-    return found, figures.table(("policy", "scenarios", "mean", "median", "90 %", "worst"), lines)
+    return results, figures.table(("policy", "scenarios", "mean", "median", "90 %", "worst"), lines)
 
 
 def plot(named: Sequence[Scenario], rows: Sequence[Row]) -> str:

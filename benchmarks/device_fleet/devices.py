@@ -187,7 +187,7 @@ class InstrumentedUplink(Uplink):
     """An uplink that records its replies and can hold back its updates."""
 
     worker: IdleDevice
-    held = False
+    holds_updates = False
 
     async def _answer(self, job: Any, reply: link_pb2.Reply, payload: Buffer | None) -> None:
         await super()._answer(job, reply, payload)
@@ -198,7 +198,7 @@ class InstrumentedUplink(Uplink):
 
     async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
         group, round_ = self.worker.group, self.worker.round
-        if self.held:
+        if self.holds_updates:
             async with group.release_changed:
                 await group.release_changed.wait_for(lambda: group.released_round >= round_)
         await super()._pump(stream, pull)
@@ -207,14 +207,16 @@ class InstrumentedUplink(Uplink):
 class DeviceProcesses:
     """Runs devices in separate processes and controls them over pipes."""
 
-    def __init__(self, address: str, members: Sequence[Path], count: int, held: int = 0) -> None:
+    def __init__(
+        self, address: str, members: Sequence[Path], count: int, held_back: int = 0
+    ) -> None:
         """Start `count` processes, whose devices connect at once.
 
         Args:
             address: the server's address.
             members: a membership directory for each device; device i sends `value(i)`.
             count: number of processes.
-            held: number of devices, the first ones, whose updates wait for `release`.
+            held_back: number of devices, the first ones, whose updates wait for `release`.
         """
         self.size = len(members)
         context = multiprocessing.get_context("spawn")
@@ -224,7 +226,7 @@ class DeviceProcesses:
             pipe, child_pipe = context.Pipe()
             assigned = [(i, member) for i, member in enumerate(members) if i % count == number]
             process = context.Process(
-                target=_run_process, args=(address, assigned, held, child_pipe)
+                target=_run_process, args=(address, assigned, held_back, child_pipe)
             )
             process.start()
             child_pipe.close()
@@ -301,7 +303,7 @@ def value(index: int) -> float:
 def _run_process(
     address: str,
     members: Sequence[tuple[int, Path]],
-    held: int,
+    held_back: int,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     """Run the devices of one process."""
@@ -310,13 +312,13 @@ def _run_process(
     # As in the server. A real device has no garbage of hundreds of others to collect.
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
-    asyncio.run(_devices(address, members, held, pipe))
+    asyncio.run(_devices(address, members, held_back, pipe))
 
 
 async def _devices(
     address: str,
     members: Sequence[tuple[int, Path]],
-    held: int,
+    held_back: int,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     group, stopped = DeviceGroup(), asyncio.Event()
@@ -344,7 +346,7 @@ async def _devices(
             on_welcome=welcomed,
             membership=member,
         )
-        uplink.held = index < held
+        uplink.holds_updates = index < held_back
         try:
             await uplink.run()
         except Exception as error:  # noqa: BLE001 - reported to the benchmark

@@ -1,8 +1,8 @@
 """The policies that `regimes.py` compares, as keys of a job's `strategy` in a scenario.
 
-A fixed policy says beforehand what each round is; the best of them in hindsight is what the others
-are measured against. Among them are federated rounds under other outer optimizers, so that none
-looks good only because the baseline was not tuned.
+A fixed policy determines the regime of each round beforehand; the other policies are compared with
+the best of them in hindsight. Federated rounds are included with several outer optimizers, so that
+no policy looks good only because the baseline was not tuned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Changes = Mapping[str, Any]
 
 WARM_TICKS = 15
 CHOOSERS = ("adaptive", "plateau", "ucb", "thompson")
-"""Those that look at what happens."""
+"""Policies that decide from the results of earlier rounds."""
 
 
 def contenders(scenario: Scenario) -> dict[str, Changes]:
@@ -25,9 +25,9 @@ def contenders(scenario: Scenario) -> dict[str, Changes]:
 
 
 def fixed(scenario: Scenario) -> dict[str, Changes]:
-    """The family whose best member in hindsight is regret's zero."""
+    """The fixed policies; the best of them in hindsight defines a regret of zero."""
     federated = {"policy": "federated"}
-    found: dict[str, Changes] = {
+    policies: dict[str, Changes] = {
         "datacenter": {"policy": "datacenter"},
         "federated": federated,
         "federated-fedavg": {**federated, "outer_lr": 1.0, "outer_momentum": 0.0},
@@ -46,8 +46,8 @@ def fixed(scenario: Scenario) -> dict[str, Changes]:
         "rule": {"policy": "rule"},
     }
     if scenario.windows:
-        found["fill"] = {"policy": "schedule", "schedule": _fill(scenario)}
-    return found
+        policies["fill"] = {"policy": "schedule", "schedule": _fill(scenario)}
+    return policies
 
 
 def _choosers() -> dict[str, Changes]:
@@ -60,7 +60,7 @@ def _choosers() -> dict[str, Changes]:
 
 
 def _fill(scenario: Scenario) -> list[dict[str, Any]]:
-    """Federated rounds while devices are there, datacenter rounds in every other hour."""
+    """Federated rounds while devices are available, datacenter rounds in every other hour."""
     hours = [
         {"opens": f"{zone.opens:02d}:00", "closes": f"{zone.closes % HOURS:02d}:00"}
         for zone in scenario.windows

@@ -1,4 +1,4 @@
-"""Curves as a small SVG file: enough for a page of documentation, without a plotting library."""
+"""Draw curves as a small SVG file for the documentation, without a plotting library."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 300, 220, 46, 26, 38, 14
-"""Of a panel's drawing area, and of what is around it, in pixels."""
+"""Size of a panel's drawing area and its margins, in pixels."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-"""Okabe and Ito's, which colour-blind people tell apart."""
+"""Colours of Okabe and Ito, which colour-blind people can distinguish."""
 POINTS = 40
+"""Points of a drawn curve."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +23,16 @@ class Curve:
     runs: Sequence[Sequence[tuple[float, float]]]
 
     def mean(self) -> list[tuple[float, float]]:
-        """At equal steps of x, as far as every run goes; a run keeps a value until its next."""
+        """The mean at equal steps of x, up to the end of the shortest run.
+
+        Each run is a step function: it keeps a value until its next point.
+        """
         runs = [run for run in self.runs if run]
         if not runs:
             return []
         first, last = max(run[0][0] for run in runs), min(run[-1][0] for run in runs)
-        places = [first + (last - first) * i / (POINTS - 1) for i in range(POINTS)]
-        return [(x, statistics.mean(_value(run, x) for run in runs)) for x in places]
+        xs = [first + (last - first) * i / (POINTS - 1) for i in range(POINTS)]
+        return [(x, statistics.mean(_value(run, x) for run in runs)) for x in xs]
 
 
 def chart(panels: Mapping[str, Sequence[Curve]], x_name: str, y_name: str) -> str:
@@ -64,7 +68,7 @@ def _panel(
     y_name: str,
 ) -> list[str]:
     lines = [(curve.name, curve.mean()) for curve in curves]
-    most = max((x for _, line in lines for x, _ in line), default=1.0) or 1.0
+    x_max = max((x for _, line in lines for x, _ in line), default=1.0) or 1.0
     bottom = TOP + HEIGHT
     parts = [f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{escape(title)}</text>']
     for percent in range(0, 101, 20):
@@ -73,7 +77,7 @@ def _panel(
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{percent}</text>')
     for share in (0.0, 0.5, 1.0):
         x = left + WIDTH * share
-        label = f"{most * share:.3g}"
+        label = f"{x_max * share:.3g}"
         parts.append(f'<text x="{x}" y="{bottom + 15}" text-anchor="middle">{label}</text>')
     parts.append(
         f'<text x="{left + WIDTH / 2}" y="{bottom + 30}" text-anchor="middle">'
@@ -86,16 +90,16 @@ def _panel(
             f'transform="rotate(-90 {x} {y})">{escape(y_name)}</text>'
         )
     for name, line in lines:
-        places = " ".join(
-            f"{left + WIDTH * x / most:.1f},{bottom - HEIGHT * y / 100:.1f}" for x, y in line
+        points = " ".join(
+            f"{left + WIDTH * x / x_max:.1f},{bottom - HEIGHT * y / 100:.1f}" for x, y in line
         )
         parts.append(
-            f'<polyline points="{places}" fill="none" stroke="{colours[name]}" stroke-width="2"/>'
+            f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="2"/>'
         )
     return parts
 
 
 def _value(run: Sequence[tuple[float, float]], x: float) -> float:
-    """The last value at or before x; the first one where there is none."""
-    before = [y for at, y in run if at <= x + 1e-9]
+    """The last value at or before x, or the first value if there is none."""
+    before = [y for point_x, y in run if point_x <= x + 1e-9]
     return before[-1] if before else run[0][1]

@@ -1,8 +1,8 @@
-"""The task of `regimes.py`: capital letters from 16 numbers, split as a scenario says.
+"""The task of `regimes.py`: capital letters from 16 numbers, split as defined by a scenario.
 
 Data: UCI letter recognition, 20,000 rows of a letter and 16 integers. The last 4,000 rows are the
-test set, as its authors have it. What is public and what lives on the devices is drawn from the
-others by the scenario's `split` and a seed; see `scenario.Split`.
+test set, as in the authors' split. The other rows are divided at random into public rows and rows
+of the devices, according to the scenario's `split` and a seed; see `scenario.Split`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from isthmus.task import Participant
 CLASSES = 26
 FEATURES = 16
 TEST_ROWS = 4000
-FEWEST_ROWS = 20
-"""On a device."""
+MIN_ROWS = 20
+"""Fewest rows of a device."""
 HELD_OUT = 0.1
 """Share of the public rows that is kept for central evaluation."""
 
@@ -58,7 +58,7 @@ class Letters(Task):
         return TensorDataset(*self._parts().devices[participant.shard[0]])
 
     def eval_data(self) -> TensorDataset:
-        """What an operator honestly has: public rows."""
+        """Public rows, because an operator has no others."""
         return TensorDataset(*self._parts().held_out)
 
     def optimizer(
@@ -74,11 +74,11 @@ class Letters(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Who has which rows."""
+    """The rows of the datacenter and of each device."""
 
     public: Rows
     held_out: Rows
-    """Public rows too, for central evaluation."""
+    """Public rows for central evaluation."""
     devices: Sequence[Rows]
 
 
@@ -87,7 +87,7 @@ def read(path: Path) -> tuple[Rows, Rows]:
     """Training and test rows.
 
     Raises:
-        TaskError: no such file, or not of this form.
+        TaskError: the file is missing or has another form.
     """
     try:
         lines = path.read_text(encoding="ascii").split()
@@ -111,7 +111,7 @@ def read(path: Path) -> tuple[Rows, Rows]:
 
 @functools.lru_cache(maxsize=4)
 def parts(path: Path, split_json: str, seed: int) -> Parts:
-    """The split that a scenario and a seed make."""
+    """The split of the training rows for a scenario and a seed."""
     split: dict[str, Any] = json.loads(split_json)
     draw = torch.Generator().manual_seed(seed)
     (inputs, target), _ = read(path)
@@ -129,18 +129,22 @@ def parts(path: Path, split_json: str, seed: int) -> Parts:
         taken[public] = True
         private = (~taken).nonzero().flatten()
     x, y = _altered(inputs[public], target[public], split, public_classes, draw)
-    kept = max(1, int(HELD_OUT * len(y)))
+    held_out = max(1, int(HELD_OUT * len(y)))
     devices = [
         (inputs[rows], target[rows]) for rows in _partition(target, private, classes, split, draw)
     ]
-    return Parts(public=(x[kept:], y[kept:]), held_out=(x[:kept], y[:kept]), devices=devices)
+    return Parts(
+        public=(x[held_out:], y[held_out:]), held_out=(x[:held_out], y[:held_out]), devices=devices
+    )
 
 
 def edge_share(path: Path, split: dict[str, Any], seed: int) -> float:
-    """The share of the test rows whose class lives on some device."""
-    held = torch.cat([target for _, target in parts(path, json.dumps(split), seed).devices])
+    """Share of the test rows whose class occurs on at least one device."""
+    device_classes = torch.cat(
+        [target for _, target in parts(path, json.dumps(split), seed).devices]
+    )
     _, (_, target) = read(path)
-    return float(torch.isin(target, held).float().mean())
+    return float(torch.isin(target, device_classes).float().mean())
 
 
 def _altered(
@@ -150,14 +154,14 @@ def _altered(
     classes: torch.Tensor,
     draw: torch.Generator,
 ) -> Rows:
-    """What is wrong with the public rows: moved features, wrong labels."""
+    """Apply the scenario's defects to the public rows: shifted features and wrong labels."""
     if split["shift"]:
         mix = torch.randn(FEATURES, FEATURES, generator=draw) / FEATURES**0.5
-        move = torch.randn(FEATURES, generator=draw)
-        inputs = inputs + split["shift"] * (inputs @ mix + move)
+        offset = torch.randn(FEATURES, generator=draw)
+        inputs = inputs + split["shift"] * (inputs @ mix + offset)
     target = target.clone()
     swapped = classes[: round(split["swapped_classes"] * len(classes))]
-    if len(swapped) > 1:  # each of them is called by the next one's name
+    if len(swapped) > 1:  # each class gets the label of the next one
         names = torch.arange(CLASSES)
         names[swapped] = swapped.roll(1)
         target = names[target]
@@ -173,26 +177,27 @@ def _partition(
     split: dict[str, Any],
     draw: torch.Generator,
 ) -> list[torch.Tensor]:
-    """Rows of each device: in its zone's classes, in shares drawn from a Dirichlet distribution."""
+    """Rows of each device, from its zone's classes, with shares from a Dirichlet distribution."""
     zones, clients = split["zones"], split["clients"]
-    held: list[list[torch.Tensor]] = [[] for _ in range(clients)]
-    here = [int(c) for c in classes if bool((target[private] == c).any())]
-    for place, class_ in enumerate(here):
-        members = [i for i in range(clients) if i % zones == place % zones]
+    pieces_of: list[list[torch.Tensor]] = [[] for _ in range(clients)]
+    private_classes = [int(c) for c in classes if bool((target[private] == c).any())]
+    for index, class_ in enumerate(private_classes):
+        members = [i for i in range(clients) if i % zones == index % zones]
         rows = private[target[private] == class_]
         shares = torch._sample_dirichlet(
             torch.full((len(members),), split["dirichlet"]), generator=draw
         )
         cuts = (shares.cumsum(0) * len(rows)).round().long()[:-1]
         for member, piece in zip(members, rows.tensor_split(cuts), strict=True):
-            held[member].append(piece)
-    devices = [torch.cat(pieces) if pieces else private[:0] for pieces in held]
-    for poor in range(clients):  # nobody has nothing: the richest of the zone gives
-        while len(devices[poor]) < FEWEST_ROWS:
+            pieces_of[member].append(piece)
+    devices = [torch.cat(pieces) if pieces else private[:0] for pieces in pieces_of]
+    # Give each device at least MIN_ROWS, taken from the one with the most rows in its zone.
+    for poor in range(clients):
+        while len(devices[poor]) < MIN_ROWS:
             zone = [i for i in range(clients) if i % zones == poor % zones]
             rich = max(zone, key=lambda i: len(devices[i]))
             mixed = devices[rich][torch.randperm(len(devices[rich]), generator=draw)]
-            gift = FEWEST_ROWS - len(devices[poor])
-            devices[poor] = torch.cat([devices[poor], mixed[:gift]])
-            devices[rich] = mixed[gift:]
+            missing = MIN_ROWS - len(devices[poor])
+            devices[poor] = torch.cat([devices[poor], mixed[:missing]])
+            devices[rich] = mixed[missing:]
     return devices

@@ -1,7 +1,7 @@
-"""Scenarios: who has which data, who is there when, what work costs, and what is wanted.
+"""Scenarios: the distribution of data, the devices' hours, prices, and the goal of a run.
 
-A scenario is a TOML file; this is its schema. Every key has a default but `name`; unknown keys are
-errors. One tick is one round, or one hour in which nothing could be done.
+A scenario is a TOML file; this is its schema. Every key but `name` has a default; unknown keys are
+errors. One tick is one round, or one hour without work.
 
 >>> small = Scenario(name="small", run=Run(ticks=10, budget=4))
 >>> small.split.clients, small.federated.cohort
@@ -22,15 +22,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from isthmus.errors import JobError
 from isthmus.job import Job
 
-ModelShard = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 HOURS = 24
 ROWS_PER_CLASS = 600
-"""Of the training set, about: between 587 and 650."""
+"""Approximate rows of a class in the training set; they are between 587 and 650."""
 HOUR = 3600.0
-"""Seconds of a tick."""
+"""Length of a tick, in seconds."""
 
 
 class Section(BaseModel):
@@ -40,26 +40,26 @@ class Section(BaseModel):
 
 
 class Split(Section):
-    """Who has which rows of the training set."""
+    """The distribution of the training set over the datacenter and the devices."""
 
     clients: Annotated[int, Field(ge=1, le=1000)] = 80
-    """Devices."""
+    """Number of devices."""
     dirichlet: Positive = 0.2
-    """Concentration of each class's shares over the devices; small is uneven (Hsu et al. 2019)."""
+    """Concentration of each class's shares on devices; small is uneven (Hsu et al. 2019)."""
     zones: Annotated[int, Field(ge=1, le=4)] = 1
-    """Groups of devices; each class lives in one of them."""
+    """Groups of devices; each class occurs in one of them."""
     public_classes: Annotated[int, Field(ge=1, le=26)] = 13
-    """Classes that the datacenter holds rows of; drawn by the seed."""
+    """Number of classes of the datacenter's rows, chosen at random."""
     public_rows: Annotated[int, Field(ge=20, le=16_000)] = 3000
-    """Rows that the datacenter holds, at most; a tenth of them is its held-out set."""
+    """Upper bound of the datacenter's rows; a tenth of them is its held-out set."""
     exclusive: bool = False
     """The datacenter's classes do not exist on the devices."""
     shift: Annotated[float, Field(ge=0, le=4)] = 0.0
     """Strength of a fixed affine map on the public features, x + shift (M x + b)."""
-    label_noise: ModelShard = 0.0
-    """Share of public labels that are drawn anew from the public classes."""
-    swapped_classes: ModelShard = 0.0
-    """Share of the public classes that are called by each other's names."""
+    label_noise: Fraction = 0.0
+    """Share of public labels replaced by a random public class."""
+    swapped_classes: Fraction = 0.0
+    """Share of the public classes whose labels are swapped with each other."""
 
     @model_validator(mode="after")
     def _devices_have_classes(self) -> Split:
@@ -79,20 +79,20 @@ class Model(Section):
 
 
 class Federated(Section):
-    """A device's work in a round, and how it becomes a step."""
+    """The work of devices in a round, and the server's step."""
 
     cohort: Count = 10
-    """Devices that report."""
+    """Number of updates in a round."""
     steps: Count = 20
-    """Of SGD."""
+    """Steps of SGD."""
     batch_size: Count = 20
     """Examples in a step."""
     lr: Positive = 0.6
-    """Of SGD."""
+    """Learning rate of SGD."""
     outer_lr: Positive = 0.7
-    """Of the server's SGD with Nesterov momentum."""
+    """Learning rate of the server's SGD with Nesterov momentum."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of the same, where the policy does not mix regimes."""
+    """Its momentum, for policies that do not set another one."""
     served_average: Annotated[float, Field(ge=0, lt=1)] = 0.85
     """See the job's `strategy.served_average`."""
 
@@ -101,15 +101,15 @@ class Datacenter(Section):
     """The datacenter's work in a tick."""
 
     steps: Count = 25
-    """Of AdamW."""
+    """Steps of AdamW."""
     batch_size: Count = 64
     """Examples in a step."""
     lr: Positive = 3e-3
-    """Of AdamW."""
+    """Learning rate of AdamW."""
 
 
 class Zone(Section):
-    """Hours of the day in which one zone's devices are there."""
+    """Hours of the day in which one zone's devices are available."""
 
     opens: Annotated[int, Field(ge=0, lt=HOURS)]
     closes: Annotated[int, Field(gt=0, le=HOURS)]
@@ -122,7 +122,7 @@ class Zone(Section):
 
 
 class Costs(Section):
-    """In cost units: a federated round of a whole cohort is one of them by convention."""
+    """Prices in cost units; by convention a federated round of a whole cohort costs one."""
 
     federated_round: Positive = 1.0
     datacenter_tick: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
@@ -131,31 +131,31 @@ class Costs(Section):
 
 
 class Run(Section):
-    """What is wanted, and when it ends."""
+    """Length, budget and target of a run."""
 
     ticks: Count = 120
-    """Hours."""
+    """Length in hours."""
     budget: Positive = 50.0
-    """Cost units."""
-    target_edge_share: ModelShard = 1.0
-    """Share of the test distribution that lives on the devices."""
+    """Largest total cost, in cost units."""
+    target_edge_share: Fraction = 1.0
+    """Share of the test distribution that is on the devices."""
 
 
 class Scenario(Section):
-    """One scenario."""
+    """A scenario."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,31}$")]
     """Part of the figures' keys."""
     title: str = ""
-    """For people."""
+    """Title in tables and charts."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
-    """Of data and training; one run of every policy for each."""
+    """Seeds of data and training; every policy runs once with each."""
     split: Split = Split()
     model: Model = Model()
     federated: Federated = Federated()
     datacenter: Datacenter = Datacenter()
     windows: tuple[Zone, ...] = ()
-    """Hours of each zone, in the zones' order; none: everybody is always there."""
+    """Hours of each zone, in the zones' order; empty: all devices are always available."""
     costs: Costs = Costs()
     run: Run = Run()
 
@@ -166,16 +166,16 @@ class Scenario(Section):
                 f"{len(self.windows)} windows are given for {self.split.zones} zones; "
                 "give one for each zone, or none"
             )
-        fewest = self.split.clients // self.split.zones
-        if self.federated.cohort > fewest:
+        smallest = self.split.clients // self.split.zones
+        if self.federated.cohort > smallest:
             raise ValueError(
-                f"federated.cohort={self.federated.cohort} is more than the {fewest} devices of a "
-                f"zone (split.clients={self.split.clients}, zones={self.split.zones})"
+                f"federated.cohort={self.federated.cohort} is more than the {smallest} devices of "
+                f"a zone (split.clients={self.split.clients}, zones={self.split.zones})"
             )
         return self
 
     def zones_at(self, tick: int) -> list[int]:
-        """The zones whose devices are there in a tick."""
+        """The zones whose devices are available in a tick."""
         if not self.windows:
             return list(range(self.split.zones))
         hour = tick % HOURS
@@ -205,11 +205,11 @@ def load(path: Path) -> Scenario:
         raise JobError(f"{path}: {where}: {message[0].lower()}{message[1:]}{rest}") from None
 
 
-def drawn(number: int, seeds: tuple[int, ...]) -> Scenario:
+def random_scenario(number: int, seeds: tuple[int, ...]) -> Scenario:
     """Scenario `number` of the random family.
 
-    Each has one to three things that make the public data good or bad, and a budget that may or
-    may not fill its time.
+    Each has one to three properties that make the public data useful or misleading, and a budget
+    that may end before its time.
     """
     draw = random.Random(f"isthmus/regimes/{number}")
     complementary = draw.random() < 0.3
@@ -223,7 +223,7 @@ def drawn(number: int, seeds: tuple[int, ...]) -> Scenario:
     clients = draw.randint(60, 120)
     dirichlet = round(math.exp(draw.uniform(math.log(0.1), math.log(0.5))), 3)
     rows = 16_000 if complementary else draw.choice((800, 1500, 3000, 5000))
-    # So many rows of so few classes leave none of these to the devices.
+    # The public rows then contain every row of these classes.
     exclusive = rows > public_classes * ROWS_PER_CLASS
     share = (26 - public_classes) / 26 if exclusive else 1.0
     return Scenario(
@@ -255,12 +255,12 @@ def drawn(number: int, seeds: tuple[int, ...]) -> Scenario:
 
 
 def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) -> Job:
-    """The job that trains in a scenario; `changes` are its `strategy` keys that a policy sets.
+    """The job that trains in a scenario; `changes` are keys of its `strategy` that a policy sets.
 
-    The server optimizer's `momentum` may be among them, for policies that mix regimes.
+    They may include `outer_lr` and `outer_momentum` of the server optimizer.
 
     Raises:
-        JobError: a change is not one that a job has.
+        JobError: a change is not a valid key of the job.
     """
     federated, datacenter, costs = scenario.federated, scenario.datacenter, scenario.costs
     options = {
@@ -289,7 +289,7 @@ def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) 
         "strategy": {
             "target_edge_share": scenario.run.target_edge_share,
             "served_average": federated.served_average,
-            # More than this does not settle (docs/strategy.md).
+            # Training with larger weights does not converge (docs/strategy.md).
             "transfer_weight": 1.2 / (federated.lr * federated.steps),
             "server_optimizer": {"name": "SGD", "options": options},
             "windows": [
@@ -309,7 +309,7 @@ def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) 
             "secure_aggregation": False,
         },
         "datacenter": {"steps": datacenter.steps, "batch_size": datacenter.batch_size},
-        "time": {"join_seconds": 5.0},  # of real time, in which nobody can come
+        "time": {"join_seconds": 5.0},  # real time, in which no device can join
         "prices": {
             "client_update": costs.federated_round / federated.cohort,
             "datacenter_step": costs.datacenter_tick / datacenter.steps,

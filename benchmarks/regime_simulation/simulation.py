@@ -1,4 +1,4 @@
-"""One run of a scenario: the real coordinator over virtual devices, in virtual time."""
+"""Run a scenario: the real coordinator with virtual devices, in virtual time."""
 
 from __future__ import annotations
 
@@ -34,59 +34,58 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MONDAY = 4 * 24 * HOUR
-"""When every scenario begins: the first Monday after 1970-01-01, 00:00 UTC."""
-
+"""Start of every scenario: the first Monday after 1970-01-01, 00:00 UTC."""
 
 TOLERANCE = 0.04
-"""Of `run.target_edge_share`: letters are not equally frequent."""
+"""Tolerance of `run.target_edge_share`, because letters are not equally frequent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Where a run stood after a round."""
+    """Cost, transfers and accuracy of a run after a round."""
 
     cost: float
     transfers: int
-    """Models, gradients and updates that went to or came from devices so far."""
+    """Models, gradients and updates sent to or by devices so far."""
     accuracy: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Results of a run."""
 
     accuracy: float
-    """Of the served model on the test set, in per cent."""
+    """Accuracy of the served model on the test set, in per cent."""
     rounds: Mapping[str, int]
-    """Committed ones, by regime."""
+    """Committed rounds by regime."""
     comparisons: int
-    """Model comparisons on devices."""
+    """Number of model comparisons on devices."""
     cost: float
     ended: str
-    """Why, in words."""
+    """Reason for the end of the run."""
     seconds: float
-    """Real time."""
+    """Duration in real time."""
     trace: tuple[Point, ...]
-    """Empty unless it was asked for."""
+    """Empty unless it was requested."""
 
 
-class AtOnce(ThreadPoolExecutor):
-    """Does what is handed to a thread without one: nothing else is there to do meanwhile."""
+class SynchronousExecutor(ThreadPoolExecutor):
+    """Runs submitted work at once in the calling thread, which has nothing else to do."""
 
     def submit(self, work: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
-        """Returns a future that is done."""
+        """Run the work and return a completed future."""
         future: Future[T] = Future()
         try:
             future.set_result(work(*arguments, **named))
-        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+        except Exception as error:  # noqa: BLE001 - raised by `Future.result`
             future.set_exception(error)
         return future
 
 
-class World(Clock):
-    """Virtual time, and who is there when.
+class SimulatedClock(Clock):
+    """Virtual time, in which devices connect and disconnect at their hours; also counts the work.
 
-    Each committed round takes an hour; waiting takes what it takes.
+    Each committed round takes an hour; a wait takes its own duration.
     """
 
     def __init__(self, scenario: Scenario, link: InProcessLink) -> None:
@@ -100,7 +99,7 @@ class World(Clock):
         self.cost = 0.0
         self.ended = ""
         link.join("datacenter-0", link_pb2.DATACENTER, VirtualDatacenter())
-        self._come_and_go()
+        self._update_connections()
 
     def now(self) -> float:
         """Seconds since 1970, UTC."""
@@ -109,18 +108,22 @@ class World(Clock):
     utc = now
 
     async def sleep(self, seconds: float) -> None:
-        """Let virtual time go by, and whoever comes with it be heard."""
+        """Advance the virtual time, and let devices connect whose hours begin."""
         self.elapsed += seconds
-        self._come_and_go()
+        self._update_connections()
         await self.link.idle()
 
     def count(self, event: Event) -> None:
-        """Count what the coordinator does."""
+        """Count rounds, costs and transfers from the coordinator's events."""
         if isinstance(event, RoundCommitted):
             record = event.record
             self.elapsed += HOUR
             self.rounds[record.regime] = self.rounds.get(record.regime, 0) + 1
-            results = [one.result for one in record.comparisons if one.result is not None]
+            results = [
+                comparison.result
+                for comparison in record.comparisons
+                if comparison.result is not None
+            ]
             self.comparisons += len(results)
             self.cost += record.cost.price
             self.transfers += sum(_vectors(receipt) for receipt in record.receipts)
@@ -128,11 +131,11 @@ class World(Clock):
         elif isinstance(event, RunFinished):
             self.ended = event.reason
 
-    def _come_and_go(self) -> None:
-        here = set(self.scenario.zones_at(int(self.elapsed // HOUR)))
+    def _update_connections(self) -> None:
+        available = set(self.scenario.zones_at(int(self.elapsed // HOUR)))
         for index, device in enumerate(self.fleet.devices):
             name = device.participant.name
-            if index % self.scenario.split.zones in here:
+            if index % self.scenario.split.zones in available:
                 if name not in self.link.peers:
                     self.link.join(name, link_pb2.CLIENT, device)
             elif name in self.link.peers:
@@ -140,7 +143,7 @@ class World(Clock):
 
 
 def _vectors(receipt: Receipt) -> int:
-    """What one device was sent and sent, in models; an update is as large as one."""
+    """Number of models, gradients and updates of one device; all have the same size."""
     if receipt.regime != "federated" or not receipt.bytes_in:
         return 0
     return 1 + round(receipt.bytes_out / receipt.bytes_in)
@@ -148,7 +151,7 @@ def _vectors(receipt: Receipt) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _fleet(clients: int) -> VirtualFleet:
-    """Kept from run to run: runs of the same task and seed share the data that they read."""
+    """Virtual devices, cached because runs of the same task and seed share their data."""
     return VirtualFleet(clients)
 
 
@@ -158,11 +161,11 @@ def simulate(
     """Run one policy in a scenario; `changes` are keys of the job's `strategy`.
 
     Args:
-        scenario: what is simulated.
+        scenario: the scenario.
         seed: of the data's split and of the training.
         data: the file of UCI letter recognition.
         changes: see `scenario.job_for`.
-        trace_every: score the served model after every so many rounds; 0: at the end only.
+        trace_every: rounds between scores of the served model; 0: only at the end.
     """
     torch.set_num_threads(1)
     memory = Path("/dev/shm")
@@ -181,46 +184,46 @@ async def _simulate(
     scratch: Path,
 ) -> Outcome:
     started = time.monotonic()
-    asyncio.get_running_loop().set_default_executor(AtOnce())
+    asyncio.get_running_loop().set_default_executor(SynchronousExecutor())
     job = job_for(scenario, seed, data, dict(changes))
     _check_target(scenario, job)
     store = Store.create(scratch / "run", job, Path(__file__).parent)
     link = InProcessLink()
-    world = World(scenario, link)
+    clock = SimulatedClock(scenario, link)
     trace: list[Point] = []
 
     def trace_score(event: Event) -> None:
         if isinstance(event, RoundCommitted) and event.record.round % trace_every == 0:
-            trace.append(Point(world.cost, world.transfers, score(coordinator)))
+            trace.append(Point(clock.cost, clock.transfers, score(coordinator)))
 
     events = EventStream()
-    events.subscribe(world.count)
+    events.subscribe(clock.count)
     if trace_every:
         events.subscribe(trace_score)
     try:
-        coordinator = Coordinator(store, link, events, world)
+        coordinator = Coordinator(store, link, events, clock)
         await coordinator.run()
         accuracy = score(coordinator)
     finally:
         store.close()
     return Outcome(
         accuracy=accuracy,
-        rounds=dict(world.rounds),
-        comparisons=world.comparisons,
+        rounds=dict(clock.rounds),
+        comparisons=clock.comparisons,
         cost=coordinator.state.spent,
-        ended=world.ended,
+        ended=clock.ended,
         seconds=time.monotonic() - started,
-        trace=(*trace, Point(coordinator.state.spent, world.transfers, accuracy))
+        trace=(*trace, Point(coordinator.state.spent, clock.transfers, accuracy))
         if trace_every
         else (),
     )
 
 
 def _check_target(scenario: Scenario, job: Job) -> None:
-    """What is declared to the policies must be so: they can only go by it.
+    """Check the share that is declared to the policies, because they rely on it.
 
     Raises:
-        JobError: another share of the target lives on the devices.
+        JobError: the devices have another share of the target.
     """
     task = job.task
     assert task.data is not None

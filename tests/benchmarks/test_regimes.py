@@ -1,4 +1,4 @@
-"""A tiny scenario on made-up letters; the figures of the real ones are the benchmark's own."""
+"""The benchmark of the regimes runs a tiny scenario on synthetic letters."""
 
 import json
 import random
@@ -23,7 +23,7 @@ SMALL = Scenario(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows in the form of UCI letter recognition: each letter near a point of its own."""
+    """Rows in the form of UCI letter recognition: each letter is near its own point."""
     draw = random.Random(1)
     middles = [[draw.randint(2, 13) for _ in range(16)] for _ in range(26)]
     lines = []
@@ -44,8 +44,8 @@ def test_the_same_seed_gives_the_same_figures(data):
     assert first.trace != other.trace
 
 
-def test_devices_work_in_their_windows_and_the_budget_holds(data):
-    """Seven hours: two of the first zone, a dark one, two of the second, two dark ones."""
+def test_devices_work_only_in_their_windows_and_within_the_budget(data):
+    """Seven hours: two of the first zone, one without devices, two of the second, two without."""
     federated = simulate(SMALL, 1, data, {"policy": "federated"}, 1)
     assert federated.rounds == {"federated": 4}
     assert federated.cost == pytest.approx(4.0)
@@ -55,7 +55,7 @@ def test_devices_work_in_their_windows_and_the_budget_holds(data):
     assert "budget" in filled.ended
 
 
-def test_a_gradient_that_devices_are_sent_counts_as_a_model(data):
+def test_a_gradient_sent_to_devices_counts_as_a_model(data):
     """Three for each of three devices: model, gradient, update."""
     short = SMALL.model_copy(update={"run": Run(ticks=1, budget=4.0)})
     outcome = simulate(short, 1, data, {"policy": "hybrid", "merge": "transfer"}, 1)
@@ -72,15 +72,15 @@ def test_every_fixed_policy_is_a_job(data):
 
 
 def test_a_scenario_that_declares_another_target_than_its_data_is_refused(data):
-    """Devices that have none of eight classes, with the whole target said to be theirs."""
+    """Devices have none of eight classes, but the whole target is declared to be on devices."""
     split = Split(clients=6, public_classes=8, public_rows=3000, exclusive=True)
     wrong = SMALL.model_copy(update={"split": split, "windows": ()})
     with pytest.raises(JobError, match=r"target_edge_share=1, .* the classes of 6\d% of the test"):
         simulate(wrong, 1, data, {"policy": "federated"})
 
 
-def test_drawn_scenarios_declare_the_share_that_their_data_leaves_to_the_devices():
-    few = scenario.drawn(2006, (1,))
+def test_random_scenarios_declare_the_share_of_the_target_on_their_devices():
+    few = scenario.random_scenario(2006, (1,))
     assert (few.split.public_classes, few.split.public_rows) == (8, 5000)  # all there are of these
     assert few.split.exclusive
     assert few.run.target_edge_share == pytest.approx(18 / 26, abs=1e-4)
@@ -114,10 +114,10 @@ def test_the_named_scenarios_can_be_read():
     assert names == ["A", "B", "C"]
 
 
-def test_a_drawn_scenario_is_always_the_same_and_its_own():
-    drawn = [scenario.drawn(number, (1,)) for number in range(200)]
-    assert drawn[7] == scenario.drawn(7, (1,))
-    assert len({one.model_dump_json(exclude={"name"}) for one in drawn}) == len(drawn)
+def test_random_scenarios_are_reproducible_and_distinct():
+    drawn = [scenario.random_scenario(number, (1,)) for number in range(200)]
+    assert drawn[7] == scenario.random_scenario(7, (1,))
+    assert len({each.model_dump_json(exclude={"name"}) for each in drawn}) == len(drawn)
 
 
 def a_row(policy, accuracy, points=(), name="small"):
@@ -127,7 +127,7 @@ def a_row(policy, accuracy, points=(), name="small"):
     return regimes.Row(name, policy, 1, outcome)
 
 
-def test_what_is_as_good_without_a_device_saves_all_transfers_but_one():
+def test_savings_of_a_run_without_transfers_count_one_transfer():
     rows = [
         a_row("federated", 80.0, (Point(cost=8.0, transfers=60, accuracy=80.0),), "B"),
         a_row("adaptive", 82.0, (Point(cost=2.0, transfers=0, accuracy=81.0),), "B"),
@@ -135,7 +135,7 @@ def test_what_is_as_good_without_a_device_saves_all_transfers_but_one():
     assert regimes.savings(rows) == {"savings/B/transfers": 60.0, "savings/B/cost": 4.0}
 
 
-def test_kept_runs_of_another_scenario_or_other_data_are_run_anew(data, tmp_path, capsys):
+def test_saved_runs_of_another_scenario_or_other_data_are_repeated(data, tmp_path, capsys):
     kept, other = tmp_path / "kept", tmp_path / "other.data"
     other.write_text(data.read_text().replace("A,2,", "A,3,", 1) + "A" + ",0" * 16 + "\n")
     short = SMALL.model_copy(update={"run": Run(ticks=1, budget=4.0)})
@@ -162,41 +162,59 @@ def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
     }
 
 
-def test_the_whole_script_on_a_scenario_file(data, tmp_path, capsys):
+def test_the_script_runs_a_scenario_file(data, tmp_path, capsys):
     file, figures, kept, plot = (tmp_path / name for name in ("s.toml", "f.json", "k", "p.svg"))
     file.write_text(
         'name = "mine"\nseeds = [1]\n[split]\nclients = 10\npublic_rows = 200\n[run]\nticks = 1\n'
     )
-    asked = ["--scenario", str(file), "--data", str(data), "--policies", "datacenter,federated"]
-    asked += ["--jobs", "1", "--json", str(figures), "--results", str(kept), "--plot", str(plot)]
-    assert regimes.main(asked) == 0
-    found = json.loads(figures.read_text())["figures"]
-    assert set(found) == {"regret/mine/datacenter", "regret/mine/federated"}
-    assert min(found.values()) == 0.0
+    arguments = ["--scenario", str(file), "--data", str(data), "--policies", "datacenter,federated"]
+    arguments += [
+        "--jobs",
+        "1",
+        "--json",
+        str(figures),
+        "--results",
+        str(kept),
+        "--plot",
+        str(plot),
+    ]
+    assert regimes.main(arguments) == 0
+    results = json.loads(figures.read_text())["figures"]
+    assert set(results) == {"regret/mine/datacenter", "regret/mine/federated"}
+    assert min(results.values()) == 0.0
     assert len(kept.read_text().splitlines()) == 2
     assert "<polyline" in plot.read_text()
     assert "mine" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_is_named_and_leaves_no_figure(data, tmp_path, capsys, monkeypatch):
+def test_a_failed_run_is_reported_and_has_no_figure(data, tmp_path, capsys, monkeypatch):
     broken = {"datacenter": {"policy": "datacenter"}, "warm": {"policy": "no such"}}
     monkeypatch.setattr(regimes, "contenders", lambda scenario: broken)
     file, figures = tmp_path / "s.toml", tmp_path / "f.json"
     file.write_text('name = "mine"\nseeds = [1]\n[split]\npublic_rows = 200\n[run]\nticks = 1\n')
-    asked = ["--scenario", str(file), "--data", str(data), "--jobs", "1", "--json", str(figures)]
-    assert regimes.main(asked) == 1
+    arguments = [
+        "--scenario",
+        str(file),
+        "--data",
+        str(data),
+        "--jobs",
+        "1",
+        "--json",
+        str(figures),
+    ]
+    assert regimes.main(arguments) == 1
     assert "not in the figures: warm in mine, seed 1: strategy.policy='no such'" in (
         capsys.readouterr().err
     )
     assert set(json.loads(figures.read_text())["figures"]) == {"regret/mine/datacenter"}
 
 
-def test_a_data_file_that_is_not_there_is_one_sentence(tmp_path, capsys):
+def test_a_missing_data_file_is_reported_in_one_sentence(tmp_path, capsys):
     assert regimes.main(["--data", str(tmp_path / "no.data")]) == 1
     assert "give UCI letter recognition with --data FILE" in capsys.readouterr().err
 
 
-def test_a_curve_is_the_mean_of_its_runs_as_far_as_all_go():
+def test_a_curve_is_the_mean_of_its_runs_up_to_the_end_of_the_shortest():
     line = curves.Curve("x", [[(0, 0.0), (2, 10.0)], [(0, 20.0), (1, 30.0)]]).mean()
     assert line[0] == (0.0, 10.0)
     assert line[-1] == (1.0, 15.0)

@@ -76,9 +76,9 @@ class OwnerLimits(Section):
     @field_validator("hours")
     @classmethod
     def _are_hours(cls, hours: tuple[str, ...]) -> tuple[str, ...]:
-        for one in hours:
+        for interval in hours:
             try:
-                Hours.parse(one)
+                Hours.parse(interval)
             except JobError as error:
                 raise ValueError(str(error)) from None
         return hours
@@ -88,7 +88,7 @@ def parse(text: str, origin: str) -> OwnerLimits:
     """Read a limits file's text.
 
     Raises:
-        UserError: with the key that makes no sense.
+        UserError: a key is unknown or its value invalid.
     """
     try:
         return OwnerLimits.model_validate(tomllib.loads(text))

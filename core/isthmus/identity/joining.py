@@ -125,7 +125,7 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
     certificate = tls.read_certificate(reply.certificate)
     check_issued(certificate, authority, kind, public)
     if certificate.public_key() != key.public_key():
-        raise AdmissionRefused("the certificate that came is not for the key we asked with")
+        raise AdmissionRefused("the server issued a certificate for another key")
     return await asyncio.to_thread(
         lambda: Membership.save(
             directory,

@@ -225,7 +225,7 @@ def check_issued(
         raise AdmissionRefused("the server's authority did not sign the certificate it sent")
     subject = tls.subject_of(certificate)
     if (subject.kind, subject.identity) != (kind, identity):
-        raise AdmissionRefused(f"the certificate that came is not one of this {kind}")
+        raise AdmissionRefused(f"the server issued a certificate that is not for this {kind}")
 
 
 def check_dialling(address: str, kind: str, name: str, membership: Membership | None) -> None:
@@ -234,15 +234,15 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
     Raises:
         UserError: there is no membership, or it is for another role or name.
     """
-    here = tls.is_socket(address)
-    host = "" if here else tls.split_address(address, "the server's address")[0]
+    is_local = tls.is_socket(address)
+    host = "" if is_local else tls.split_address(address, "the server's address")[0]
     if membership is None:
-        if not here and not tls.is_loopback(host):
+        if not is_local and not tls.is_loopback(host):
             raise UserError(
                 f"{host} is another machine, and this one has not joined its fleet; join first: "
                 f"isthmus {kind} join HOST:PORT TOKEN"
             )
-    elif here:
+    elif is_local:
         raise UserError(f"{address} asks for no certificate; give --name as well to dial it")
     elif (membership.kind, membership.name) != (kind, name):
         raise UserError(

@@ -51,10 +51,10 @@ class DatacenterSection(Section):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> DatacenterSection:
-        pieces = self.accumulate * (self.microbatches or 1)
-        if self.batch_size % pieces:
+        parts = self.accumulate * (self.microbatches or 1)
+        if self.batch_size % parts:
             raise ValueError(
-                f"batch_size={self.batch_size} cannot be cut into {pieces} equal pieces "
+                f"batch_size={self.batch_size} cannot be divided into {parts} equal parts "
                 f"(accumulate={self.accumulate} x microbatches={self.microbatches or 1})"
             )
         if self.schedule == "zero_bubble" and self.zero_stage == 3 and self.layout == "given":
@@ -76,10 +76,10 @@ class DatacenterSection(Section):
         left, rest = divmod(ranks, others)
         if rest or left == 0 or self.data_parallel not in (None, left):
             given = "" if self.data_parallel is None else f" x data_parallel={self.data_parallel}"
-            takes = others * (self.data_parallel or 1)
+            needed = others * (self.data_parallel or 1)
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} x pipeline_parallel="
-                f"{self.pipeline_parallel}{given} takes {takes} ranks"
+                f"{self.pipeline_parallel}{given} needs {needed} ranks"
                 f"{'' if given else ' or a multiple'}, and there are {ranks}"
             )
         return left

@@ -89,7 +89,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def build_same_model(
-    task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], whose: str
+    task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], owner: str
 ) -> tuple[nn.Module, TensorLayout]:
     """Build the task's model and check that it equals the server's.
 
@@ -98,7 +98,7 @@ def build_same_model(
         seed: of the job.
         header: `TensorLayout.header` of the server's model.
         frozen: the fingerprint of its frozen parameters.
-        whose: owner of the model for the error message, e.g. "this device".
+        owner: owner of the model for the error message, e.g. "this device".
 
     Raises:
         TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
@@ -109,7 +109,7 @@ def build_same_model(
         model, frozen
     )
     if difference is not None:
-        raise TaskError(f"{whose}'s model is not the server's: {difference}")
+        raise TaskError(f"{owner}'s model is not the server's: {difference}")
     return model, layout
 
 

@@ -229,12 +229,12 @@ class TensorLayout:
 
         if len(payload) != self.nbytes:
             raise UpdateError(
-                f"{len(payload)} bytes came where this exchange set takes {self.nbytes} "
+                f"{len(payload)} bytes were received, and this exchange set has {self.nbytes} "
                 f"({self.size} float32 parameters)"
             )
         if bytes(memoryview(payload)[: len(self.header)]) != self.header:
-            there = TensorLayout.from_header(memoryview(payload)[: len(self.header)])
-            raise UpdateError(f"another exchange set came: {there.explain_difference(self)}")
+            received = TensorLayout.from_header(memoryview(payload)[: len(self.header)])
+            raise UpdateError(f"another exchange set came: {received.explain_difference(self)}")
         if self.size == 0:
             return torch.empty(0, dtype=torch.float32)
         return torch.frombuffer(payload, dtype=torch.float32, offset=len(self.header))

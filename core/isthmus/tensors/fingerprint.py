@@ -38,9 +38,9 @@ def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]
     for name, values in expected.items():
         if name not in actual:
             return f"parameter {name!r} is frozen there and not here"
-        here, there = torch.tensor(actual[name]), torch.tensor(list(values))
-        if here.shape != there.shape or not torch.allclose(
-            here, there, _RELATIVE, _ABSOLUTE, equal_nan=True
+        own, others = torch.tensor(actual[name]), torch.tensor(list(values))
+        if own.shape != others.shape or not torch.allclose(
+            own, others, _RELATIVE, _ABSOLUTE, equal_nan=True
         ):
             return (
                 f"the frozen parameter {name!r} has other values here than there; is it loaded "

@@ -6,7 +6,7 @@ that accepts connections and drops them: with one minute, 5,000 devices connect 
 second.
 
 >>> backoff = Backoff(longest_pause=60.0)
->>> reported = [backoff.broke(held=0.0) for _ in range(100)]
+>>> reported = [backoff.broke(open_seconds=0.0) for _ in range(100)]
 >>> [failures for failures, is_reported in enumerate(reported, 1) if is_reported]
 [1, 2, 4, 8, 16, 32, 64]
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 
-HELD_SECONDS = 5.0
+STABLE_SECONDS = 5.0
 """A connection that was open for longer resets the backoff."""
 
 _SHORTEST_PAUSE = 0.05
@@ -28,15 +28,15 @@ class Backoff:
     def __init__(self, longest_pause: float) -> None:
         """`longest_pause`: upper bound of a pause, in seconds."""
         self.tries = 0
-        """Attempts since a connection was open for more than `HELD_SECONDS`."""
+        """Attempts since a connection was open for more than `STABLE_SECONDS`."""
         self._longest = longest_pause
 
-    def broke(self, held: float) -> bool:
-        """Record that a connection or an attempt ended after it was open for `held` seconds.
+    def broke(self, open_seconds: float) -> bool:
+        """Record that a connection or an attempt ended after so many seconds open.
 
         Returns whether to log it: the 1st, 2nd, 4th, 8th ... failure in a row is logged.
         """
-        self.tries = 1 if held > HELD_SECONDS else self.tries + 1
+        self.tries = 1 if open_seconds > STABLE_SECONDS else self.tries + 1
         return self.tries & (self.tries - 1) == 0
 
     def pause(self) -> float:

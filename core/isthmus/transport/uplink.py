@@ -167,7 +167,7 @@ class Uplink:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise asyncio.CancelledError  # gRPC replaced it by an error
-                if backoff.broke(held=time.monotonic() - self._linked_at):
+                if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s: %s%s", self.address, why, more)
                 await asyncio.sleep(backoff.pause())

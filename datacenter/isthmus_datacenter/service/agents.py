@@ -113,7 +113,7 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
                 node.serve(control)
             except dist.DistError:
                 # The service does not run: ranks without a service are of no use.
-                if backoff.broke(held=time.monotonic() - connected_at):
+                if backoff.broke(open_seconds=time.monotonic() - connected_at):
                     log.info("no service at %s:%d; this node waits for it", host, port)
                 time.sleep(backoff.pause())  # a connection is the only test for the service
 

@@ -123,11 +123,11 @@ class History:
 
 
 def _refuse_replay(config: RoundConfig, last: tuple[int, int]) -> NoReturn:
-    seen = f"round {last[0]} attempt {last[1]}, which this device has seen"
+    latest = f"round {last[0]} attempt {last[1]}, which this device has seen"
     if last == _ENDED:
-        seen = f"its end: this device has been in {_MAX_OPEN_RUNS} others since"
+        latest = f"its end: this device has been in {_MAX_OPEN_RUNS} others since"
     refusal.refuse(
         "config-replayed",
         f"round {config.round} attempt {config.attempt} of run {config.run_id!r} is not after "
-        f"{seen}",
+        f"{latest}",
     )

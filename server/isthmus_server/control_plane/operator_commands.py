@@ -36,7 +36,7 @@ _STATE = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     default=lambda: default_state("operator"),
     show_default="~/.local/state/isthmus/operator",
-    help="Where this operator's keys are.",
+    help="Directory with this operator's keys.",
 )
 
 
@@ -107,12 +107,12 @@ class OperatorClient:
         doubt = unsure if error.code() in _NO_ANSWER else ""
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            said = f" is not there now: {short_message(details)}"
+            problem = f" is not there now: {short_message(details)}"
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            said = " did not answer in time"
+            problem = " did not answer in time"
         else:
-            said = f": {details}"
-        return AdmissionRefused(f"the server at {self.member.server}{said}{doubt}")
+            problem = f": {details}"
+        return AdmissionRefused(f"the server at {self.member.server}{problem}{doubt}")
 
 
 @click.group()
@@ -160,20 +160,20 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
 @_STATE
 def jobs(as_json: bool, ended: int, state: Path) -> None:
     """List the server's running and queued jobs, and the latest ended ones."""
-    found = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply).jobs
+    reply = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
     keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
     if as_json:
         click.echo(
-            json.dumps([{key: getattr(job, key) for key in keys} for job in found], indent=1)
+            json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
         )
         return
     table = Table("job", "state", "round", "by", "since", "reason", box=None)
-    for job in found:
+    for job in reply.jobs:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
         table.add_row(job.id, job.state, rounds, job.submitted_by, since, escape(job.reason))
     none = "nothing has been submitted yet" if ended else "no job runs or waits"
-    Console().print(table if found else none)
+    Console().print(table if reply.jobs else none)
 
 
 @click.command()

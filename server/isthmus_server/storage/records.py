@@ -88,7 +88,10 @@ class Receipt(Record):
 def summarize_failures(receipts: Iterable[Receipt]) -> str:
     """The reasons of up to three participants; those stopped because of others come last."""
     failed = [receipt for receipt in receipts if receipt.reason]
-    stopped = {f"{one.participant}: {one.reason}": one.reason == UNREACHABLE for one in failed}
+    stopped = {
+        f"{receipt.participant}: {receipt.reason}": receipt.reason == UNREACHABLE
+        for receipt in failed
+    }
     return "; ".join(sorted(stopped, key=lambda line: (stopped[line], line))[:3])
 
 
@@ -233,7 +236,7 @@ class RoundRecord(AttemptRecord):
     """Rates and memory of each datacenter's ranks, by its name."""
 
     def as_past_round(self) -> PastRound:
-        """What policies see of it: totals and means, nothing about single participants."""
+        """The totals and means that policies receive, without data on single participants."""
         devices = [receipt for receipt in self.receipts if receipt.regime == "federated"]
         ranks = [receipt for receipt in self.receipts if receipt.regime == "datacenter"]
         return PastRound(
@@ -245,14 +248,20 @@ class RoundRecord(AttemptRecord):
             accepted=self.participants.accepted,
             bytes_up=self.cost.bytes_up,
             bytes_down=self.cost.bytes_down,
-            bytes_each=max((one.bytes_in + one.bytes_out for one in devices), default=0),
+            bytes_each=max(
+                (receipt.bytes_in + receipt.bytes_out for receipt in devices), default=0
+            ),
             device_seconds=self.cost.device_seconds,
             datacenter_seconds=self.cost.datacenter_seconds,
             datacenter_steps=sum(receipt.steps for receipt in ranks),
             training={name: dict(figures) for name, figures in self.training.items()},
             norms=dict(self.norms),
             cosine=self.cosine,
-            comparisons=[one.result for one in self.comparisons if one.result is not None],
+            comparisons=[
+                comparison.result
+                for comparison in self.comparisons
+                if comparison.result is not None
+            ],
             elapsed=self.elapsed,
         )
 

@@ -83,24 +83,29 @@ def _title(explained: ExplainedDecision) -> str:
 def _observed(explained: ExplainedDecision) -> Iterator[tuple[str, str]]:
     """Everything a decision was based on, as rows of a label and a sentence."""
     decision = explained.decision
-    seen = decision.observation
+    observation = decision.observation
     yield from _labelled("so far", _past(explained))
-    ready = f"{_count(seen.clients_ready, 'device')} and {_count(seen.datacenters, 'datacenter')}"
-    if seen.clients_ineligible:
-        ready += f" ({seen.clients_ineligible} more may not be asked now)"
-    yield "here", f"{ready}; a federated round invites {seen.invited()} and needs {seen.quorum}"
-    yield from _labelled("forecast", [_window(side, seen) for side in _SIDES])
+    devices = _count(observation.clients_ready, "device")
+    ready = f"{devices} and {_count(observation.datacenters, 'datacenter')}"
+    if observation.clients_ineligible:
+        ready += f" ({observation.clients_ineligible} more may not be asked now)"
+    cohort = f"a federated round invites {observation.invited()} and needs {observation.quorum}"
+    yield "here", f"{ready}; {cohort}"
+    yield from _labelled("forecast", [_window(side, observation) for side in _SIDES])
     kinds: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
-    prices = ", ".join(f"{kind} {seen.price(kind):g}" for kind in kinds)
-    yield "a round costs", f"{prices}; one device scoring one model {seen.comparison_price:g}"
-    yield from _labelled("left", _left(seen))
+    prices = ", ".join(f"{kind} {observation.price(kind):g}" for kind in kinds)
+    yield (
+        "a round costs",
+        f"{prices}; one device scoring one model {observation.comparison_price:g}",
+    )
+    yield from _labelled("left", _left(observation))
     yield from _labelled("comparisons", _comparisons(decision) or ["none was requested"])
     yield from _labelled("waited", _waits(decision, by_limit=False))
-    kept = [name for name in seen.models if name not in ("current", "served", "initial")]
+    kept = [name for name in observation.models if name not in ("current", "served", "initial")]
     if kept:
         yield "kept models", ", ".join(kept)
-    if seen.state:
-        state = ", ".join(f"{name}={value}" for name, value in sorted(seen.state.items()))
+    if observation.state:
+        state = ", ".join(f"{name}={value}" for name, value in sorted(observation.state.items()))
         yield "its notes", state
 
 
@@ -136,8 +141,8 @@ def _past(explained: ExplainedDecision) -> list[str]:
     return lines
 
 
-def _window(side: Side, seen: Observation) -> str:
-    forecast = seen.forecast.get(side, Forecast())
+def _window(side: Side, observation: Observation) -> str:
+    forecast = observation.forecast.get(side, Forecast())
     name = _SIDES[side]
     if forecast.changes_in is None:
         return f"{name}: {'always' if forecast.ready else 'never'} within a window"
@@ -146,16 +151,16 @@ def _window(side: Side, seen: Observation) -> str:
     return f"{name}: {position} another {_duration(forecast.changes_in)}; {share}"
 
 
-def _left(seen: Observation) -> list[str]:
+def _left(observation: Observation) -> list[str]:
     """The rest of each limit that the job sets."""
     lines = []
-    if seen.budget is not None and seen.budget_left is not None:
-        lines.append(f"{max(seen.budget_left, 0):g} of the budget of {seen.budget:g}")
-    if seen.seconds_left is not None:
-        lines.append(f"{_duration(seen.seconds_left)} of the run's time")
-    if seen.bytes_left is not None:
-        lines.append(f"{max(seen.bytes_left, 0) / 1e6:.3g} MB to and from devices")
-    lines.append(f"{_count(seen.rounds - seen.round + 1, 'round')} with this one")
+    if observation.budget is not None and observation.budget_left is not None:
+        lines.append(f"{max(observation.budget_left, 0):g} of the budget of {observation.budget:g}")
+    if observation.seconds_left is not None:
+        lines.append(f"{_duration(observation.seconds_left)} of the run's time")
+    if observation.bytes_left is not None:
+        lines.append(f"{max(observation.bytes_left, 0) / 1e6:.3g} MB to and from devices")
+    lines.append(f"{_count(observation.rounds - observation.round + 1, 'round')} with this one")
     return lines
 
 
@@ -200,14 +205,16 @@ def _scores(comparison: Comparison) -> list[str]:
 
 def _planned(explained: ExplainedDecision) -> list[str]:
     """The plan in words, a line for each part of it."""
-    plan, seen = explained.decision.answer, explained.decision.observation
+    plan, observation = explained.decision.answer, explained.decision.observation
     assert isinstance(plan, Plan)  # a stop has no page about a plan
     lines = []
     if plan.regime != "datacenter":
-        cohort = plan.cohort or seen.cohort
+        cohort = plan.cohort or observation.cohort
         lines.append(f"{len(explained.invited)} devices are invited for {cohort} updates")
     if plan.regime != "federated":
-        lines.append(f"{plan.datacenter_steps or seen.datacenter_steps} steps in the datacenter")
+        lines.append(
+            f"{plan.datacenter_steps or observation.datacenter_steps} steps in the datacenter"
+        )
     if plan.regime == "hybrid" and plan.merge:
         lines.append(f"merged by merge={plan.merge!r}")
     if plan.start != CURRENT:

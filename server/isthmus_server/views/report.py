@@ -72,7 +72,7 @@ def show(report: Report, console: Console) -> None:
 def page(report: Report) -> RenderableType:
     """A table of all attempts, then incidents, the end and the final model."""
     attempts: list[EndedAttempt] = sorted(
-        [*report.rounds, *report.failed_attempts], key=lambda one: (one.round, one.attempt)
+        [*report.rounds, *report.failed_attempts], key=lambda record: (record.round, record.attempt)
     )
     parts: list[RenderableType] = [_table(report, attempts)]
     incidents = _incidents(report, attempts)

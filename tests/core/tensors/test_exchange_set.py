@@ -157,7 +157,7 @@ def test_a_payload_cut_short_or_of_another_model_is_refused():
     other = TensorLayout.from_shapes({"b": (2,)})
     assert layout.nbytes == other.nbytes == 72
     payload = layout.encode(torch.zeros(2))
-    with pytest.raises(UpdateError, match=r"71 bytes came where .* takes 72 \(2 float32 p"):
+    with pytest.raises(UpdateError, match=r"71 bytes were received, .* has 72 \(2 float32 p"):
         layout.decode(payload[:-1])
     with pytest.raises(UpdateError, match="another exchange set came: parameter 'a' is there and"):
         layout.decode(other.encode(torch.zeros(2)))

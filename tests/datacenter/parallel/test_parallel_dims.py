@@ -15,9 +15,9 @@ from isthmus.job.datacenter import DatacenterSection
     [
         (
             {"ranks": 6, "tensor_parallel": 4},
-            "tensor_parallel=4 x pipeline_parallel=1 takes 4 ranks or a multiple, and there are 6",
+            "tensor_parallel=4 x pipeline_parallel=1 needs 4 ranks or a multiple, and there are 6",
         ),
-        ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be cut into 4 equal pieces"),
+        ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be divided into 4 equal parts"),
         (
             {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},
             "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch",

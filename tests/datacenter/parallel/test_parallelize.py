@@ -311,11 +311,11 @@ def test_impossible_layouts_are_refused_with_the_reason(
     cases = [
         (
             make_setup("Gpt", **section, tensor_parallel=2, pipeline_parallel=2),
-            "tensor_parallel=2 x pipeline_parallel=2 takes 4 ranks or a multiple, and there are 2",
+            "tensor_parallel=2 x pipeline_parallel=2 needs 4 ranks or a multiple, and there are 2",
         ),
         (
             make_setup("Gpt", **section, data_parallel=3),
-            "data_parallel=3 takes 3 ranks, and there are 2",
+            "data_parallel=3 needs 3 ranks, and there are 2",
         ),
         (
             make_setup("Gpt", **section, pipeline_parallel=2, microbatches=1),

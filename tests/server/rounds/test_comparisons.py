@@ -1,49 +1,23 @@
-"""Devices compare models for a policy: what comes back, what it costs, and what a crash leaves."""
+"""Devices compare models for a policy: the result, its price, and what a crash leaves."""
 
-import asyncio
-import errno
-import os
-import sqlite3
 import statistics
 
 import pytest
-import torch
+from tests.server.conftest import round_of
+from tests.server.rounds.policies import COMPARES_MODELS, write_policy
+from tests.server.rounds.results import LAYOUT, read_model
 
-from isthmus.errors import TaskError, UserError
+from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import score
-from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual.fleet import VirtualFleet
-from isthmus_server.rounds import coordinator as coordinator_module
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import Paused, RoundCommitted
-from isthmus_server.transport.bundle import published
+from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_server.views.report import read_report
 
-from .conftest import round_of
-
-LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 MODELS = ("initial", "current", "initial+current")
-
-ASKING = """
-from isthmus_server.strategy import Compare, Plan, Stop, Wait
-
-class Asking:
-    '''Before the second round it asks {devices} devices; the better model is trained on.'''
-
-    def __init__(self, strategy): pass
-
-    def plan(self, seen):
-        if seen.round != 2 or seen.refused:
-            return Plan("federated", " ".join(seen.refused) or "it is the first", dict(seen.state))
-        if not seen.comparisons:
-            return Compare({models!r}, {devices}, "to know", {{"asked": True}})
-        found = seen.comparisons[0]
-        best = min(found.models, key=lambda model: found.score[model])
-        return Plan("federated", "devices like " + best, dict(seen.state), start=best)
-"""
 
 
 @pytest.fixture
@@ -51,9 +25,8 @@ def asking(place, tmp_path):
     """Overrides for a policy that asks before the second round."""
 
     def asking(devices=3, models=MODELS):
-        name = f"asking_{tmp_path.name.replace('-', '_')}"
-        (tmp_path / f"{name}.py").write_text(ASKING.format(devices=devices, models=models))
-        return (f"strategy.policy={name}:Asking",)
+        source = COMPARES_MODELS.format(devices=devices, models=models)
+        return (write_policy(tmp_path, "compares", source),)
 
     return asking
 
@@ -87,7 +60,7 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
     def keep_model(event):
         if isinstance(event, RoundCommitted) and event.record.round == 1:
             path = store.directory / "checkpoints/model-000001.safetensors"
-            first["current"] = LAYOUT.decode(bytearray(path.read_bytes()))
+            first["current"] = read_model(path)
 
     coordinator = Coordinator(store, place.link)
     coordinator.events.subscribe(keep_model)
@@ -204,77 +177,3 @@ async def test_virtual_devices_compare_models(place, asking, write_task):
     row = report["rounds"][1]
     assert row["comparisons"][0]["result"]["devices"] == 4
     assert row["reason"] == "devices like current"
-
-
-WAITING = """
-from isthmus_server.strategy import Stop, Wait
-
-class Waiting:
-    def __init__(self, strategy): pass
-
-    def plan(self, seen):
-        return Wait(3600.0, "it is early") if seen.elapsed < 50 else Stop("it is late")
-"""
-
-
-async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw(
-    place, tmp_path, monkeypatch
-):
-    await place.listen()
-    name = f"waiting_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(WAITING)
-    store = place.create("run", f"strategy.policy={name}:Waiting", "budget=9")
-    monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
-    coordinator = Coordinator(store, place.link)
-    now = coordinator.clock.now
-    coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
-    waiting = asyncio.Event()
-    coordinator.events.subscribe(lambda event: waiting.set() if isinstance(event, Paused) else None)
-    noted = asyncio.Event()
-    save_elapsed = store.save_elapsed
-    store.save_elapsed = lambda elapsed: (save_elapsed(elapsed), waiting.is_set() and noted.set())
-    running = asyncio.create_task(coordinator.run())
-    await noted.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    again = place.reopen(store)
-    await Coordinator(again, place.link).run()
-    (stopped,) = [
-        event for event in read_report(again).to_json()["events"] if event["kind"] == "stopped"
-    ]
-    assert (stopped["reason"], stopped["round"]) == ("it is late", 1)
-    assert 100 <= stopped["decision"]["observation"]["elapsed"] < 150
-    assert stopped["decision"]["observation"]["budget"] == 9
-
-
-async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp_path, monkeypatch):
-    await place.listen()
-    name = f"short_{tmp_path.name.replace('-', '_')}"
-    brief = WAITING.replace("3600.0", "0.02").replace("< 50", "< 0.1")
-    (tmp_path / f"{name}.py").write_text(brief)
-    store = place.create("run", f"strategy.policy={name}:Waiting", "budget=9")
-    monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
-
-    def full(elapsed):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    store.save_elapsed = full
-    with pytest.raises(UserError, match="could not be used: database or disk is full; see to it"):
-        await Coordinator(store, place.link).run()
-    assert store.status()[0] == "failed"
-
-
-async def test_models_that_the_disk_has_no_room_for_are_an_error_and_not_the_end(
-    net, tmp_path, monkeypatch
-):
-    """Where a page of a mapped file cannot be written, the kernel ends the process."""
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    link, layout = await net.listen(), TensorLayout.from_shapes({"weight": (4,)})
-    with pytest.raises(OSError, match="No space left"):
-        async with published(link, layout, tmp_path, [torch.ones(4)], 1):
-            raise AssertionError("unreachable")
-    assert not link.published_blobs

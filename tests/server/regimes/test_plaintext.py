@@ -1,28 +1,19 @@
+"""Attempts of devices that send their updates in plaintext."""
+
 import asyncio
 import re
 
 import pytest
 import torch
+from tests.server.regimes.misbehaviour import ENDS, LAYOUT, LEASE, NEVER, TIMES, misbehaviours
 
 from isthmus.errors import TaskError
-from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import CHUNK_BYTES, describe
-from isthmus.wire import link_pb2
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
-from isthmus_server.storage.records import UNREACHABLE, Participants, Receipt, summarize_failures
-from isthmus_server.strategy.policy import Plan
-from isthmus_server.strategy.round_spec import RoundSpec
-
-LAYOUT = TensorLayout.from_shapes({"bias": (1,), "weight": (2,)})
-OTHER = TensorLayout.from_shapes({"bias": (2,), "weight": (1,)})
-LARGER = TensorLayout.from_shapes({"bias": (1,), "weight": (3,)})
-NEVER = asyncio.Event
-ROUND, LEASE = 77.0, 66.0
-TIMES = (f"time.round_seconds={ROUND}", f"time.lease_seconds={LEASE}")
+from isthmus_server.storage.records import Participants
 
 
 class Round:
@@ -107,63 +98,6 @@ async def test_a_model_of_many_chunks(begin, net, update):
         await net.join(name, work)
     result = await round_.train("a", "b", "c")
     assert torch.equal(result.pseudo_gradient, vector)
-
-
-def misbehaviours(update):
-    """Each a coroutine function, and what its receipt says."""
-
-    def answer(layout=LAYOUT, vector=(1.0, 2.0, 3.0), **more):
-        async def work(guest, request, model):
-            return update(layout, vector, **more)
-
-        return work
-
-    async def fail(guest, request, model):
-        raise TaskError("loss() failed at task.py:7")
-
-    async def rant(guest, request, model):
-        raise TaskError("\x1b[2J" + 10_000 * "no ")
-
-    async def something_else(guest, request, model):
-        return link_pb2.Reply(opened=link_pb2.Opened(examples=1)), None
-
-    async def hold_nothing(guest, request, model):
-        reply, _ = update(LAYOUT, [0.0] * 3)
-        return reply, None
-
-    async def lie(guest, request, model):
-        reply, payload = update(LAYOUT, [0.0] * 3)
-        payload[-1] ^= 1
-        return reply, payload
-
-    async def die(guest, request, model):
-        asyncio.get_running_loop().call_soon(guest.link.cancel)
-        await NEVER().wait()
-
-    async def sleep(guest, request, model):
-        await NEVER().wait()
-
-    return {
-        "another size": (answer(LARGER, [0.0] * 4), "rejected", "its update has 144 bytes where"),
-        "another header": (answer(OTHER), "rejected", "it is not an update of this exchange set"),
-        "nan": (answer(vector=[0, torch.nan, 0]), "rejected", "its update of 'weight' is not fin"),
-        "infinity": (answer(vector=[torch.inf, 0, 0]), "rejected", "its update of 'bias' is not"),
-        "huge": (answer(vector=[0, 0, 1e6]), "rejected", "its update of 'weight' is out of range"),
-        "no weight": (answer(examples=0), "rejected", "its weight=0 does not fit"),
-        "too much weight": (answer(examples=2**63), "rejected", "its weight=9223372036854775808 d"),
-        "no loss": (answer(training={"loss": torch.nan}), "rejected", "its time or one of its fig"),
-        "many words": (rant, "rejected", "[2Jno no no"),
-        "failure": (fail, "rejected", "loss() failed at task.py:7"),
-        "another answer": (something_else, "rejected", "it answered something else than was asked"),
-        "no content": (hold_nothing, "rejected", "bad does not hold the blob it named"),
-        "another content": (lie, "rejected", "a transfer does not match its SHA-256"),
-        "death": (die, "dropped", "lost: silent for longer than the lease of 66 s"),
-        "silence": (sleep, "dropped", "the round's 77 s were over"),
-    }
-
-
-ENDS = {"death": LEASE, "silence": ROUND}
-"""What has to be over before anybody gives up whom nothing is heard of."""
 
 
 @pytest.mark.parametrize("how", list(misbehaviours(None)))
@@ -343,109 +277,3 @@ async def test_the_same_updates_give_the_same_bytes_in_any_order_of_arrival(begi
         means.append((await round_.train("a", "b", "c")).pseudo_gradient)
     assert torch.equal(means[0], means[1])
     assert torch.equal(means[0], means[2])
-
-
-# -- the datacenter ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ranks(net, make_job):
-    """The datacenter regime, with one participant whose work is given."""
-
-    async def ranks(work, *overrides):
-        await net.listen(LEASE)
-        guest = await net.join("dc", work, role=link_pb2.DATACENTER)
-        return DatacenterRegime(net.link, make_job(*overrides), "run", LAYOUT), guest
-
-    return ranks
-
-
-def steps(round_):
-    """A round of ten steps from the ranks' own model, which is returned."""
-    return RoundSpec(
-        plan=Plan(regime="datacenter", reason=""),
-        round=round_,
-        attempt=1,
-        cohort={},
-        federated=FederatedSection(),
-        datacenters=["dc"],
-        from_step=10,
-        steps=10,
-        datacenter_has_model=True,
-        evaluate=True,
-        hand_back=True,
-    )
-
-
-async def test_ranks_train_to_a_step_and_hand_their_model_back(ranks, update, net):
-    async def work(guest, request, model):
-        assert model is None
-        return update(LAYOUT, [1.0, 2.0, 3.0], training={"loss": 1.0}, events=["rank 1 came back"])
-
-    datacenter, guest = await ranks(work)
-    result = await datacenter.train("dc", steps(3), None)
-    assert result.vector.tolist() == [1.0, 2.0, 3.0]
-    assert result.training == {"loss": 1.0}
-    (receipt,) = result.receipts
-    assert (receipt.status, receipt.reason) == ("accepted", "rank 1 came back")
-    (asked,) = guest.asked
-    work = asked.train_steps
-    assert (work.round, work.from_step, work.until_step) == (3, 10, 20)
-    assert not work.HasField("model")
-    await net.until(lambda: guest.receipts == [(True, "")])
-
-
-async def test_ranks_export_their_model(ranks, update):
-    async def work(guest, request, model):
-        reply, payload = update(LAYOUT, [4.0, 5.0, 6.0])
-        return link_pb2.Reply(exported=link_pb2.Exported(model=reply.trained.result)), payload
-
-    datacenter, guest = await ranks(work)
-    assert (await datacenter.export("dc", 20)).tolist() == [4.0, 5.0, 6.0]
-    assert guest.asked[0].export.step == 20
-
-
-@pytest.mark.parametrize(
-    ("how", "status", "reason"),
-    [
-        ("failure", "rejected", "dc: loss() failed at task.py:7"),
-        ("another answer", "rejected", "dc: it answered something else"),
-        ("another size", "rejected", "dc: its model has 144 bytes where"),
-        ("another header", "rejected", "dc: another exchange set came: parameter 'bias' has"),
-        ("nan", "rejected", "dc: its model is not finite"),
-        ("death", "dropped", "dc: lost: silent for longer than the lease of 66 s"),
-        ("silence", "dropped", "dc: it did not answer within 77 s"),
-    ],
-)
-async def test_ranks_that_cannot_are_a_failed_attempt(
-    ranks, update, net, clock, how, status, reason
-):
-    work = misbehaviours(update)[how][0]
-    datacenter, guest = await ranks(work, *TIMES)
-    training = asyncio.create_task(datacenter.train("dc", steps(1), None))
-    if how in ENDS:
-        await net.until(lambda: guest.asked)
-        await clock.over(ENDS[how])
-    with pytest.raises(AttemptFailed) as caught:
-        await training
-    assert str(caught.value).startswith(reason)
-    (receipt,) = caught.value.receipts
-    assert (receipt.participant, receipt.regime, receipt.status) == ("dc", "datacenter", status)
-    if status == "rejected":
-        await net.until(lambda: guest.receipts)
-        assert not guest.receipts[0][0]
-
-
-async def test_ranks_that_are_not_there(net, make_job):
-    await net.listen()
-    with pytest.raises(AttemptFailed, match=r"^dc: dc is not connected$"):
-        await DatacenterRegime(net.link, make_job(), "run", LAYOUT).export("dc", 1)
-
-
-def test_who_was_only_stopped_because_of_others_is_named_last():
-    stopped = dict.fromkeys("abc", UNREACHABLE)
-    found = [
-        Receipt(participant=name, regime="federated", status="dropped", reason=reason)
-        for name, reason in {**stopped, "d": "its disk is full", "e": ""}.items()
-    ]
-    assert summarize_failures(found) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"

@@ -1,0 +1,105 @@
+"""Which devices are invited: hours, caps on participation, and selection by utility."""
+
+from tests.server.rounds.results import invited_devices
+
+from isthmus.task import Participant
+from isthmus_clients.device.agent import Agent
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import RoundPlanned
+from isthmus_server.views.report import read_report
+
+HOUR = 3600.0
+MONDAY = 4 * 24 * HOUR
+
+
+class Jumping(Clock):
+    """Virtual time in which a round takes no time and waiting takes what it takes."""
+
+    def __init__(self):
+        self.time = MONDAY + 7 * HOUR
+        self.waits = []
+
+    def now(self):
+        return self.time
+
+    utc = now
+
+    async def sleep(self, seconds):
+        self.time += seconds
+        if seconds:
+            self.waits.append(seconds)
+
+
+async def test_a_run_asks_each_device_within_its_hours_and_cap(place):
+    await place.listen(names=("day-1", "day-2", "day-3", "night-1", "night-2", "night-3"))
+    clock = Jumping()
+    report, _ = await place.run(
+        "run",
+        "rounds=4",
+        "federated.participation={rounds=1, hours=20}",
+        "federated.hours=[{devices='day-*', opens='06:00', closes='20:00'}, "
+        "{devices='night-*', opens='20:00', closes='06:00'}]",
+        clock=clock,
+    )
+    assert (
+        invited_devices(report)
+        == [
+            ["day-1", "day-2", "day-3"],
+            ["night-1", "night-2", "night-3"],
+        ]
+        * 2
+    )
+    # From 07:00 to 20:00, to 06:00 on Tuesday (their cap ended at 03:00), to 20:00 again.
+    assert clock.waits == [13 * HOUR, 10 * HOUR, 14 * HOUR]
+
+
+async def test_a_device_says_itself_when_it_may_be_asked(place, net):
+    await place.listen(names=())
+    for name in ("a", "b", "c", "d"):
+        hours = ["20:00-06:00"] if name == "d" else []
+        net.call(Agent(Participant(name=name, regime="federated"), None, hours=hours), name)
+    await net.until(lambda: len(place.link.peers) == 4)
+    wants_four = ("federated.cohort=4", "federated.quorum=3")
+    report, _ = await place.run("run", "rounds=1", *wants_four, clock=Jumping())
+    assert invited_devices(report) == [["a", "b", "c"]]
+    wrong = Agent(Participant(name="e", regime="federated"), None, hours=["at night"])
+    net.call(wrong, "e")
+    await net.until(lambda: len(place.link.peers) == 5)
+    report, _ = await place.run("again", "rounds=1", clock=Jumping())
+    (declined,) = (event for event in report["events"] if event["kind"] == "declined")
+    assert declined["reason"].startswith("the hours 'at night' are not of the form")
+
+
+async def test_a_run_ends_when_nobody_may_be_asked_any_more(place):
+    await place.listen()
+    report, _ = await place.run("run", "federated.participation={rounds=2}", "rounds=5")
+    assert invited_devices(report) == [["a", "b", "c"]] * 2
+    assert report["reason"].startswith("0 devices may be invited and the quorum is 3; 3 are")
+
+
+async def test_guided_selection_is_the_same_after_a_crash(place):
+    names = tuple(f"d{i}" for i in range(6))
+    await place.listen(names=names)
+    settings = (
+        "federated.selection=utility",
+        "federated.utility={exploration=0.5, slowness=0}",  # times here are real
+        "federated.secure_aggregation=false",
+        "rounds=4",
+        "federated.clients=6",
+    )
+    whole, _ = await place.run("whole", *settings)
+    assert all(r["loss"] > 0 for row in whole["rounds"] for r in row["receipts"])
+
+    store = place.create("killed", *settings)
+    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 3)
+    await Coordinator(again, place.link).run()
+    assert invited_devices(read_report(again).to_json()) == invited_devices(whole)
+    assert len({tuple(cohort) for cohort in invited_devices(whole)}) > 1
+
+
+async def test_the_cohort_of_a_plan_wins(place, planned):
+    await place.listen(names=tuple("abcdef"))
+    report, _ = await place.run("run", *planned([{"cohort": 5}, {}]))
+    assert [row["participants"]["invited"] for row in report["rounds"]] == [5, 3]
+    assert [row["cost"]["price"] for row in report["rounds"]] == [5.0, 3.0]

@@ -1,0 +1,183 @@
+"""A run continues after the server was killed, from its last committed round."""
+
+import asyncio
+
+import pytest
+import torch
+from tests.server.rounds.policies import TRANSFER, WAITS, write_policy
+from tests.server.rounds.results import LAYOUT, gradient_requests
+
+from isthmus.wire import link_pb2
+from isthmus_server.rounds import coordinator as coordinator_module
+from isthmus_server.rounds.attempt_log import AttemptLog
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import (
+    Paused,
+    RoundCommitted,
+    RoundPlanned,
+    WaitingForParticipants,
+)
+from isthmus_server.views.report import read_report
+
+
+@pytest.mark.parametrize(
+    ("kind", "round_"),
+    [(RoundPlanned, 1), (RoundCommitted, 1), (RoundPlanned, 2), (RoundCommitted, 3)],
+)
+async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, round_):
+    await place.listen()
+    momentum = (
+        "strategy.server_optimizer.name=Adam",
+        "strategy.server_optimizer.options={lr=0.05}",
+    )
+    whole, final = await place.run("whole", *momentum)
+
+    store = place.create("killed", *momentum)
+    again = await place.killed(Coordinator(store, place.link), kind, round_)
+    assert again.status()[0] == "running"
+    assert again.run_state().round == round_ - (kind is RoundPlanned)
+    resumed = await Coordinator(again, place.link).run()
+    assert resumed.model_sha256 == final.model_sha256
+    rows = read_report(again).to_json()["rounds"]
+    assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
+
+
+async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(place):
+    """The datacenter has let go of its checkpoints by then."""
+    await place.listen()
+    store = place.create("run", "rounds=1")
+    final = await Coordinator(store, place.link).run()
+    again = place.reopen(store)
+    place.link.peers.clear()
+    assert await Coordinator(again, place.link).run() == final
+    assert read_report(again).to_json()["status"] == "finished"
+
+
+async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(with_ranks, place):
+    _, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
+    again = await place.killed(coordinator, RoundCommitted, 1)
+    assert again.run_state().model_in_datacenter
+    await Coordinator(again, place.link).run()
+    assert [row["regime"] for row in read_report(again).to_json()["rounds"]] == [
+        "datacenter",
+        "federated",
+    ]
+
+
+async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks, place, net):
+    """After a restart of the server it may be back long after the devices."""
+    _, coordinator, ranks = await with_ranks(
+        "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
+    )
+    again = await place.killed(coordinator, RoundCommitted, 1)
+    place.link.disconnect("dc", "it is away")
+    published = []
+    resumed = Coordinator(again, place.link)
+    resumed.events.subscribe(published.append)
+    running = asyncio.create_task(resumed.run())
+    waiting = WaitingForParticipants(clients=0, datacenters=1)
+    await net.until(lambda: waiting in published or running.done())
+    await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
+    final = await running
+    assert read_report(again).to_json()["rounds"][1]["attempt"] == 1
+    assert final.model_sha256 == read_report(again).to_json()["rounds"][1]["model_sha256"]
+
+
+async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(
+    place, net, monkeypatch
+):
+    """They may have unmasked its sum, and refuse another one of nearly the same devices."""
+    names = ("a", "b", "c", "d")
+    await place.listen(names=names)
+    fewer = (
+        "seed=3",
+        "federated.clients=0",
+        "federated.cohort=4",
+        "federated.quorum=3",
+        "attempts=1",
+    )
+    store = place.create("run", *fewer)
+    coordinator = Coordinator(store, place.link)
+
+    async def require(regime):
+        assert await coordinator.roster.wait_for(devices=names)
+
+    def die(*_, **fields):
+        raise place.Killed
+
+    monkeypatch.setattr(coordinator.roster, "require", require)
+    with monkeypatch.context() as patched:
+        patched.setattr(AttemptLog, "commit", die)  # the sum is unmasked by then
+        with pytest.raises(place.Killed):
+            await coordinator.run()
+    place.link.disconnect("d", "it is away")
+    published = []
+    again = Coordinator(place.reopen(store), place.link)
+    again.events.subscribe(published.append)
+    running = asyncio.create_task(again.run())
+    waiting = WaitingForParticipants(clients=4, datacenters=0)
+    await net.until(lambda: waiting in published or running.done())
+    net.call(place.device("e"), "e")  # nor is another one asked instead
+    net.call(place.device("f"), "f")
+    await net.until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())
+    net.call(place.device("d"), "d")
+    await running
+    receipts = read_report(again.store).to_json()["rounds"][0]["receipts"]
+    assert [receipt["participant"] for receipt in receipts] == list(names)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+async def test_kept_models_and_the_served_average_survive_a_crash(place, planned, at):
+    await place.listen()
+    plans = planned([{"keep": {"warm": "served"}}, {}, {"start": "warm"}, {}])
+    settings = (*plans, "strategy.served_average=0.9")
+    whole, final = await place.run("whole", *settings)
+
+    store = place.create("killed", *settings)
+    again = await place.killed(Coordinator(store, place.link), RoundCommitted, at)
+    resumed = await Coordinator(again, place.link).run()
+    assert resumed.model_sha256 == final.model_sha256
+    shas = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
+    assert shas == [row["model_sha256"] for row in whole["rounds"]]
+
+
+async def test_a_run_with_transfers_goes_on_after_a_crash(with_ranks, planned, place):
+    plans = planned([TRANSFER, TRANSFER])
+    _, coordinator, ranks = await with_ranks(*plans)
+    ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
+    final = await coordinator.run()
+
+    store = place.create("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
+    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 2)
+    resumed = await Coordinator(again, place.link).run()
+    assert resumed.model_sha256 == final.model_sha256
+    assert [one.from_step for one in gradient_requests(ranks)] == [0, 50, 0, 50]
+
+
+async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw(
+    place, tmp_path, monkeypatch
+):
+    await place.listen()
+    policy = write_policy(tmp_path, "waits", WAITS.format(seconds=3600.0, until=50))
+    store = place.create("run", policy, "budget=9")
+    monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
+    coordinator = Coordinator(store, place.link)
+    now = coordinator.clock.now
+    coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
+    waiting = asyncio.Event()
+    coordinator.events.subscribe(lambda event: waiting.set() if isinstance(event, Paused) else None)
+    noted = asyncio.Event()
+    save_elapsed = store.save_elapsed
+    store.save_elapsed = lambda elapsed: (save_elapsed(elapsed), waiting.is_set() and noted.set())
+    running = asyncio.create_task(coordinator.run())
+    await noted.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    again = place.reopen(store)
+    await Coordinator(again, place.link).run()
+    (stopped,) = [
+        event for event in read_report(again).to_json()["events"] if event["kind"] == "stopped"
+    ]
+    assert (stopped["reason"], stopped["round"]) == ("it is late", 1)
+    assert 100 <= stopped["decision"]["observation"]["elapsed"] < 150
+    assert stopped["decision"]["observation"]["budget"] == 9

@@ -1,0 +1,93 @@
+"""Participants that cannot take part, and what they declare when they open a run."""
+
+import asyncio
+import re
+
+import pytest
+from tests.server.rounds.results import invited_devices
+
+from isthmus.errors import UpdateError, UserError
+from isthmus.wire import link_pb2
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.roster import _hours
+from isthmus_server.storage.events import (
+    ParticipantDeclined,
+)
+from isthmus_server.views.report import read_report
+
+
+async def test_too_few_devices_are_one_sentence(place, net, clock):
+    await place.listen(names=("a",))
+    store = place.create("run", "federated.clients=3", "time.join_seconds=77")
+    coordinator = Coordinator(store, place.link)
+    running = asyncio.create_task(coordinator.run())
+    await net.until(lambda: coordinator.roster.clients)
+    await clock.over(77)  # for all that this machine starts
+    await clock.over(77)  # for those that the round needs
+    with pytest.raises(UserError) as caught:
+        await running
+    assert str(caught.value) == (
+        "1 edge clients are ready and a federated round needs 3 (federated.quorum); "
+        "waited up to 77 s (time.join_seconds)"
+    )
+    assert read_report(store).to_json()["status"] == "failed"
+
+
+async def test_a_device_that_declines_says_why(place):
+    await place.listen("""
+        def local_data(self, participant):
+            return rows(0 if participant.name == "b" else 20, seed=1)
+    """)
+    store = place.create("run")
+    with pytest.raises(UserError, match=r"; b declined: local_data\(\) of b is empty"):
+        await Coordinator(store, place.link).run()
+    (event,) = (event for event in store.events() if isinstance(event, ParticipantDeclined))
+    assert event.participant == "b"
+
+
+async def test_a_device_with_another_frozen_base_does_not_train(place):
+    await place.listen("""
+        def model(self):
+            import os
+
+            model = nn.Linear(4, 3)
+            model.bias.requires_grad_(False).copy_(torch.tensor(list(os.urandom(3))))
+            return model
+    """)
+    sentence = (
+        "; a, b, c declined: this device's model is not the server's: the frozen parameter 'bias' "
+        "has other values here than there; is it loaded from the same file"
+    )
+    with pytest.raises(UserError, match=sentence):
+        await Coordinator(place.create("run"), place.link).run()
+
+
+async def test_what_all_devices_decline_for_is_said_once_and_at_once(place):
+    await place.listen("""
+        def local_data(self, participant):
+            raise OSError("the camera is off")
+    """)
+    store = place.create("run", "federated.clients=3")
+    with pytest.raises(UserError) as caught:
+        await Coordinator(store, place.link).run()
+    said = r"0 edge clients are ready .*quorum\); a, b, c declined: local_data\(\) .*camera is off"
+    assert re.fullmatch(said, str(caught.value))
+
+
+@pytest.mark.parametrize("hours", [["20:00-06:00"] * 33, ["20:00-06:00" + " " * 64]])
+def test_hours_are_bounded_before_they_are_read(hours):
+    with pytest.raises(UpdateError, match="its hours have more than 32 entries, or one of"):
+        _hours(link_pb2.Opened(hours=hours))
+
+
+async def test_examples_beside_which_nobody_else_s_would_count_are_refused(place, net):
+    async def work(guest, request, model):
+        return link_pb2.Reply(opened=link_pb2.Opened(examples=1 << 62)), None
+
+    await place.listen()
+    await net.join("liar", work)
+    report, _ = await place.run("run", "rounds=1")
+    assert invited_devices(report) == [["a", "b", "c"]]
+    (declined,) = (event for event in report["events"] if event["kind"] == "declined")
+    assert declined["participant"] == "liar"
+    assert declined["reason"] == f"it has {1 << 62} examples, and {1 << 30} are the most"

@@ -1,0 +1,12 @@
+"""What a list of receipts comes down to in one line."""
+
+from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
+
+
+def test_who_was_only_stopped_because_of_others_is_named_last():
+    stopped = dict.fromkeys("abc", UNREACHABLE)
+    found = [
+        Receipt(participant=name, regime="federated", status="dropped", reason=reason)
+        for name, reason in {**stopped, "d": "its disk is full", "e": ""}.items()
+    ]
+    assert summarize_failures(found) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"

@@ -1,0 +1,26 @@
+"""Blobs that contain several models."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.transport.bundle import published
+
+
+async def test_models_that_the_disk_has_no_room_for_are_an_error_and_not_the_end(
+    net, tmp_path, monkeypatch
+):
+    """Where a page of a mapped file cannot be written, the kernel ends the process."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    link, layout = await net.listen(), TensorLayout.from_shapes({"weight": (4,)})
+    with pytest.raises(OSError, match="No space left"):
+        async with published(link, layout, tmp_path, [torch.ones(4)], 1):
+            raise AssertionError("unreachable")
+    assert not link.published_blobs
