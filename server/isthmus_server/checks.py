@@ -7,6 +7,7 @@ from isthmus.task import Task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.optimizers import make_optimizer
+from isthmus_server.regimes.base import load_extension
 from isthmus_server.strategy import load_policy
 
 
@@ -20,7 +21,4 @@ def check(job: Job, task: Task) -> None:
     model = build_model(task, job.seed)
     layout = TensorLayout.of(model)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
-    if job.federated.flower is not None:
-        from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
-
-        FlowerStrategyAdapter(job.federated, layout)
+    load_extension(job.federated, layout)
