@@ -4,7 +4,7 @@ from __future__ import annotations
 
 JOB_SCHEMA = "isthmus.job:job_schema"
 """Gives the JSON schema of a job file."""
-OWNER_LIMITS = "isthmus_clients.device.owner_limits:Policy"
+OWNER_LIMITS = "isthmus_clients.device.owner_limits:OwnerLimits"
 """The pydantic model of a device owner's limits."""
 POLICIES = "isthmus_server.strategy.policies:BUILT_IN"
 """Built-in policies by name; the settings of each are a pydantic model in its module."""

@@ -8,7 +8,12 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["where-is-it.md", "architecture.md", "life-of-a-round.md"]
-ENTRY_POINT_GROUPS = {"isthmus.commands", "isthmus.checks", "isthmus.policies"}
+ENTRY_POINT_GROUPS = {
+    "isthmus.checks",
+    "isthmus.commands",
+    "isthmus.federated_extensions",
+    "isthmus.policies",
+}
 
 
 def dotted_names(page: str) -> set[str]:

@@ -119,8 +119,8 @@ class Registry:
     def redeem(self, digest: bytes, kind: str, identity: bytes, issue: Issue) -> tuple[str, bytes]:
         """Use a token: returns the name and the certificate (PEM) that `issue(name)` made.
 
-        Whoever joined with it is given the same certificate again for a while, because the first
-        answer may have been lost; the caller has shown that it holds `identity`.
+        A participant that joined with it gets the same certificate again for a while, because the
+        first answer may have been lost; the caller has shown that it holds `identity`.
 
         Raises:
             AdmissionRefused: the token is unknown, over or used, is for something else, or the name
