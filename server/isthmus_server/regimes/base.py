@@ -178,6 +178,11 @@ def load_extension(federated: FederatedSection, layout: TensorLayout) -> Federat
         if getattr(federated, entry.name, None) is not None
     ]
     if not configured:
+        if federated.flower is not None:  # an installation older than the extension's entry point
+            raise UserError(
+                "[federated.flower] is set, but the installed isthmus does not register it; "
+                "install isthmus again"
+            )
         return None
     if len(configured) > 1:
         names = " and ".join(sorted(f"[federated.{entry.name}]" for entry in configured))
