@@ -26,7 +26,7 @@ from isthmus.wire import join_pb2, link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.joining import JoinService
-from isthmus_server.control_plane.members import PositionSet
+from isthmus_server.control_plane.members import Members
 from tests.privacy.protocol import ProtocolRound, enrolment, make_config
 from tests.server.conftest import Net, until
 from tests.server.work import answering, train
@@ -61,7 +61,7 @@ def folder(tmp_path_factory):
 def decoders(folder):
     """Name to (decoder, something it takes)."""
     initialise(folder / "server", ["localhost"])
-    members = PositionSet(folder / "server", CertificateAuthority(folder / "server"))
+    members = Members(folder / "server", CertificateAuthority(folder / "server"))
     joining, authority = JoinService(members), members.certificate_authority
     request = tls.signing_request(tls.new_key())
     certificate, _ = authority.issue(request, kind="client", name="a", identity=bytes(32))
