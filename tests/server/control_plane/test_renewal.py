@@ -48,7 +48,7 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
     wrong = [
         (b"noise", "this is not a certificate"),
         (tls.pem(other.certificate), "is not for the key we asked with"),
-        (certifier.issue(request, **{**ours, "kind": "operator"})[0], "is not one of this client"),
+        (certifier.issue(request, **{**ours, "kind": "operator"})[0], "is not for this client"),
         (certifier.issue(request, **{**ours, "name": "x"})[0], "is somebody else's"),
         (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not one of this client"),
     ]

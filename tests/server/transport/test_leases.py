@@ -89,7 +89,7 @@ async def test_a_server_that_is_silent_from_the_start_is_dialled_again(net, monk
 
 
 async def test_a_participant_whose_links_break_often_is_back_at_once_each_time(net, monkeypatch):
-    monkeypatch.setattr(backoff, "HELD_SECONDS", 0.0)
+    monkeypatch.setattr(backoff, "STABLE_SECONDS", 0.0)
     link = await net.listen()
     wire, port = await net.wire()
     guest = Guest(answering())
