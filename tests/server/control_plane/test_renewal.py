@@ -50,7 +50,7 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
         (tls.pem(other.certificate), "is not for the key we asked with"),
         (certifier.issue(request, **{**ours, "kind": "operator"})[0], "is not for this client"),
         (certifier.issue(request, **{**ours, "name": "x"})[0], "is somebody else's"),
-        (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not one of this client"),
+        (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not for this client"),
     ]
     initialise(fleet.folder / "thief", ["localhost"])
     forged = CertificateAuthority(fleet.folder / "thief").issue(request, **ours)[0]
