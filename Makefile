@@ -1,15 +1,15 @@
-# make demo   the main job on this machine, from nothing
-# make test   everything that must hold before a change lands
-# make docs   the documentation site, in build/site; a broken link or reference is an error
-# make ci     test and docs: what continuous integration runs
-# make pairs   what every layout of the datacenter saves, every other loads
-# make coverage   the same suite, traced: at least 90 % of our own code
+# make demo   install everything and run the main example on this machine
+# make test   linters, types and all tests
+# make docs   the documentation site in build/site; broken links and references are errors
+# make ci     test and docs, as in continuous integration
+# make pairs  checkpoint conversion between every pair of datacenter layouts
+# make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Much of a test is waiting for processes; files stay whole, for their tests share warm ranks.
+# Tests mostly wait for processes. A file stays on one worker, since its tests share warm ranks.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-# The suite starts some two hundred processes of ours: the first compiles, the others read.
+# The tests start some two hundred Python processes: the first writes bytecode, the others read it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -43,18 +43,18 @@ demo: .venv/ready
 test: .venv/ready-dev lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
-# Nothing is fetched, and nothing is reported to anyone: the theme's banner is off, too.
+# Works offline and sends no telemetry; the variable turns the theme's banner off.
 docs: .venv/ready-dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
 	@echo "the site is in build/site; open build/site/index.html"
 
 ci: test docs
 
-# The suite tries a few pairs for each layout; the pairs are printed.
+# `make test` tries a few pairs for each layout; this tries and prints all.
 pairs: .venv/ready-dev
 	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/parallel/test_parallelize.py -k other_layouts
 
-# Traced processes start slowly: this takes about twice as long as the tests alone.
+# Takes about twice as long as `make test`.
 coverage: .venv/ready-dev
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -q $(TOGETHER)
