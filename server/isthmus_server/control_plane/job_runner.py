@@ -151,7 +151,7 @@ class JobRunner:
             )
         check_installed(job.task.source, self.tasks, movable=False)
         for key, name in _named_code(job):
-            self._check_beside(job, key, name)
+            self._check_module(job, key, name)
         if ":" not in job.strategy.policy:  # an external module is in the folder of the task
             load_policy(job.strategy)
         if job.task.data is not None:
@@ -159,19 +159,19 @@ class JobRunner:
             if not path.is_relative_to(self.tasks.resolve()):
                 raise UserError(f"task.data={job.task.data!r} is not below {self.tasks}")
 
-    def _check_beside(self, job: Job, key: str, name: str) -> None:
-        """Refuse `module:Name` unless the module is a file beside the task: others run when loaded.
+    def _check_module(self, job: Job, key: str, name: str) -> None:
+        """Refuse `module:Name` unless the module is a file next to the task, since loading runs it.
 
         Raises:
             UserError: with the key to change.
         """
-        beside = (self.tasks / job.task.source.rpartition(":")[0]).parent
+        folder = (self.tasks / job.task.source.rpartition(":")[0]).parent
         module = name.partition(":")[0]
-        file = beside / f"{module}.py"
+        file = folder / f"{module}.py"
         if not module.isidentifier() or module in sys.stdlib_module_names or not file.is_file():
             raise UserError(
-                f"{key}={name!r} is not a file beside the task; this server takes its own "
-                f"policies and strategies, and those in {beside}"
+                f"{key}={name!r} is not a file next to the task; this server takes its own "
+                f"policies and strategies, and those in {folder}"
             )
 
     # -- requests of operators ---------------------------------------------------------------------

@@ -247,8 +247,8 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(opera
         ("federated.clients=8", "add --set federated.clients=0"),
         ("strategy.policy=nope", "strategy.policy='nope' is not known; there are adaptive, "),
         ("strategy.settings={a=1}", "unknown key strategy.settings.a"),
-        ("strategy.policy=sys:exit", "strategy.policy='sys:exit' is not a file beside the task"),
-        ("strategy.policy=policies.mine:Mine", "is not a file beside the task"),
+        ("strategy.policy=sys:exit", "strategy.policy='sys:exit' is not a file next to the task"),
+        ("strategy.policy=policies.mine:Mine", "is not a file next to the task"),
         (
             "federated={secure_aggregation=false,flower={strategy={name='FedAvg',"
             "inner={name='antigravity:Fly'}}}}",
