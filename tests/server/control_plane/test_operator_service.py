@@ -252,7 +252,7 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(opera
         (
             "federated={secure_aggregation=false,flower={strategy={name='FedAvg',"
             "inner={name='antigravity:Fly'}}}}",
-            "federated.flower.strategy.inner.name='antigravity:Fly' is not a file beside",
+            "federated.flower.strategy.inner.name='antigravity:Fly' is not a file next to",
         ),
         ("time.lease_seconds=30", "one lease for all jobs: add --set time.lease_seconds=10"),
     ],
