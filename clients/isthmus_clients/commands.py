@@ -119,7 +119,7 @@ def start(
     if name is not None:
         if policy_file is not None or tasks is not None or print_systemd:
             raise UserError(
-                "--policy, --tasks and --print-systemd are for a device that has joined: no --name"
+                "--policy, --tasks and --print-systemd need a device that has joined; remove --name"
             )
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")

@@ -1,4 +1,4 @@
-"""The coordinator: who trains the next round, what becomes of it, and a record of all of it.
+"""The server: plans rounds, coordinates participants, updates the model and records every round.
 
 Reading order: `coordinator`, `regimes`, `strategy`, `model`, `store`, `link`.
 """

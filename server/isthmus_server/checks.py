@@ -12,7 +12,7 @@ from isthmus_server.strategy import load_policy
 
 
 def check(job: Job, task: Task) -> None:
-    """Build what a run builds before its first round: policy, model, optimizer, Flower strategy.
+    """Build the policy, model, optimizer and Flower strategy of a job, as a run does at its start.
 
     Raises:
         UserError: one of them cannot be built, with the reason.

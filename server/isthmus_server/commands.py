@@ -67,15 +67,15 @@ def run(
             raise UserError("--resume needs --run-dir, the directory of the run to resume")
         if job is not None or overrides:
             given = "--set" if job is None else "JOB"
-            raise UserError(f"{given} does not go with --resume: a run keeps the job it began with")
+            raise UserError(f"{given} cannot be combined with --resume: a run keeps its job")
         if not (run_dir / "job.json").exists():
-            raise UserError(f"{run_dir} does not hold a run to resume")
+            raise UserError(f"{run_dir} contains no run to resume")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
     loaded = None if job is None else _loaded(job, overrides)
-    at = None if address is None else split_address(address, "--address")
+    listen_at = None if address is None else split_address(address, "--address")
     console = Console()
-    # Before anything is opened.
+    # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(
         ranks=loaded is None or loaded.datacenter.ranks > 0
     ) as fork_server:
@@ -89,10 +89,10 @@ def run(
             directory = run_dir or _fresh_directory(loaded)
             local_run = LocalRun.new(loaded, job.resolve().parent, directory)
         try:
-            run_until_stopped(local_run.run(at, console, fork_server))
+            run_until_stopped(local_run.run(listen_at, console, fork_server))
         except click.Abort:
             again = f"isthmus run --resume --run-dir {local_run.directory}"
-            click.echo(f"stopped; go on with  {again}", err=True)
+            click.echo(f"stopped; continue with  {again}", err=True)
             raise
     console.print(f"report  isthmus report {local_run.directory}", soft_wrap=True)
 
@@ -125,7 +125,7 @@ def compare(
     seeds: int,
     json_file: Path | None,
 ) -> None:
-    """Train JOB under several policies and print what each reaches for the same cost."""
+    """Train JOB under several policies and print the results at the same cost."""
     from isthmus_server.local.fork_server import ParticipantForkServer
 
     loaded = _loaded(job, overrides)
@@ -136,7 +136,7 @@ def compare(
             json_file.touch()  # fail now, not after all runs
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
-    # Before anything is opened.
+    # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(ranks=loaded.datacenter.ranks > 0) as fork_server:
         prepare()
         from isthmus_server.local.compare import compare_policies
@@ -227,7 +227,7 @@ def run_until_stopped(work: Any) -> Any:
 
 
 def prepare() -> None:
-    """Set up this process as a server: memory, garbage collection, telemetry and log levels."""
+    """Set up a server process: memory, garbage collection, telemetry and log levels."""
     return_freed_memory()
     gc.freeze()  # imported modules stay: exclude them from every later collection
     gc.set_threshold(50_000, 10, 10)  # above what a round of a thousand devices keeps

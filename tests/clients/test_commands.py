@@ -39,7 +39,7 @@ def test_limits_are_refused_for_a_device_that_has_not_joined(tmp_path):
     arguments = ["start", "--server", "127.0.0.1:1", "--name", "a", "--tasks", str(tmp_path)]
     error = CliRunner().invoke(client, arguments).exception
     assert isinstance(error, UserError)
-    assert str(error).startswith("--policy, --tasks and --print-systemd are for a device that has ")
+    assert str(error).startswith("--policy, --tasks and --print-systemd need a device that has ")
 
 
 async def test_the_log_of_a_device_has_the_reasons_sent_to_the_server(caplog):
@@ -50,7 +50,7 @@ async def test_the_log_of_a_device_has_the_reasons_sent_to_the_server(caplog):
     work = link_pb2.OpenRun(run_id="run", job='{"name": "later"}')
     reply = await link.ask("phone", link_pb2.Request(id=link.new_id(), open=work))
     await net.close()
-    assert f"phone does not do what it is asked: {reply.failure.reason}" in caplog.text
+    assert f"phone could not execute a request: {reply.failure.reason}" in caplog.text
 
 
 async def test_a_server_that_refuses_ends_the_client():

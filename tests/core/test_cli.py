@@ -36,7 +36,7 @@ def test_version(isthmus):
     assert isthmus("--version") == (0, f"isthmus, version {__version__}\n", "")
 
 
-def test_check_says_what_a_job_would_do(isthmus, job_file):
+def test_check_summarises_a_job(isthmus, job_file):
     code, out, _ = isthmus("job", "check", job_file, "--set", "federated.clients=3")
     assert code == 0
     assert out == (
@@ -51,11 +51,11 @@ def test_check_says_what_a_job_would_do(isthmus, job_file):
         ("task.source=nowhere.py:Learn", "there is no file"),
         ("nonsense", "--set 'nonsense' is not of the form key.sub=value"),
         ("federated=3", "federated=3: a table is wanted"),
-        ("strategy.policy=nope", "strategy.policy='nope' is not known; there are "),
-        ("strategy.policy=nope:Nope", "cannot be made: ModuleNotFoundError"),
+        ("strategy.policy=nope", "strategy.policy='nope' is unknown; choose one of "),
+        ("strategy.policy=nope:Nope", "cannot be constructed: ModuleNotFoundError"),
         (
             "strategy.policy=nope.py:Nope",
-            "a module is wanted: nope:Nope, installed or in",
+            "instead of a module; use nope:Nope, installed or in",
         ),
         ("strategy.settings.a=1", "unknown key strategy.settings.a"),
         (
@@ -65,7 +65,7 @@ def test_check_says_what_a_job_would_do(isthmus, job_file):
         ("strategy.server_optimizer.name=Nope", "is not an optimizer of torch.optim"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_1(isthmus, job_file, setting, sentence):
+def test_a_user_error_is_one_sentence_and_exit_code_1(isthmus, job_file, setting, sentence):
     code, out, err = isthmus("job", "check", job_file, "--set", setting)
     assert (code, out) == (1, "")
     assert err.startswith("isthmus: ")
@@ -79,13 +79,13 @@ def test_the_schema_is_json(isthmus):
     assert json.loads(out)["title"] == "Job"
 
 
-def test_a_command_that_does_not_exist_is_exit_code_2(isthmus):
+def test_an_unknown_command_exits_with_code_2(isthmus):
     code, _, err = isthmus("jbo")
     assert code == 2
     assert "No such command 'jbo'" in err
 
 
-def test_a_command_whose_packages_are_missing_says_what_to_install(isthmus, monkeypatch):
+def test_a_command_with_missing_packages_names_them(isthmus, monkeypatch):
     class Absent:
         module = "isthmus_datacenter.commands"
 
@@ -108,7 +108,7 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(isthmus, monk
         (BrokenPipeError(32, "Broken pipe"), ""),  # as of `| head`: nobody reads any more
     ],
 )
-def test_what_the_machine_refuses_is_a_sentence_at_most(isthmus, monkeypatch, error, said):
+def test_an_operating_system_error_is_at_most_one_sentence(isthmus, monkeypatch, error, said):
     @click.command()
     def refused():
         raise error
@@ -117,7 +117,7 @@ def test_what_the_machine_refuses_is_a_sentence_at_most(isthmus, monkeypatch, er
     assert isthmus() == (1, "", said and f"isthmus: {said}\n")
 
 
-def test_what_pytorch_notes_for_itself_is_not_shown(isthmus, monkeypatch, caplog):
+def test_pytorchs_internal_log_is_not_shown(isthmus, monkeypatch, caplog):
     @click.command()
     def noted():
         logging.getLogger("torch.half.loaded").info("cache_hits: 0")

@@ -42,7 +42,7 @@ TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007
         ("", "no reason was given"),
     ],
 )
-def test_what_grpc_says_comes_down_to_a_few_words(details, words):
+def test_grpc_details_are_shortened(details, words):
     assert short_message(details) == words
 
 
@@ -54,7 +54,7 @@ def test_what_grpc_says_comes_down_to_a_few_words(details, words):
         ("127.0.0.1:1", "nothing listens there (connection refused)"),
     ],
 )
-async def test_what_grpc_says_now_is_known(address, words):
+async def test_details_of_the_installed_grpc_are_recognised(address, words):
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.stream_stream(METHOD)().read()

@@ -23,7 +23,7 @@ def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, repor
         run = start("--resume", "--run-dir", "killed")
     run.wait_for_line(r"round +5 ")
     assert run.interrupt() == 130
-    assert "stopped; go on with  isthmus run --resume --run-dir killed" in run.output
+    assert "stopped; continue with  isthmus run --resume --run-dir killed" in run.output
     run = start("--resume", "--run-dir", "killed")
     assert run.finish() == 0, run.output
 

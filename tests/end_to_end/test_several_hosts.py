@@ -234,12 +234,12 @@ def test_a_job_runs_across_a_slow_network_and_an_attacker_is_refused(
         "no certificate": "UNAVAILABLE",
         "another authority": "UNAVAILABLE",
         "a used token": (
-            f"the server at {JOINING} said no: this token has been used; ask the operator for "
-            "another"
+            f"the server at {JOINING} refused to join this machine: this token has been used; "
+            "ask the operator for another"
         ),
         "a guessed token": (
-            f"the server at {JOINING} said no: this token is not known here, or was made too long "
-            "ago"
+            f"the server at {JOINING} refused to join this machine: this server does not know "
+            "this token, or it expired long ago"
         ),
         "a token for another server": (
             f"the server at {JOINING} is not the one this token is for; nothing was sent to it"

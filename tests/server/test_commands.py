@@ -22,12 +22,15 @@ def invoke(command, *arguments):
     [
         ([], r"^give a job file, or --resume --run-dir DIR$"),
         (["--resume"], r"^--resume needs --run-dir"),
-        (["--resume", "--run-dir", "x", "--set", "a=1"], r"^--set does not go with --resume"),
+        (
+            ["--resume", "--run-dir", "x", "--set", "a=1"],
+            r"^--set cannot be combined with --resume",
+        ),
         (
             ["job.toml", "--resume", "--run-dir", "x"],
-            r"^JOB does not go with --resume: a run keeps",
+            r"^JOB cannot be combined with --resume: a run keeps",
         ),
-        (["--resume", "--run-dir", "nowhere"], r"^nowhere does not hold a run"),
+        (["--resume", "--run-dir", "nowhere"], r"^nowhere contains no run"),
         (["nowhere.toml"], r"^there is no job file nowhere\.toml$"),
     ],
 )
@@ -86,7 +89,7 @@ def test_the_report_of_a_run_that_just_began(make_job, tmp_path):
     assert "running" in result.output
     result = invoke(commands.report, tmp_path / "run", "--json")
     assert '"rounds": []' in result.output
-    with pytest.raises(UserError, match="does not hold a run"):
+    with pytest.raises(UserError, match="contains no run"):
         invoke(commands.report, tmp_path)
 
 

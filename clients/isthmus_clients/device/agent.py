@@ -1,4 +1,4 @@
-"""The device agent: passes requests of the server to the runs they belong to.
+"""The device agent: routes requests of the server to the runs they belong to.
 
 PyTorch is imported only when a run is opened, so that an idle device stays small.
 """
@@ -39,7 +39,7 @@ MAX_MODELS = 8
 
 
 class Agent:
-    """One device's side of every run it takes part in (an `isthmus.transport.worker.Worker`).
+    """Executes a device's requests in its open runs (an `isthmus.transport.worker.Worker`).
 
     Guarantees:
       * its data never leaves this process: only an update, its weight and average figures do;
@@ -87,12 +87,12 @@ class Agent:
         self._buffered: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
         """An update that waits for a buffered secure sum: its request, bytes and reply."""
         self._sent: tuple[str, Buffer] | None = None
-        """Request ID and memory of an update that was sent in plain."""
+        """Request ID and memory of an update that was sent in plaintext."""
         self._spare: Buffer | None = None
         """Memory for the next model: allocating it takes longer than filling it."""
         self._working = asyncio.Lock()
         self._cancelled: set[str] = set()
-        """IDs of requests whose result is no longer wanted."""
+        """IDs of requests whose result is no longer needed."""
 
     @property
     def identity(self) -> bytes:
@@ -128,7 +128,9 @@ class Agent:
             candidates = request.score.candidates
             count = 1 + max((number for mean in candidates for number in mean.of), default=0)
             if count > MAX_MODELS:
-                raise UpdateError(f"{count} models are to be scored; at most {MAX_MODELS} are")
+                raise UpdateError(
+                    f"{count} models are to be scored, and the maximum is {MAX_MODELS}"
+                )
         else:
             run = self._run(request.train_local.run_id)
             count = 2 if request.train_local.with_gradient else 1
@@ -208,7 +210,7 @@ class Agent:
             self._spare, self._sent = self._sent[1], None
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """Stop training at the next step: its result is no longer wanted."""
+        """Stop training at the next step: its result is no longer needed."""
         self._cancelled.add(request.id)
 
     def _train(
@@ -330,11 +332,11 @@ class Agent:
 
 
 def _check_plain_allowed(run: DeviceRun) -> None:
-    """Refuse to send figures in clear if the opened job promises secure aggregation."""
+    """Refuse to send figures in plaintext if the opened job promises secure aggregation."""
     if run.job.federated.secure_aggregation:
         raise UpdateError(
             f"{run.job.name!r} was opened with federated.secure_aggregation, and this request "
-            "wants this device's own figures in clear"
+            "would send this device's own figures in plaintext"
         )
 
 

@@ -66,8 +66,8 @@ def admit_job(
     """Check a job against the owner's limits before loading it; install a fetched package first.
 
     Raises:
-        AdmissionRefused: its owner does not allow the job, or its task, or what came is no package,
-            or not the one that was offered.
+        AdmissionRefused: its owner does not allow the job, or its task, or the received data is not
+            a package, or not the one that was offered.
         UserError: it cannot be installed.
         JobError: the job cannot be read.
     """

@@ -190,4 +190,4 @@ class SecureParticipation:
             ).to_bytes()
             self._credentials.save_history()
             return link_pb2.SecureStepped(message=message), None
-        raise UpdateError("this device does not know that step of secure aggregation")
+        raise UpdateError("this device does not support that step of secure aggregation")

@@ -79,7 +79,7 @@ class Token:
             data = b""
         if len(data) != SECRET_BYTES + 32 or not text.strip().startswith(_PREFIX):
             raise UserError(
-                "this is not a whole join token; copy all of what `isthmus server token create` "
+                "this join token is incomplete; copy everything that `isthmus server token create` "
                 "printed"
             )
         return cls(data[:SECRET_BYTES], data[SECRET_BYTES:])
@@ -121,7 +121,7 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
     try:
         reply = join_pb2.JoinReply.FromString(answer)
     except DecodeError:
-        raise AdmissionRefused("the server's answer to the join makes no sense") from None
+        raise AdmissionRefused("the server's reply to the join is invalid") from None
     certificate = tls.read_certificate(reply.certificate)
     check_issued(certificate, authority, kind, public)
     if certificate.public_key() != key.public_key():
@@ -147,7 +147,7 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
     try:
         authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
     except DecodeError:
-        raise AdmissionRefused("what answers there is not an Isthmus server") from None
+        raise AdmissionRefused("the program at that address is not an Isthmus server") from None
     if tls.fingerprint(authority) != token.fingerprint or not tls.issued_by(leaf, authority):
         raise AdmissionRefused(
             f"the server at {host}:{port} is not the one this token is for; nothing was sent to it"
@@ -156,7 +156,7 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
     if _canonical(host.strip("[]")) not in map(_canonical, names):
         raise UserError(
             f"the server at {host}:{port} has no certificate for {host!r}; it is known as "
-            f"{', '.join(names)}: dial one of these"
+            f"{', '.join(names)}; connect to one of these"
         )
     return authority
 
@@ -190,7 +190,7 @@ def _names_of(certificate: x509.Certificate) -> list[str]:
     except (x509.ExtensionNotFound, ValueError):
         hosts = []
     if not hosts:
-        raise AdmissionRefused("what answers there is not an Isthmus server")
+        raise AdmissionRefused("the program at that address is not an Isthmus server")
     return hosts
 
 
@@ -235,7 +235,7 @@ def _failure_message(address: str, error: grpc.aio.AioRpcError) -> str:
             f"no server accepts joins at {address}: joining has a port of its own, the one "
             f"after that of the link; {short_message(error.details() or '')}"
         )
-    return f"the server at {address} said no: {error.details()}"
+    return f"the server at {address} refused to join this machine: {error.details()}"
 
 
 def _parse_url(url: str) -> tuple[str, int]:

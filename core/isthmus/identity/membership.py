@@ -156,10 +156,10 @@ class Membership:
         """
         certificate, key = tls.read_certificate(data), self._next_key
         if key is None or certificate.public_key() != key.public_key():
-            raise AdmissionRefused("the renewed certificate is not for the key we asked with")
+            raise AdmissionRefused("the server renewed a certificate for another key")
         check_issued(certificate, self.authority, self.kind, self.identity_public)
         if tls.subject_of(certificate).name != self.name:
-            raise AdmissionRefused("the renewed certificate is somebody else's")
+            raise AdmissionRefused("the renewed certificate belongs to another participant")
         path = self.directory / _CREDENTIALS
         write_private_file(path, tls.key_pem(key) + tls.pem(certificate))
         self.key, self.certificate, self._next_key = key, certificate, None
@@ -243,7 +243,7 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
                 f"isthmus {kind} join HOST:PORT TOKEN"
             )
     elif is_local:
-        raise UserError(f"{address} asks for no certificate; give --name as well to dial it")
+        raise UserError(f"{address} requires no certificate; also give --name to connect to it")
     elif (membership.kind, membership.name) != (kind, name):
         raise UserError(
             f"{membership.directory} is the membership of the {membership.kind} "

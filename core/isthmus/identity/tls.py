@@ -104,9 +104,9 @@ def subject_of(certificate: x509.Certificate) -> Subject:
         kind, _, name = role.removeprefix(_ROLE_URI).partition(":")
         key = bytes.fromhex(identity.removeprefix(_IDENTITY_URI))
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
-        raise AdmissionRefused("this certificate is not one of a participant") from None
+        raise AdmissionRefused("this is not a participant's certificate") from None
     if kind not in KINDS or not is_name(name) or len(key) != 32:
-        raise AdmissionRefused("this certificate is not one of a participant")
+        raise AdmissionRefused("this is not a participant's certificate")
     return Subject(
         kind=kind,
         name=name,

@@ -175,8 +175,8 @@ class FederatedSection(Section):
         ]
         if self.flower is not None and self.flower.app is not None and unused:
             raise ValueError(
-                f"{unused[0]} says nothing to flower.app={self.flower.app!r}, which trains "
-                "as it likes; leave it out, and give the app what it reads in flower.config"
+                f"{unused[0]} has no effect on flower.app={self.flower.app!r}, which trains "
+                "in its own way; remove it, and set what the app reads in flower.config"
             )
         return self
 
@@ -186,7 +186,7 @@ class FederatedSection(Section):
             raise ValueError(
                 f"flower.strategy.name={self.flower.strategy.name!r} works on single updates, and "
                 "with secure_aggregation the server learns only their sum; set "
-                "secure_aggregation = false if it may see each of them, or leave the strategy out"
+                "secure_aggregation = false if it may see each of them, or remove the strategy"
             )
         return self
 
@@ -196,13 +196,13 @@ class FederatedSection(Section):
             return self
         if self.over_selection != 1:
             raise ValueError(
-                f"over_selection={self.over_selection:g} does not go with mode='buffered', which "
-                "keeps buffer.concurrency devices at work; leave it out"
+                f"over_selection={self.over_selection:g} cannot be used with mode='buffered', "
+                "which keeps buffer.concurrency devices training; remove it"
             )
         if self.flower is not None:
             raise ValueError(
-                f"flower.strategy.name={self.flower.strategy.name!r} works on rounds; set "
-                "mode = 'rounds', or leave the strategy out"
+                f"flower.strategy.name={self.flower.strategy.name!r} aggregates rounds; set "
+                "mode = 'rounds', or remove the strategy"
             )
         return self
 

@@ -143,7 +143,7 @@ class TimeSection(Section):
         if self.lease_seconds >= self.round_seconds:
             raise ValueError(
                 f"lease_seconds={self.lease_seconds:g} must be below round_seconds="
-                f"{self.round_seconds:g}, or a lost participant is never noticed within its round"
+                f"{self.round_seconds:g}, or a lost participant is never detected within its round"
             )
         return self
 
@@ -192,7 +192,7 @@ class Job(Section):
         if self.strategy.merge == "transfer" and flower is not None and flower.app is not None:
             raise ValueError(
                 'strategy.merge="transfer" has devices add the datacenter\'s gradient to their '
-                f"steps, and federated.flower.app={flower.app!r} makes steps of its own; use "
+                f"steps, and federated.flower.app={flower.app!r} makes its own steps; use "
                 '"weighted" or "projected"'
             )
         return self
@@ -248,7 +248,7 @@ def read_job(text: str) -> Job:
     except ValidationError as error:
         first, *_ = sentences(error, Job)
         raise JobError(
-            f"the job cannot be read here, maybe it is of a newer version: {first}"
+            f"this version of Isthmus cannot read the job, which may be from a newer one: {first}"
         ) from None
 
 

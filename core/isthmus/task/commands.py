@@ -32,7 +32,7 @@ def key(file: Path) -> None:
 def pack(folder: Path, key_file: Path, name: str | None, output: Path | None) -> None:
     """Pack the files in FOLDER, signed, and print the digest."""
     if key_file.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{key_file} is a secret and lies in {folder}; keep it elsewhere")
+        raise UserError(f"{key_file} is secret and must not be in {folder}; move it")
     name = name or folder.resolve().name
     data = packages.pack(folder, name, packages.read_author(key_file))
     output = output or Path(f"{name}.task")

@@ -184,9 +184,7 @@ def load_task(
         raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
     missing = [f"{each}()" for each in sorted(cls.__abstractmethods__)]
     if missing:
-        raise TaskError(
-            f"task.source={source!r}: {name} does not define {', '.join(missing)}, and it must"
-        )
+        raise TaskError(f"task.source={source!r}: {name} must define {', '.join(missing)}")
     with user_code(f"{name}()"):
         return cls(settings, data)
 

@@ -69,7 +69,7 @@ def new_author(path: Path) -> bytes:
         UserError: the file exists already, or cannot be written.
     """
     if path.exists():
-        raise UserError(f"{path} is there already; nothing was changed")
+        raise UserError(f"{path} exists already; nothing was changed")
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(
         serialization.Encoding.PEM,
@@ -97,8 +97,8 @@ def read_author(path: Path) -> Ed25519PrivateKey:
         key = None
     if not isinstance(key, Ed25519PrivateKey):
         raise UserError(
-            f"{path} holds no author's signing key: that is the file `isthmus task key` makes, and "
-            "what it prints is the public key, which signs nothing"
+            f"{path} is not an author's signing key; give the file that `isthmus task key` wrote, "
+            "not the public key that it printed"
         )
     check_private(path)
     return key
@@ -119,7 +119,7 @@ def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
         raise UserError(f"{folder} has no files to pack")
     for path_ in files:
         if not _is_plain(path_):
-            raise UserError(f"the file name {path_!r} has characters that not all machines take")
+            raise UserError(f"the file name {path_!r} has characters that not all systems support")
     about = {
         path_: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for path_, data in files.items()
@@ -144,7 +144,7 @@ def _files_of(folder: Path) -> dict[str, bytes]:
         if any(part.startswith(".") or part == "__pycache__" for part in parts):
             continue
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise UserError(f"{path} is not a plain file; take it out of the folder")
+            raise UserError(f"{path} is not a plain file; remove it from the folder")
         if path.is_dir():
             continue
         size += path.stat().st_size
@@ -189,7 +189,7 @@ def read(data: bytes) -> Package:
         TypeError,
         AttributeError,
     ) as error:
-        raise AdmissionRefused(f"this is not a package of a task: {error}") from None
+        raise AdmissionRefused(f"this is not a task package: {error}") from None
     for path, blob in files.items():
         if hashlib.sha256(blob).hexdigest() != about[path]["sha256"]:
             raise AdmissionRefused(
@@ -273,7 +273,7 @@ def _check_directory(data: bytes) -> None:
     end = data[-22:]
     is_end_record = end[:4] == b"PK\x05\x06" and end[-2:] == bytes(2)
     if not is_end_record or data[:-22][-20:].startswith(b"PK\x06\x07"):
-        raise ValueError("it does not end as a zip file of this kind does")
+        raise ValueError("it does not end like a zip file without a comment")
     size = int.from_bytes(end[12:16], "little")
     if size > _MAX_MANIFEST:
         raise ValueError(f"its directory of {size} bytes is too large")
@@ -285,9 +285,9 @@ def _plain_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.Zip
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ValueError(f"{entry.filename!r} is compressed")
         if entry.file_size > size or entry.flag_bits & 1:
-            raise ValueError(f"{entry.filename!r} is not all there")
+            raise ValueError(f"{entry.filename!r} is incomplete")
         if entry.filename in entries or not _is_plain(entry.filename):
-            raise ValueError(f"{entry.filename!r} is not a plain name, or there twice")
+            raise ValueError(f"{entry.filename!r} is not a plain name, or occurs twice")
         entries[entry.filename] = entry
         if len(entries) > MAX_FILES + 2:
             raise ValueError(f"it has more than {MAX_FILES} files")
@@ -306,11 +306,11 @@ def _table(manifest: bytes) -> dict[str, Any]:
     try:
         table = json.loads(manifest)
     except RecursionError:
-        raise ValueError("its manifest is no table") from None
+        raise ValueError("its manifest is not a table") from None
     if not isinstance(table, dict) or not isinstance(table["files"], dict):
-        raise ValueError("its manifest is no table")
+        raise ValueError("its manifest is not a table")
     if table["version"] != 1:
-        raise ValueError(f"it is of version {table['version']}, and 1 is known here")
+        raise ValueError(f"its version is {table['version']}, and only 1 is supported")
     return table
 
 

@@ -120,11 +120,13 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
         TaskError: it has no length, is empty, or is a DataLoader.
     """
     if isinstance(dataset, DataLoader):
-        raise TaskError(f"{what} is a DataLoader; give its dataset, of which batches are made here")
+        raise TaskError(
+            f"{what} is a DataLoader; return its dataset, which Isthmus divides into batches"
+        )
     with user_code(f"len() of {what}"):
         count = len(dataset)  # type: ignore[arg-type]  # not declared by torch's Dataset
     if count == 0:
-        raise TaskError(f"{what} is empty: there is no data to work with")
+        raise TaskError(f"{what} is empty: there is no data to train or evaluate on")
     return count
 
 
@@ -138,7 +140,7 @@ def check_optimizer(made: object, parameters: Iterable[torch.Tensor]) -> torch.o
         raise TaskError(f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
     given = {id(each) for each in parameters}
     if not any(id(each) in given for group in made.param_groups for each in group["params"]):
-        raise TaskError("optimizer() has none of the parameters that it was given; use those")
+        raise TaskError("optimizer() uses none of the parameters that were passed to it; use them")
     return made
 
 
@@ -254,7 +256,9 @@ def _check_figures(figures: Any) -> None:
             f"metrics() must return a dictionary of tensors, not {type(figures).__name__}"
         )
     if "loss" in figures:
-        raise TaskError("metrics() has a figure 'loss', which is that of loss(); name it otherwise")
+        raise TaskError(
+            "metrics() has a figure 'loss', which is the name of loss()'s result; rename it"
+        )
     for name, values in figures.items():
         if not isinstance(values, torch.Tensor) or values.ndim == 0:
             raise TaskError(

@@ -83,13 +83,13 @@ class TensorLayout:
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
                 raise TaskError(
-                    f"parameter {name!r} has no shape until the model has seen data; give its "
-                    "layer its sizes, or have model() run the model once"
+                    f"parameter {name!r} has no shape before the first forward pass; give "
+                    "its layer explicit sizes, or have model() run the model once"
                 )
             if parameter.is_meta:
                 raise TaskError(
-                    f"parameter {name!r} is on the device 'meta', which holds no values; have "
-                    "model() make it on the CPU"
+                    f"parameter {name!r} is on the device 'meta', which stores no values; have "
+                    "model() create it on the CPU"
                 )
             if not parameter.requires_grad:
                 continue
@@ -146,7 +146,7 @@ class TensorLayout:
             ) from error
         layout = cls.from_shapes(shapes)
         if layout.header != raw:
-            raise UpdateError("this safetensors header is not in the one form Isthmus writes")
+            raise UpdateError("this safetensors header does not have the form that Isthmus writes")
         return layout
 
     @property
@@ -234,7 +234,9 @@ class TensorLayout:
             )
         if bytes(memoryview(payload)[: len(self.header)]) != self.header:
             received = TensorLayout.from_header(memoryview(payload)[: len(self.header)])
-            raise UpdateError(f"another exchange set came: {received.explain_difference(self)}")
+            raise UpdateError(
+                f"another exchange set was received: {received.explain_difference(self)}"
+            )
         if self.size == 0:
             return torch.empty(0, dtype=torch.float32)
         return torch.frombuffer(payload, dtype=torch.float32, offset=len(self.header))
@@ -251,7 +253,7 @@ def _refuse_running_statistics(model: nn.Module) -> None:
         if getattr(module, "track_running_stats", False) and _has_buffer(module, "running_mean"):
             raise TaskError(
                 f"module {name!r} ({type(module).__name__}) keeps running batch statistics, which "
-                "do not travel and differ between participants; use GroupNorm or LayerNorm, or "
+                "are not exchanged and differ between participants; use GroupNorm or LayerNorm, or "
                 "track_running_stats=False"
             )
 

@@ -221,12 +221,12 @@ class Assembly:
             raise UpdateError(f"a transfer has a gap: at byte {self.offset}, got {chunk.offset}")
         end = self.offset + len(data)
         if end > self.blob.size:
-            raise UpdateError(f"a transfer of {self.blob.size} bytes went on to byte {end}")
+            raise UpdateError(f"a transfer of {self.blob.size} bytes continued to byte {end}")
         self._write(self.offset, data)
         self._hash.update(data)
         self.offset = end
         if end == self.blob.size and not self.complete:
-            raise UpdateError("a transfer does not match its SHA-256: it was damaged on the way")
+            raise UpdateError("a transfer does not match its SHA-256: it was damaged in transit")
 
     @property
     def complete(self) -> bool:

@@ -104,7 +104,7 @@ class Stream:
         try:
             return link_pb2.Envelope.FromString(data)
         except DecodeError:
-            raise UpdateError("what came is not a message of this link") from None
+            raise UpdateError("the received data is not a message of this link") from None
 
     async def _after_pings(self) -> Any:
         self.silent_since = time.monotonic()

@@ -216,9 +216,7 @@ class Uplink:
         if not welcome.lease_seconds > 0:
             raise UpdateError(f"the server's welcome has lease_seconds={welcome.lease_seconds}")
         if self.membership is not None and welcome.authority != self.membership.enroller:
-            raise AdmissionRefused(
-                "the server names another authority than the one that was joined"
-            )
+            raise AdmissionRefused("the server has another authority than the one that was joined")
         if self._welcome is not None and welcome.instance != self._welcome.instance:
             self._forget("the server was started anew")
         elif welcome.is_new:
@@ -331,7 +329,7 @@ class Uplink:
                 continue
             if chunk.absent:
                 job.task = asyncio.create_task(
-                    self._answer(job, failure("the server does not hold the model any more"), None)
+                    self._answer(job, failure("the server no longer has the model"), None)
                 )
                 continue
             try:
@@ -368,7 +366,7 @@ class Uplink:
         job.payload = payload
         job.reply = reply
         if reply.HasField("failure"):  # for the owner, who does not see the server's report
-            log.warning("%s does not do what it is asked: %s", self.name, reply.failure.reason)
+            log.warning("%s could not execute a request: %s", self.name, reply.failure.reason)
         if self._stream is not None:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
 

@@ -79,7 +79,8 @@ def split_into_stages(
         return stages, check_stages(stages, expected, sample)
     except Exception as error:
         raise TaskError(
-            f"the stages of pipeline_stages() do not do what the model does: {first_line(error)}"
+            "the stages of pipeline_stages() do not compute what the model computes: "
+            f"{first_line(error)}"
         ) from error
 
 

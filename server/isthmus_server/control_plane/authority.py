@@ -1,6 +1,6 @@
 """The server's certificate authority: issues certificates, and signs participants' identities.
 
-Its keys are in the server's state directory. Everyone who can read them can create participants, so
+Its keys are in the server's state directory. Any user who can read them can create participants, so
 the directory has mode 0700 and the keys have mode 0600.
 """
 
@@ -35,7 +35,7 @@ SERVER_LIFE = datetime.timedelta(days=30)
 PARTICIPANT_LIFE = datetime.timedelta(days=7)
 
 _BACKDATE = datetime.timedelta(minutes=5)
-"""Certificates begin earlier, for clocks that are slow."""
+"""Certificates begin this much earlier, because a participant's clock may be slow."""
 
 _AUTHORITY = "authority.pem"
 _SERVER = "server.pem"
@@ -54,17 +54,17 @@ def initialise(directory: Path, hosts: Iterable[str]) -> None:
             nor an address.
     """
     if directory.resolve() == Path.cwd():  # it is renamed into place
-        raise UserError(f"{directory} is the directory you are in; name a new one below it")
+        raise UserError(f"{directory} is the current directory; give a new one below it")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(
-            f"{directory} is not empty; nothing was changed. Give a new directory: an authority is "
-            "made once, and all who joined it would have to join again"
+            f"{directory} is not empty; nothing was changed. Give a new directory: with "
+            "a new authority, all participants would have to join again"
         )
     names = [_host(text) for text in hosts]
     try:
         _make(directory, names)
     except OSError as error:
-        raise UserError(f"{directory} cannot be made: {error}") from None
+        raise UserError(f"{directory} cannot be created: {error}") from None
 
 
 def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
@@ -130,7 +130,7 @@ class CertificateAuthority:
                 raise ValueError(f"{_ENROLLER} is not a key of 32 bytes")
         except FileNotFoundError:
             raise UserError(
-                f"{directory} holds no server; make one: isthmus server init {directory}"
+                f"{directory} contains no server; create one: isthmus server init {directory}"
             ) from None
         except (OSError, ValueError, AdmissionRefused) as error:
             if isinstance(error, UserError):

@@ -129,7 +129,7 @@ def start(state: Path, address: str) -> None:
 
     host, port = tls.split_address(address, "--address")
     if port == _LAST_PORT:
-        raise UserError(f"--address {address!r} leaves no next port for joining")
+        raise UserError(f"--address {address!r} has no next port, which is needed for joining")
     prepare()
     logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
     run_until_stopped(serve_queue(ControlPlaneServer(state), state, host, port, Console()))

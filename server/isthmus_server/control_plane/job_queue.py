@@ -64,7 +64,7 @@ class JobQueue:
 
     Guarantees:
       * jobs run in the order in which they were submitted, one at a time;
-      * a submission that is repeated because its answer was lost counts once.
+      * a submission that is repeated because its answer was lost is queued once.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -97,7 +97,7 @@ class JobQueue:
             return known[0]
         if len(self._find("state='queued'")) >= MAX_WAITING:
             raise AdmissionRefused(
-                f"{MAX_WAITING} jobs wait already; cancel some, or try again later"
+                f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
             )
         row = (job.name, job.model_dump_json(), by, key, time.time())
         number = self._db.execute(
@@ -134,7 +134,7 @@ class JobQueue:
         if number.isascii() and number.isdigit() and len(number) < 18:
             for entry in self._find("number=? AND name=?", (int(number), name)):
                 return entry
-        raise AdmissionRefused(f"there is no job {id_!r}; `isthmus jobs` lists those there are")
+        raise AdmissionRefused(f"there is no job {id_!r}; see `isthmus jobs`")
 
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(

@@ -29,7 +29,7 @@ _FOLLOW_SECONDS = 0.5
 """Interval in which the log of a followed run is read."""
 
 _ROWS = 20
-"""Rounds that are read at a time: a long run has thousands, and reading blocks the event loop."""
+"""Rounds that are read at a time, because reading blocks the event loop."""
 
 _FULL_SECONDS = 30.0
 """Interval of attempts to continue a run after the disk was full."""
@@ -43,11 +43,11 @@ class JobRunner:
     """Runs the jobs of a queue, one after another, while the server runs.
 
     Guarantees:
-      * a job that fails is marked with its reason, and the next one runs; a job for which the disk
-        has no room waits and then continues;
+      * a job that fails is marked with its reason, and the next one runs; a job that fills the disk
+        waits for free space and then continues;
       * a cancelled job is never continued, also after a crash of the server;
       * a task is loaded only from the server's own directory of tasks: operators cannot
-        bring code.
+        submit code.
     """
 
     def __init__(self, server: ControlPlaneServer, state: Path, console: Console) -> None:
@@ -78,7 +78,7 @@ class JobRunner:
                     await self._run_job(entry)
         except sqlite3.Error as error:
             raise UserError(
-                f"the queue of jobs cannot be used: {error}; see to it, then start the server again"
+                f"the queue of jobs cannot be used: {error}; repair it, then restart the server"
             ) from error
 
     async def _run_job(self, entry: QueuedJob) -> None:
@@ -91,15 +91,15 @@ class JobRunner:
             await asyncio.shield(task)
         except IsthmusError as error:
             if _disk_is_full(error.__cause__) and not self._cancelled:
-                self._print(f"{entry.id} waits for room on the disk: {error.__cause__}")
+                self._print(f"{entry.id} waits for free disk space: {error.__cause__}")
                 self._running = None  # meanwhile it can be cancelled like a queued job
                 await asyncio.sleep(_FULL_SECONDS)
                 return  # it is next again, and continues from its last round
             self._mark(entry, "failed", str(error))
             self._print(f"{entry.id} failed: {error}")
         except asyncio.CancelledError:
-            this = asyncio.current_task()
-            if this is not None and this.cancelling():  # the server stops
+            current_task = asyncio.current_task()
+            if current_task is not None and current_task.cancelling():  # the server stops
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
@@ -124,8 +124,8 @@ class JobRunner:
         job = entry.job
         self._check(job)
         directory = self.runs / entry.id
-        begun = (directory / "job.json").exists()
-        store = Store.open(directory) if begun else Store.create(directory, job, self.tasks)
+        exists = (directory / "job.json").exists()
+        store = Store.open(directory) if exists else Store.create(directory, job, self.tasks)
         torch.set_num_threads(1)  # the link needs the cores more than the server's own computation
         try:
             with store.locked(), ProgressView(self.console) as view:
@@ -146,12 +146,12 @@ class JobRunner:
         lease = self.server.link.lease_seconds
         if job.time.lease_seconds != lease:
             raise UserError(
-                f"time.lease_seconds={job.time.lease_seconds:g}, but participants here have one "
+                f"time.lease_seconds={job.time.lease_seconds:g}, but this server has one "
                 f"lease for all jobs: add --set time.lease_seconds={lease:g}"
             )
         check_installed(job.task.source, self.tasks, movable=False)
         for key, name in _named_code(job):
-            self._check_beside(job, key, name)
+            self._check_module(job, key, name)
         if ":" not in job.strategy.policy:  # an external module is in the folder of the task
             load_policy(job.strategy)
         if job.task.data is not None:
@@ -159,19 +159,19 @@ class JobRunner:
             if not path.is_relative_to(self.tasks.resolve()):
                 raise UserError(f"task.data={job.task.data!r} is not below {self.tasks}")
 
-    def _check_beside(self, job: Job, key: str, name: str) -> None:
-        """Refuse `module:Name` unless the module is a file beside the task: others run when loaded.
+    def _check_module(self, job: Job, key: str, name: str) -> None:
+        """Refuse `module:Name` unless the module is in the task's folder: loading it executes it.
 
         Raises:
             UserError: with the key to change.
         """
-        beside = (self.tasks / job.task.source.rpartition(":")[0]).parent
+        folder = (self.tasks / job.task.source.rpartition(":")[0]).parent
         module = name.partition(":")[0]
-        file = beside / f"{module}.py"
+        file = folder / f"{module}.py"
         if not module.isidentifier() or module in sys.stdlib_module_names or not file.is_file():
             raise UserError(
-                f"{key}={name!r} is not a file beside the task; this server takes its own "
-                f"policies and strategies, and those in {beside}"
+                f"{key}={name!r} is not in the task's folder; this server loads only built-in "
+                f"policies and strategies, and those in {folder}"
             )
 
     # -- requests of operators ---------------------------------------------------------------------
@@ -203,13 +203,15 @@ class JobRunner:
                 raise AdmissionRefused(f"{id_} has ended just now")
             if self._coordinator is not None:
                 self._coordinator.abandon()
-        self.queue.mark(entry, "cancelled", _CANCELLED)  # also if the server dies now
+        self.queue.mark(
+            entry, "cancelled", _CANCELLED
+        )  # recorded now, because the server may die before the run has ended
         return "cancelled"
 
     async def progress(self, entry: QueuedJob) -> int:
         """Return the number of committed rounds of a job; 0 if its run cannot be read."""
 
-        def look() -> int:
+        def read_progress() -> int:
             try:
                 with self._store(entry) as store:
                     return 0 if store is None else store.last_round()
@@ -217,7 +219,7 @@ class JobRunner:
                 log.warning("%s: %s", entry.id, error)
                 return 0
 
-        return await asyncio.to_thread(look)
+        return await asyncio.to_thread(read_progress)
 
     async def events(self, id_: str, follow: bool) -> AsyncIterator[Event]:
         """Yield the ended attempts of a job so far; with `follow`, until the job ends.
@@ -282,6 +284,6 @@ def _check_participants(job: Job) -> None:
     ):
         if count:
             raise UserError(
-                f"{key}={count} are started by `isthmus run`; here participants join by "
-                f"themselves: add --set {key}=0"
+                f"{key}={count} applies to `isthmus run`; participants of this server join "
+                f"by themselves: add --set {key}=0"
             )

@@ -2,7 +2,7 @@
 
 It has its own port and gRPC server, so that its load cannot take resources from the link. All
 callers together may have `MAX_CALLERS` connections, each for a few seconds; messages are at most a
-few kilobytes, and tries are limited per address.
+few kilobytes, and attempts are limited per address.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CALLER_SECONDS = 15
 
 
 class TokenBucket:
-    """Limits tries per address to a burst and a rate, for a bounded number of addresses.
+    """Limits attempts per address to a burst and a rate, for a bounded number of addresses.
 
     >>> bucket = TokenBucket(burst=2, per_second=1.0)
     >>> [bucket.take("a", now) for now in (0.0, 0.0, 0.0, 1.0)]
@@ -49,7 +49,7 @@ class TokenBucket:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, address: str, now: float) -> bool:
-        """Count a try of an address at `now` (seconds); returns whether it is allowed."""
+        """Count an attempt from an address at `now` (seconds); returns whether it is allowed."""
         left, since = self._left.pop(address, (self.burst, now))
         left = min(self.burst, left + (now - since) * self.per_second)
         allowed = left >= 1
@@ -79,7 +79,7 @@ class JoinService:
     async def start(
         self, host: str, port: int, credentials: grpc.ServerCredentials, *, link_port: int
     ) -> int:
-        """Listen; returns the port. `link_port` is what joining participants connect to next.
+        """Listen; returns the port. `link_port` is sent to participants as the port of the link.
 
         Raises:
             UserError: the port is in use.
@@ -109,7 +109,9 @@ class JoinService:
 
     async def _join(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         if not self._bucket.take(_address(context.peer()), time.monotonic()):
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many tries; wait a while")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "too many attempts; try again later"
+            )
         try:
             reply = await self.admit(join_pb2.JoinRequest.FromString(data))
         except DecodeError:

@@ -62,7 +62,7 @@ class Members(Enrolments):
         role = link_pb2.Role.Name(hello.role).lower()
         if (role, hello.name) != (subject.kind, subject.name):
             raise AdmissionRefused(
-                f"the certificate is of the {subject.kind} {subject.name!r}, and the hello says "
+                f"the certificate belongs to the {subject.kind} {subject.name!r}, not to the "
                 f"{role} {hello.name!r}"
             )
         if hello.identity != subject.identity:
@@ -101,7 +101,7 @@ class Members(Enrolments):
             except (sqlite3.Error, UserError) as error:
                 log.error("the registry in %s cannot be written: %s", self.directory, error)
                 raise AdmissionRefused(
-                    "the server cannot write its registry now; its log says why"
+                    "the server cannot write its registry now; see its log"
                 ) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._writer_thread, run)

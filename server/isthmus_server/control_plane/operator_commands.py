@@ -73,7 +73,7 @@ class OperatorClient:
             raise self._refusal(error) from None
 
     def submit(self, job: Job) -> str:
-        """Queue a job, once even if the server's first answer is lost; returns its id.
+        """Queue a job exactly once, even if the server's first reply is lost; returns its id.
 
         Raises:
             AdmissionRefused: the server refuses, or did not answer twice.
@@ -107,7 +107,7 @@ class OperatorClient:
         doubt = unsure if error.code() in _NO_ANSWER else ""
         details = error.details() or ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            problem = f" is not there now: {short_message(details)}"
+            problem = f" cannot be reached: {short_message(details)}"
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             problem = " did not answer in time"
         else:
@@ -131,7 +131,7 @@ def join(url: str, token: str, state: Path) -> None:
     from isthmus.identity import joining
 
     member = asyncio.run(joining.join(url, joining.Token.parse(token), state, "operator"))
-    click.echo(f"you are {member.name!r} at {member.server}")
+    click.echo(f"joined {member.server} as {member.name!r}")
 
 
 @click.command()
@@ -139,9 +139,9 @@ def join(url: str, token: str, state: Path) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 @_STATE
 def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
-    """Append JOB to the server's queue, and print its id there.
+    """Append JOB to the server's queue and print the job's id.
 
-    Its task is the server's own copy: a file below DIR/tasks.
+    The server uses its own copy of the task: a file below DIR/tasks.
     """
     loaded = load_job(job, overrides)
     click.echo(OperatorClient(state).submit(loaded))
@@ -172,7 +172,7 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
         table.add_row(job.id, job.state, rounds, job.submitted_by, since, escape(job.reason))
-    none = "nothing has been submitted yet" if ended else "no job runs or waits"
+    none = "nothing has been submitted yet" if ended else "no job is running or queued"
     Console().print(table if reply.jobs else none)
 
 
@@ -181,7 +181,7 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @_STATE
 def logs(job: str, follow: bool, state: Path) -> None:
-    """Print the results of each round of JOB."""
+    """Print the result of each round of JOB."""
     from isthmus_server.storage.events import JobEnded, event_from_json
     from isthmus_server.views.progress import ProgressView
 

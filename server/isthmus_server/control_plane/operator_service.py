@@ -1,4 +1,4 @@
-"""The operators' gRPC service, on the port of the link: submit, list, follow and cancel jobs."""
+"""The operators' gRPC service on the port of the link: submit, list, follow and cancel jobs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 SERVICE = "isthmus.operator.v1.Operator"
 
 _MAX_CALLS = 8
-"""Concurrent calls of one operator."""
+"""Maximum number of concurrent calls of one operator."""
 
 MAX_JOB = 64 << 10
-"""Characters of one job: jobs are stored, and read when they are listed."""
+"""Maximum number of characters of one job, because all jobs are stored and listed."""
 
 MAX_ENDED = 1000
-"""Ended jobs in one list."""
+"""Maximum number of ended jobs in one list."""
 
 _Request = TypeVar("_Request", bound=Message)
 
@@ -47,7 +47,7 @@ class OperatorService:
     Guarantees:
       * the certificate is checked in the registry with every call, and while a log is followed:
         only an operator that is not revoked is served;
-      * an operator can queue, follow and cancel jobs, and cannot bring code.
+      * an operator can queue, follow and cancel jobs, and cannot submit code.
     """
 
     def __init__(self, members: Members, runner: JobRunner) -> None:
@@ -203,5 +203,5 @@ async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
         sentence = "the request is not a valid message"
     elif isinstance(error, sqlite3.Error):
         log.error("a file of this server cannot be used: %s", error)
-        sentence = f"a file of the server's cannot be used: {error}"
+        sentence = f"a file of the server cannot be used: {error}"
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)

@@ -37,8 +37,8 @@ REPEAT_SECONDS = 600.0
 """Period after the use of a token in which its user can get the same certificate again."""
 
 MAX_CERTIFICATES = 1000
-"""Valid certificates of one participant: more than one needs that repeatedly fails to store the
-next one."""
+"""Maximum number of valid certificates of one participant; it exceeds what a participant needs that
+repeatedly fails to store the next one."""
 
 _KEEP_SECONDS = 24 * 3600.0
 """Period after which an expired certificate or token is deleted."""
@@ -46,16 +46,16 @@ _KEEP_SECONDS = 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class RegistryEntry:
-    """One participant, as the operator sees it."""
+    """One participant, for the operator's list."""
 
     name: str
     kind: str
     identity: bytes
     joined: float
-    """Unix seconds, as all times here."""
+    """Unix seconds, like all times in the registry."""
     revoked: float | None
     not_after: float | None
-    """End of its latest certificate."""
+    """End of validity of its latest certificate."""
 
 
 Issue = Callable[[str], tuple[bytes, tls.Subject]]
@@ -68,7 +68,7 @@ class Registry:
     Guarantees:
       * a token is used once: of any number of joins at the same time, one gets the name;
       * a name, and an identity, belong to one participant at a time;
-      * a revoked identity never comes back.
+      * a revoked identity is never accepted again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -117,14 +117,15 @@ class Registry:
             )
 
     def redeem(self, digest: bytes, kind: str, identity: bytes, issue: Issue) -> tuple[str, bytes]:
-        """Use a token: returns the name and the certificate (PEM) that `issue(name)` made.
+        """Use a token; returns the name, and the certificate (PEM) from `issue(name)`.
 
-        A participant that joined with it gets the same certificate again for a while, because the
-        first answer may have been lost; the caller has shown that it holds `identity`.
+        A participant that joined with the token gets the same certificate again for a while,
+        because the first answer may have been lost. The caller must have proved that it has the
+        key of `identity`.
 
         Raises:
-            AdmissionRefused: the token is unknown, over or used, is for something else, or the name
-                or the identity is taken. Nothing has changed then.
+            AdmissionRefused: the token is unknown, expired, used or for another kind, or the name
+                or the identity is taken. Nothing was changed.
         """
         with self._transaction():
             now = time.time()
@@ -133,21 +134,25 @@ class Registry:
                 (digest,),
             ).fetchone()
             if row is None:
-                raise AdmissionRefused("this token is not known here, or was made too long ago")
+                raise AdmissionRefused(
+                    "this server does not know this token, or it expired long ago"
+                )
             name, for_kind, expires, used, certificate = row
             if used is not None:
                 if now < used + REPEAT_SECONDS and self._is_in(name, identity):
                     return name, certificate
                 raise AdmissionRefused("this token has been used; ask the operator for another")
             if now >= expires:
-                raise AdmissionRefused("this token is over; ask the operator for another")
+                raise AdmissionRefused("this token has expired; ask the operator for another")
             if kind != for_kind:
-                raise AdmissionRefused(f"this token is of the kind {for_kind!r}, not {kind!r}")
+                raise AdmissionRefused(
+                    f"this token is for a participant of kind {for_kind!r}, not {kind!r}"
+                )
             try:
                 self._refuse_taken(name)
             except UserError as error:
                 raise AdmissionRefused(str(error)) from None
-            if self._knows(identity):
+            if self._is_known(identity):
                 raise AdmissionRefused(
                     "this identity belongs to a participant already, or was revoked"
                 )
@@ -166,20 +171,20 @@ class Registry:
     # -- certificates ------------------------------------------------------------------------------
 
     def check(self, subject: tls.Subject) -> None:
-        """Whether a certificate's holder is a participant now.
+        """Check that the holder of a certificate is a participant now.
 
         Raises:
-            AdmissionRefused: it is revoked, over, or not known, with the reason.
+            AdmissionRefused: it is revoked, expired or unknown, with the reason.
         """
         if time.time() > subject.not_after:
-            raise AdmissionRefused(f"the certificate of {subject.name!r} is over; join again")
+            raise AdmissionRefused(f"the certificate of {subject.name!r} has expired; join again")
         row = self._db.execute(
             "SELECT p.kind, p.identity, p.revoked, c.serial FROM participants p "
             "LEFT JOIN certificates c ON c.serial=? AND c.name=p.name WHERE p.name=?",
             (subject.serial, subject.name),
         ).fetchone()
         if row is None:
-            raise AdmissionRefused(f"{subject.name!r} is not a participant here")
+            raise AdmissionRefused(f"{subject.name!r} is not a participant of this server")
         kind, identity, revoked, serial = row
         if revoked is not None:
             raise AdmissionRefused(f"{subject.name!r} has been revoked")
@@ -187,25 +192,25 @@ class Registry:
             raise AdmissionRefused(f"this certificate of {subject.name!r} is not valid any more")
 
     def renew(self, old: tls.Subject, issue: Issue) -> bytes:
-        """Make the next certificate (PEM) of a participant.
+        """Issue the next certificate (PEM) of a participant.
 
         Raises:
-            AdmissionRefused: it is not one any more, or has more of them than anybody needs.
+            AdmissionRefused: it is not a participant any more, or has too many certificates.
         """
         with self._transaction():
             self.check(old)
             query = "SELECT count(*) FROM certificates WHERE name=? AND not_after>?"
-            (good,) = self._db.execute(query, (old.name, time.time())).fetchone()
-            if good >= MAX_CERTIFICATES:
+            (valid,) = self._db.execute(query, (old.name, time.time())).fetchone()
+            if valid >= MAX_CERTIFICATES:
                 raise AdmissionRefused(
-                    f"{old.name!r} has {good} certificates that are good; use one"
+                    f"{old.name!r} has {valid} valid certificates; use one of them"
                 )
             certificate, subject = issue(old.name)
             self._add_certificate(subject, time.time())
             return certificate
 
     def revoke(self, name: str) -> None:
-        """Make a participant's certificates and identity worthless, for good.
+        """Revoke a participant's certificates and identity permanently.
 
         Raises:
             UserError: there is no such participant, or it was revoked before.
@@ -223,7 +228,7 @@ class Registry:
             if row is None:
                 return
             if row[1] is not None and tokens == 0:
-                raise UserError(f"{name!r} has been revoked before")
+                raise UserError(f"{name!r} is revoked already")
             self._db.execute(
                 "UPDATE participants SET revoked=? WHERE name=? AND revoked IS NULL",
                 (time.time(), name),
@@ -246,7 +251,7 @@ class Registry:
         """Return Ed25519 public keys that are no longer accepted."""
         return {row[0] for row in self._db.execute("SELECT identity FROM revoked_identities")}
 
-    # -- helpers -----------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -268,7 +273,7 @@ class Registry:
                 f"{name!r} is a participant already; revoke it first, or choose another name"
             )
 
-    def _knows(self, identity: bytes) -> bool:
+    def _is_known(self, identity: bytes) -> bool:
         query = (
             "SELECT 1 FROM participants WHERE identity=?1 "
             "UNION ALL SELECT 1 FROM revoked_identities WHERE identity=?1"

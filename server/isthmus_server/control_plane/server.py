@@ -1,4 +1,4 @@
-"""A running server for a network: the link, the join service, and revocation."""
+"""A running server on a network: the link, the join service, revocation and renewal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlPlaneServer:
-    """Everything of a server except its jobs.
+    """Runs the link, the join service, revocation and certificate renewal of a server.
 
     Guarantees:
       * every participant on the link has a certificate of this authority that is in the registry;
@@ -126,18 +126,18 @@ class ControlPlaneServer:
                 log.info("the server has a new certificate")
 
     def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
-        """TLS with the current certificate at each handshake; `known` callers must show theirs."""
+        """TLS with the current certificate at each handshake; `known` callers must present one."""
         roots = tls.pem(self.members.certificate_authority.certificate) if known else None
-        shown = self._pair
+        presented = self._pair
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal shown
-            if shown is self._pair:
+            nonlocal presented
+            if presented is self._pair:
                 return None  # unchanged
-            shown = self._pair
-            return grpc.ssl_server_certificate_configuration([shown], root_certificates=roots)
+            presented = self._pair
+            return grpc.ssl_server_certificate_configuration([presented], root_certificates=roots)
 
-        first = grpc.ssl_server_certificate_configuration([shown], root_certificates=roots)
+        first = grpc.ssl_server_certificate_configuration([presented], root_certificates=roots)
         return grpc.dynamic_ssl_server_credentials(
             first, fetch, require_client_authentication=known
         )

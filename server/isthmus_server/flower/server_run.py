@@ -157,7 +157,7 @@ class FlowerServerRun:
         while (connected := len(list(grid.get_node_ids()))) < needed:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{connected} SuperNodes are connected and a round asks {needed} "
+                    f"{connected} SuperNodes are connected and a round needs {needed} "
                     f"(federated.cohort); waited {self.job.time.join_seconds:g} s"
                 )
             time.sleep(_POLL_SECONDS)  # a Grid can only be polled

@@ -172,7 +172,8 @@ def check_losses(strategy: Any, replies: Iterable[Message]) -> None:
     negative = sum(isinstance(loss, int | float) and loss < 0 for loss in losses)
     if negative:
         raise UpdateError(
-            f"QFedAvg takes no loss below 0, and {negative} of {len(losses)} devices have one; "
+            "QFedAvg does not support losses below 0, and "
+            f"{negative} of {len(losses)} devices have one; "
             "add a constant to the task's loss, or choose another strategy"
         )
 

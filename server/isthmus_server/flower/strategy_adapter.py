@@ -144,7 +144,7 @@ class FlowerStrategyAdapter:
         self.state = state
 
     def reset(self) -> None:
-        """Forget all moments and norms."""
+        """Discard all moments and norms."""
         self.state = StrategyState()
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -361,7 +361,7 @@ class CohortGrid(RunScopedGrid):
         Raises:
             UpdateError: always.
         """
-        raise UpdateError("it sends messages of its own, and the devices of this job take none")
+        raise UpdateError("it sends its own messages, which the devices of this job do not support")
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """No replies, since nothing is sent."""

@@ -22,7 +22,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
 _UNLIMITED = 1_000_000
-"""Rounds; the budget ends a run that is compared."""
+"""Maximum number of rounds of a compared run, which ends when its budget is used up."""
 
 
 async def compare_policies(
@@ -81,7 +81,7 @@ class _CurrentRoster:
 def _table(job: Job, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     seeds = len(next(iter(results.values())))
     table = Table(
-        title=f"{job.name}: what a budget of {job.budget:g} buys, mean of {seeds} seeds",
+        title=f"{job.name}: results for a budget of {job.budget:g}, mean of {seeds} seeds",
         title_justify="left",
     )
     names = [name for name in next(iter(results.values()))[0] if name not in ("rounds", "cost")]

@@ -30,15 +30,15 @@ _KILLED = "the process that participants are forked from was killed"
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A started `isthmus ARGUMENTS`."""
+    """A process that runs `isthmus ARGUMENTS`."""
 
     pid: int
     ended: asyncio.Future[int]
-    """The exit code, when it has ended; negative: the signal that killed it."""
+    """Set to the exit code when the process ends; negative: the signal that killed it."""
 
 
 class ParticipantForkServer:
-    """Starts programs by forking a process that is reserved for it."""
+    """Starts programs by forking a process that is kept for this purpose."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         """Use `fork`, which creates the process."""
@@ -125,7 +125,7 @@ class ParticipantForkServer:
             self._running.pop(message["pid"]).ended.set_result(message["code"])
 
     def _fail_all(self) -> None:
-        """The process was killed, and all programs with it."""
+        """Fail all programs: the fork server was killed, and its children with it."""
         self._killed = True
         asyncio.get_running_loop().remove_reader(self._connection)
         for started in self._starting.values():
@@ -155,7 +155,7 @@ def _run_and_exit(function: Callable[..., None], *arguments: object) -> None:
 
 
 def _serve(server: int, server_end: socket.socket, fork_end: socket.socket) -> None:
-    """In the fork server: fork on request and report exit codes, until the server closes."""
+    """Run the fork server: fork on request and report exit codes, until the server closes."""
     die_with_parent(server)
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
     os.setsid()  # Ctrl-C is for the server, which then ends this process
@@ -181,13 +181,13 @@ def _serve(server: int, server_end: socket.socket, fork_end: socket.socket) -> N
                 fork_end.close()
                 for handle in running:
                     os.close(handle)
-                _run_and_exit(_become, fork_server, request["arguments"], request["log"])
+                _run_and_exit(_run_program, fork_server, request["arguments"], request["log"])
             running[os.pidfd_open(pid)] = pid
             fork_end.send(json.dumps({"number": request["number"], "pid": pid}).encode())
 
 
-def _become(fork_server: int, arguments: Sequence[str], log: str) -> None:
-    """Become `isthmus ARGUMENTS`, with all output in the log."""
+def _run_program(fork_server: int, arguments: Sequence[str], log: str) -> None:
+    """Run `isthmus ARGUMENTS` in this process, with all output in the log."""
     die_with_parent(fork_server)
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -41,7 +41,7 @@ def private_socket() -> Iterator[str]:
                 f"{private} is too long a path for a socket; set TMPDIR to a folder with a shorter "
                 "one, or give --address 127.0.0.1:0"
             )
-        with file_lock(Path(private) / _LOCK, f"another process has {private}"):
+        with file_lock(Path(private) / _LOCK, f"another process uses {private}"):
             yield address
 
 
@@ -54,7 +54,7 @@ def _remove_stale_directories() -> None:
             old = time.time() - status.st_mtime > _MIN_AGE_SECONDS
             entries = {entry.name for entry in directory.iterdir()} if own and old else set()
             if _LOCK in entries and entries <= {_SOCKET, _LOCK}:
-                with file_lock(lock, "its run goes on"):
+                with file_lock(lock, "its run is active"):
                     (directory / _SOCKET).unlink(missing_ok=True)
                     lock.unlink()
                     directory.rmdir()

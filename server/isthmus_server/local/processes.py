@@ -1,6 +1,6 @@
 """Start and supervise the devices and the datacenter of a local run, one process each.
 
-Every process runs the command that a user would type, with its output in the run's `logs/`. A
+Every process runs the same command as a user would, with its output in the run's `logs/`. A
 process that dies is restarted. When the server dies, for any reason, its processes die too.
 """
 
@@ -19,7 +19,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer, Program
 
 MAX_STARTS = 5
-"""A process that ended this many times is not restarted."""
+"""Number of starts after which a process is not restarted."""
 
 OnFailure = Callable[[str, link_pb2.Role, str], None]
 """Called with the name, role and reason of a participant that is not restarted."""
@@ -54,10 +54,10 @@ class LocalProcesses:
         fork_server: ParticipantForkServer,
         on_failure: OnFailure,
     ) -> None:
-        """Start nothing yet.
+        """Set up; `start` starts the processes.
 
         Args:
-            job: decides which participants there are.
+            job: the job, which determines the participants.
             address: where the server listens.
             directory: the run directory.
             fork_server: starts the processes.

@@ -1,4 +1,4 @@
-"""Run one job locally: the link, the processes of the other roles, the coordinator."""
+"""Run a job on this machine: the link, the participants' processes and the coordinator."""
 
 from __future__ import annotations
 

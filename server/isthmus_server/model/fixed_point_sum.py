@@ -124,7 +124,7 @@ class WeightedSum:
         """
         assert self.weight > 0
         if self._pending_withdrawals:
-            raise OSError("an update that does not count could not be taken out of the sum")
+            raise OSError("a rejected update could not be subtracted from the sum")
         scale = 2.0**-self.fraction_bits / self.weight
         # Each tile of the mean overwrites sums that have been read already.
         mean = self._sum.view(torch.float32)[: len(self._sum)]

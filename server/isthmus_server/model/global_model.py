@@ -162,7 +162,7 @@ class GlobalModel:
             torch.isfinite(self.vector).all()
         ):
             raise UpdateError(
-                "the server optimizer made a model that is not finite; lower its lr "
+                "the server optimizer produced a model that is not finite; lower its lr "
                 "(strategy.server_optimizer.options)"
             )
 

@@ -206,5 +206,5 @@ def replacing(path: Path) -> Iterator[DirectWriter]:
 def _check_digest(path: Path, payload: bytearray | memoryview, saved: Saved) -> None:
     if hashlib.sha256(payload).hexdigest() != saved.sha256:
         raise UserError(
-            f"the checkpoint {path} is damaged: it is not what was written; restore it from a copy"
+            f"the checkpoint {path} is damaged: its digest differs; restore it from a copy"
         )

@@ -78,8 +78,8 @@ class Store:
             with _alone_in(directory):  # two processes started together must not create one run
                 if (directory / "job.json").exists():
                     raise UserError(
-                        f"{directory} already holds a run; go on with it by `isthmus run --resume "
-                        "--run-dir DIR`, or name another"
+                        f"{directory} already contains a run; continue it with `isthmus run "
+                        "--resume --run-dir DIR`, or choose another directory"
                     )
                 (directory / "checkpoints").mkdir(exist_ok=True)
                 (directory / "logs").mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ class Store:
                 store.close()
                 raise UserError("run.sqlite describes no run")
         except FileNotFoundError:
-            raise UserError(f"{directory} does not hold a run (no job.json)") from None
+            raise UserError(f"{directory} contains no run (no job.json)") from None
         except (OSError, sqlite3.Error, UserError) as error:
             cause: object = error
             if isinstance(error, sqlite3.Error) and not os.access(directory, os.W_OK):
@@ -198,7 +198,7 @@ class Store:
         )
 
     def save_elapsed(self, seconds: float) -> None:
-        """Store how long the run has lasted."""
+        """Store the elapsed time of the run."""
         self._db.execute("INSERT OR REPLACE INTO running_time VALUES (1, ?)", (seconds,))
 
     def log_event(self, event: ReportedEvent) -> None:
@@ -339,8 +339,8 @@ class Store:
     def unusable(self, error: Exception) -> UserError:
         """The user message for an error while the directory was read or written."""
         return UserError(
-            f"the run directory {self.directory} could not be used: {error}; see to it, then "
-            "`isthmus run --resume` goes on from the last committed round"
+            f"the run directory {self.directory} could not be used: {error}; repair it, then "
+            "`isthmus run --resume` continues from the last committed round"
         )
 
     def _drop_old_checkpoints(self) -> None:

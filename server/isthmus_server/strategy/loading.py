@@ -32,10 +32,11 @@ def load_policy(strategy: StrategySection) -> Policy:
         raise
     except (Exception, SystemExit) as error:  # third-party code may raise anything
         raise JobError(
-            f"strategy.policy={strategy.policy!r} cannot be made: {type(error).__name__}: {error}"
+            f"strategy.policy={strategy.policy!r} cannot be constructed: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not callable(getattr(policy, "plan", None)):
-        raise JobError(f"strategy.policy={strategy.policy!r} is no policy: it has no plan()")
+        raise JobError(f"strategy.policy={strategy.policy!r} is not a policy: it has no plan()")
     return policy
 
 
@@ -47,12 +48,12 @@ def _load_external(name: str, built_in: Iterable[str]) -> Any:
     module, separator, attribute = name.partition(":")
     if not separator:
         raise JobError(
-            f"strategy.policy={name!r} is not known; there are "
-            f"{', '.join(sorted({*built_in, *provided}))}, or module:Name for one of your own"
+            f"strategy.policy={name!r} is unknown; choose one of "
+            f"{', '.join(sorted({*built_in, *provided}))}, or module:Name for your own"
         )
     if module.endswith(".py"):
         raise JobError(
-            f"strategy.policy={name!r} names a file, and a module is wanted: "
+            f"strategy.policy={name!r} names a file instead of a module; use "
             f"{module.removesuffix('.py').replace('/', '.')}:{attribute}, installed or in the "
             "folder of the task's file"
         )

@@ -95,7 +95,7 @@ class InProcessLink(Link):
             if blob is not None and blob.size:
                 broadcast = self._blobs.get(blob.sha256)
                 if broadcast is None:
-                    raise UpdateError("the server does not hold the model any more")
+                    raise UpdateError("the server no longer has the model")
                 buffer = worker.buffer(request, blob.size)
                 if buffer is not None:
                     broadcast.fill(buffer)

@@ -109,8 +109,8 @@ async def listen(
             bound = server.add_secure_port(address, credentials)
     except RuntimeError:
         raise UserError(
-            f"cannot listen on {address}; is the port in use, or the host no address of this "
-            "machine? Give another, or port 0 for any"
+            f"cannot listen on {address}; the port may be in use, or the host not an address of "
+            "this machine; choose another, or port 0 for any free one"
         ) from None
     await server.start()
     return server, int(bound)

@@ -374,7 +374,7 @@ class Link:
             return  # the request was repeated after a break, while the reply was on its way
         pending = peer.pending.get(reply.id)
         if len(reply.id) > MAX_REQUEST_ID:
-            raise UpdateError("it answered a request that no server has made")
+            raise UpdateError("it replied to a request that was never sent")
         if pending is None:
             await self._refuse_late_reply(peer, stream, reply.id)
             return

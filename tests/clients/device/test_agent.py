@@ -110,18 +110,18 @@ async def test_models_are_scored_on_the_devices_own_data(agent, opening):
 
 
 @pytest.mark.parametrize("request_", [train(), score([[0]])])
-async def test_a_secure_run_sends_nothing_in_clear_for_any_request(request_, agent, opening):
+async def test_a_secure_run_sends_nothing_in_plaintext(request_, agent, opening):
     await agent.work(opening("run", "pass", "federated.secure_aggregation=true"), None, ignore)
     sent = bytearray(LAYOUT.encode(torch.ones(LAYOUT.size)))
     model = bytearray(sent)
-    with pytest.raises(UpdateError, match="wants this device's own figures in clear"):
+    with pytest.raises(UpdateError, match="would send this device's own figures in plaintext"):
         await agent.work(request_, model, ignore)
     assert model == sent  # and nothing was computed
 
 
 async def test_only_received_models_are_scored(agent, opening):
     await agent.work(opening(), None, ignore)
-    with pytest.raises(UpdateError, match="9 models are to be scored; at most 8 are"):
+    with pytest.raises(UpdateError, match="9 models are to be scored, and the maximum is 8"):
         agent.buffer(score([[8]]), 9 * LAYOUT.nbytes)
     with pytest.raises(UpdateError, match=f"2 models in {LAYOUT.nbytes} bytes were announced"):
         agent.buffer(score([[0, 1]]), LAYOUT.nbytes)
@@ -157,7 +157,7 @@ async def test_opening_another_run_closes_the_first(agent, opening):
         agent.buffer(train("one"), LAYOUT.nbytes)
 
 
-async def test_a_run_that_cannot_be_opened_leaves_none_half_open(agent, opening):
+async def test_a_run_that_fails_to_open_leaves_no_open_run(agent, opening):
     with pytest.raises(TaskError, match="is empty"):
         await agent.work(
             opening("run", "def local_data(self, participant):\n    return rows(0, 0)"),

@@ -146,7 +146,7 @@ async def test_a_package_of_an_untrusted_author_is_not_fetched(setup, author, ca
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("damaged", "a transfer does not match its SHA-256: it was damaged on the way"),
+        ("damaged", "a transfer does not match its SHA-256: it was damaged in transit"),
         ("another package", "the package received for 'table' is not the one that was offered"),
         ("another name", "the package received for 'table' is not the one that was offered"),
         ("not signed", "the package is not signed by the author it names"),

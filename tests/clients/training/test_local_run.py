@@ -177,7 +177,7 @@ def test_the_proximal_gradient_is_mu_times_the_distance(open_run):
         (
             "def optimizer(self, parameters, participant):\n"
             "    return torch.optim.SGD(self.model().parameters(), lr=0.1)",
-            r"^optimizer\(\) has none of the parameters that it was given; use those$",
+            r"^optimizer\(\) uses none of the parameters that were passed to it; use them$",
         ),
         (
             "def optimizer(self, parameters):\n    return None",  # the call itself fails
@@ -196,7 +196,9 @@ def test_failed_training_is_reported_in_one_sentence(open_run, methods, sentence
 
 
 def test_a_device_without_data_declines(open_run):
-    with pytest.raises(TaskError, match=r"^local_data\(\) of a is empty: there is no data to work"):
+    with pytest.raises(
+        TaskError, match=r"^local_data\(\) of a is empty: there is no data to train"
+    ):
         open_run(methods="def local_data(self, participant):\n    return rows(0, 0)")
 
 

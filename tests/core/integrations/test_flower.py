@@ -20,7 +20,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
 @given(SHAPES, st.integers(0, 2**31))
-def test_our_arrays_are_what_flower_makes_of_the_same_tensor(shape, seed):
+def test_an_array_equals_the_one_that_flower_creates_from_the_tensor(shape, seed):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     ours, theirs = messages.array_of(tensor), messages.Array(tensor.numpy())
     assert (ours.dtype, ours.shape, ours.stype) == (theirs.dtype, theirs.shape, theirs.stype)
@@ -28,7 +28,7 @@ def test_our_arrays_are_what_flower_makes_of_the_same_tensor(shape, seed):
     assert np.array_equal(ours.numpy(), tensor.numpy())
 
 
-def test_a_record_is_read_back_as_it_was():
+def test_a_record_is_read_back_unchanged():
     tensors = {"bias": torch.randn(3), "weight": torch.randn(3, 4)}
     back = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     messages.read_record(messages.record_of(tensors.items()), back.items())
@@ -38,14 +38,17 @@ def test_a_record_is_read_back_as_it_was():
 @pytest.mark.parametrize(
     ("arrays", "says"),
     [
-        ({}, "the array 'weight' is missing from what came"),
-        ({"weight": [1.0, 2.0], "more": [1.0]}, "the array 'more' is unknown, but in what came"),
+        ({}, "the array 'weight' is missing from the received record"),
+        (
+            {"weight": [1.0, 2.0], "more": [1.0]},
+            "the array 'more' is unknown, but in the received record",
+        ),
         ({"weight": [1.0]}, "the array 'weight' is float64 of shape (1,), not float32 of shape (2"),
         ({"weight": ["a", "b"]}, "the array 'weight' is <U1 of shape (2,)"),
         ({"weight": [1.0, float("inf")]}, "the array 'weight' is not finite"),
     ],
 )
-def test_a_record_that_does_not_fit_is_refused(arrays, says):
+def test_a_record_with_other_names_shapes_or_types_is_refused(arrays, says):
     record = messages.ArrayRecord(
         {name: messages.Array(np.array(each)) for name, each in arrays.items()}
     )
@@ -54,7 +57,7 @@ def test_a_record_that_does_not_fit_is_refused(arrays, says):
     assert str(refused.value).startswith(says)
 
 
-def test_a_message_says_what_the_runtime_would_have_filled_in():
+def test_a_message_has_the_metadata_of_flowers_runtime():
     asked = messages.message(
         messages.RecordDict(), kind="train", source=1, to=7, id_="m", group="3"
     )
@@ -68,14 +71,14 @@ def test_a_message_says_what_the_runtime_would_have_filled_in():
     assert failed.error.reason == "why"
 
 
-def test_a_process_can_be_one_in_which_messages_are_made():
+def test_a_process_gets_an_identity_for_creating_messages():
     messages.identify()
     made = messages.Message(messages.RecordDict(), dst_node_id=7, message_type="train")
     assert (made.metadata.run_id, made.metadata.src_node_id) == (messages.RUN, messages.SERVER_NODE)
     assert messages.the_run().run_id == messages.RUN
 
 
-def test_flowers_log_is_kept_from_the_terminal_and_its_warnings_are_kept(capfd):
+def test_flowers_log_is_suppressed_and_its_warnings_are_captured(capfd):
     log = logging.getLogger("flwr")
     before = list(log.handlers)
     with messages.captured_warnings() as warnings:
@@ -86,14 +89,14 @@ def test_flowers_log_is_kept_from_the_terminal_and_its_warnings_are_kept(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_flower_tells_its_makers_nothing():
+def test_flowers_telemetry_is_off():
     from flwr.supercore import telemetry
 
     assert telemetry.FLWR_TELEMETRY_ENABLED == "0"
     assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
 
 
-def test_without_flower_the_extra_is_named(monkeypatch):
+def test_without_flower_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr.app", None)
     monkeypatch.delitem(sys.modules, "isthmus.integrations.flower.messages")
     with pytest.raises(JobError, match=r"pip install 'isthmus\[flower\]'"):
@@ -123,7 +126,7 @@ CONFIG = st.dictionaries(
 
 
 @given(SHAPES, METRICS, CONFIG)
-def test_records_come_out_of_the_link_as_they_went_in(shape, metrics, config):
+def test_encoded_records_are_decoded_unchanged(shape, metrics, config):
     records = messages.RecordDict(
         {
             "arrays": messages.ArrayRecord(
@@ -142,7 +145,7 @@ def test_records_come_out_of_the_link_as_they_went_in(shape, metrics, config):
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
-def test_bytes_from_anywhere_are_records_or_one_sentence(noise, place, value):
+def test_arbitrary_bytes_are_decoded_or_refused_in_one_sentence(noise, place, value):
     records = messages.RecordDict(
         {
             "a": messages.ArrayRecord({"x": messages.array_of(torch.ones(2))}),
@@ -163,7 +166,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)
 
 
 @given(RANGES)
-def test_no_byte_that_came_is_taken_for_two_arrays_or_for_none(ranges):
+def test_every_received_byte_belongs_to_exactly_one_array(ranges):
     """Else a header alone could ask for any number of copies of one array."""
     entries = [[str(i), "float32", [], "mine", start, end] for i, (start, end) in enumerate(ranges)]
     header = json.dumps([["a", "arrays", entries]]).encode()
@@ -182,9 +185,9 @@ def test_no_byte_that_came_is_taken_for_two_arrays_or_for_none(ranges):
 @pytest.mark.parametrize(
     ("ranges", "says"),
     [
-        ([(0, 30), (0, 30)], "the array '1' is not where the one before it ends"),
-        ([(0, 20), (10, 30)], "the array '1' is not where the one before it ends"),
-        ([(0, 31)], "the array '0' is not where the one before it ends"),
+        ([(0, 30), (0, 30)], "the array '1' does not begin where the previous one ends"),
+        ([(0, 20), (10, 30)], "the array '1' does not begin where the previous one ends"),
+        ([(0, 31)], "the array '0' does not begin where the previous one ends"),
         ([(0, 29)], "1 bytes of it belong to no array"),
     ],
 )
@@ -210,7 +213,7 @@ FINE = messages.array_of(torch.ones(2)).data
         ("float32", (-2,), FINE),
     ],
 )
-def test_an_array_that_is_not_what_it_says_is_refused_before_memory_is_taken(dtype, shape, data):
+def test_an_array_with_a_wrong_header_is_refused_before_allocation(dtype, shape, data):
     array = messages.Array(dtype=dtype, shape=shape, stype=messages.NUMPY, data=data)
     payload = encode(messages.RecordDict({"arrays": messages.ArrayRecord({"x": array})}))
     with pytest.raises(UpdateError) as refused:
@@ -219,7 +222,7 @@ def test_an_array_that_is_not_what_it_says_is_refused_before_memory_is_taken(dty
 
 
 @pytest.mark.parametrize("values", [np.zeros((2, 3), order="F"), np.zeros(2, "i8"), np.bool_(1)])
-def test_every_kind_of_number_is_taken(values):
+def test_every_supported_dtype_is_accepted(values):
     record = messages.ArrayRecord({"x": messages.Array(np.asarray(values))})
     back = decode(encode(messages.RecordDict({"arrays": record})))
     assert np.array_equal(back["arrays"]["x"].numpy(), values)

@@ -85,17 +85,17 @@ def test_a_wrong_key_or_value_is_one_sentence(override, sentence):
         (
             ["time.lease_seconds=60", "time.round_seconds=60"],
             "job: time: lease_seconds=60 must be below round_seconds=60, or a lost participant "
-            "is never noticed within its round",
+            "is never detected within its round",
         ),
     ],
 )
-def test_values_that_cannot_go_together_are_named_together(overrides, sentence):
+def test_conflicting_values_are_named_together(overrides, sentence):
     with pytest.raises(JobError) as caught:
         parse_job(SMALLEST, overrides)
     assert str(caught.value) == sentence
 
 
-def test_every_finding_is_told_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(JobError, match=r"rounds=0: .*; unknown key sed; did you mean seed\?"):
         parse_job(SMALLEST, ["rounds=0", "sed=1"])
 
@@ -107,7 +107,7 @@ def test_every_finding_is_told_at_once():
         ('name = "a"\n[task]', "job: task.source is missing"),
     ],
 )
-def test_what_has_no_default_must_be_there(text, sentence):
+def test_keys_without_a_default_are_required(text, sentence):
     with pytest.raises(JobError) as caught:
         parse_job(text)
     assert str(caught.value) == sentence
@@ -184,20 +184,20 @@ def test_the_quorum_is_three_quarters_of_the_cohort_unless_set(cohort, needed):
     assert job.federated.needed == needed
 
 
-def test_a_quorum_that_is_set_is_the_one_that_counts():
+def test_a_configured_quorum_replaces_the_default():
     job = parse_job(SMALLEST, ["federated.cohort=8", "federated.quorum=2", PLAIN])
     assert job.federated.needed == 2
 
 
 @pytest.mark.parametrize(("cohort", "quorum", "least"), [(3, 2, 3), (8, 4, 5), (100, 56, 57)])
-def test_a_secure_sum_needs_a_quorum_that_hides_and_that_is_found_once(cohort, quorum, least):
+def test_a_secure_sum_needs_a_sufficient_quorum(cohort, quorum, least):
     settings = [f"federated.cohort={cohort}", f"federated.quorum={quorum}"]
     with pytest.raises(JobError, match=f"needs a quorum of at least {least} with cohort={cohort}"):
         parse_job(SMALLEST, settings)
     assert parse_job(SMALLEST, [settings[0], f"federated.quorum={least}"])
 
 
-def test_with_changes_leaves_the_original_alone():
+def test_with_changes_does_not_modify_the_original():
     job = parse_job(SMALLEST, ["budget=5"])
     other = with_changes(job, {"strategy.policy": "federated", "seed": 7, "budget": None})
     assert (other.strategy.policy, other.seed, other.budget) == ("federated", 7, None)
@@ -238,14 +238,14 @@ def sections(kind):
     [(kind, name) for kind in sections(Section) for name in kind.model_fields],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_every_field_says_what_it_means(section, field):
+def test_every_field_has_a_description(section, field):
     if section is Job and section.model_fields[field].annotation.__name__.endswith("Section"):
         assert section.model_fields[field].annotation.__doc__
     else:
         assert section.model_fields[field].description
 
 
-def test_the_schema_carries_the_descriptions():
+def test_the_schema_contains_the_descriptions():
     cohort = job_schema()["$defs"]["FederatedSection"]["properties"]["cohort"]
     assert cohort["description"] == "Number of updates in each round."
 
@@ -258,32 +258,32 @@ def test_a_flower_strategy_and_secure_aggregation_exclude_each_other(make_job):
     assert str(refused.value) == (
         "job: federated: flower.strategy.name='Krum' works on single updates, and with "
         "secure_aggregation the server learns only their sum; set secure_aggregation = false if "
-        "it may see each of them, or leave the strategy out"
+        "it may see each of them, or remove the strategy"
     )
 
 
-def test_settings_that_say_nothing_to_an_app_are_refused(make_job):
+def test_settings_without_effect_on_an_app_are_refused(make_job):
     app = 'federated.flower.app="app.py:app"'
     assert make_job(app).federated.flower.strategy.name == "FedAvg"
-    with pytest.raises(JobError, match=r"local_steps says nothing to flower.app='app.py:app'"):
+    with pytest.raises(JobError, match=r"local_steps has no effect on flower.app='app.py:app'"):
         make_job(app, "federated.local_steps=3")
 
 
-def test_an_app_takes_no_gradient_along(make_job):
+def test_an_app_cannot_be_combined_with_gradient_transfer(make_job):
     app = 'federated.flower.app="app.py:app"'
     with pytest.raises(JobError) as refused:
         make_job(app, "strategy.merge=transfer")
     assert str(refused.value) == (
         'job: strategy.merge="transfer" has devices add the datacenter\'s gradient to their steps, '
-        "and federated.flower.app='app.py:app' makes steps of its own; use \"weighted\" or "
+        "and federated.flower.app='app.py:app' makes its own steps; use \"weighted\" or "
         '"projected"'
     )
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"name":' * 100_000, f'"{"x" * 10**6}"'])
-def test_what_is_no_job_is_one_sentence_however_long_it_is(text):
+def test_an_invalid_job_is_reported_in_one_bounded_sentence(text):
     with pytest.raises(
-        JobError, match=r"^the job cannot be read here, .*: '.{50,100}\.\.\.: "
+        JobError, match=r"^this version of Isthmus cannot read the job, .*: '.{50,100}\.\.\.: "
     ) as caught:
         read_job(text)
     assert len(str(caught.value)) < 300

@@ -8,7 +8,7 @@ CHILD = (
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
-def test_a_child_dies_with_its_parent_however_that_dies():
+def test_a_child_dies_with_its_parent_for_any_cause():
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

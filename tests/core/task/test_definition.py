@@ -35,7 +35,7 @@ def test_a_task_in_a_file_gets_its_settings(load):
     assert task.settings == {"width": 3}
 
 
-def test_a_task_in_a_file_imports_what_lies_beside_it(load):
+def test_a_task_in_a_file_imports_modules_from_its_folder(load):
     task = load(
         "folder/task.py:Good",
         {
@@ -46,7 +46,7 @@ def test_a_task_in_a_file_imports_what_lies_beside_it(load):
     assert type(task).__name__ == "Good"
 
 
-def test_a_later_task_does_not_import_what_lies_beside_an_earlier_one(load):
+def test_a_later_task_does_not_import_modules_from_an_earlier_folder(load):
     for folder in ("one", "other"):
         task = load(
             f"{folder}/task.py:Named",
@@ -82,7 +82,7 @@ def test_a_source_of_another_form_is_refused(load, source):
         ("no_such_package.deep:Good", "no module 'no_such_package.deep' can be imported here"),
     ],
 )
-def test_a_source_that_leads_nowhere_is_one_sentence(load, source, sentence):
+def test_a_missing_source_is_reported_in_one_sentence(load, source, sentence):
     with pytest.raises(TaskError, match=sentence):
         load(source, {"task.py": GOOD + "class Plain:\n    pass\n"})
 
@@ -97,7 +97,7 @@ def test_a_source_that_leads_nowhere_is_one_sentence(load, source, sentence):
         (GOOD + "    def __init__(self):\n        pass\n", None, "TypeError"),
     ],
 )
-def test_what_the_users_code_raises_names_the_users_line(load, tmp_path, text, line, error):
+def test_an_error_in_user_code_names_the_users_line(load, tmp_path, text, line, error):
     with pytest.raises(TaskError) as caught:
         load("task.py:Good", {"task.py": text})
     at = f" failed at {tmp_path}/task.py:{line}: " if line else " failed: "
@@ -131,14 +131,14 @@ def test_a_method_that_raises_names_the_users_line_however_deep(write_task, tmp_
         losses(task, model, torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
 
 
-def test_what_a_task_does_not_define_is_named_before_it_is_used(load):
+def test_missing_methods_of_a_task_are_named_when_it_is_loaded(load):
     half = "class Half(isthmus.Task):\n    model = loss = local_data = lambda self, *_: None\n"
-    sentence = r"Half': Half does not define eval_data\(\), optimizer\(\), and it must$"
+    sentence = r"Half': Half must define eval_data\(\), optimizer\(\)$"
     with pytest.raises(TaskError, match=sentence):
         load("task.py:Half", {"task.py": f"import isthmus\n{half}"})
 
 
-def test_a_task_may_refuse_in_its_own_words():
+def test_a_task_can_raise_its_own_task_error():
     with pytest.raises(TaskError, match=r"^bring a shard$"), user_code("local_data()"):
         raise TaskError("bring a shard")
     sentence = r"NotImplementedError: only on Tuesdays$"
@@ -146,7 +146,7 @@ def test_a_task_may_refuse_in_its_own_words():
         raise NotImplementedError("only on Tuesdays")
 
 
-def test_code_that_ends_the_process_does_not():
+def test_user_code_cannot_exit_the_process():
     said = r"^loss\(\) failed at .*: SystemExit: 3$"
     with pytest.raises(TaskError, match=said), user_code("loss()"):
         sys.exit(3)
@@ -157,13 +157,13 @@ def test_an_interrupt_is_not_the_users_mistake():
         raise KeyboardInterrupt
 
 
-def test_data_is_where_this_machine_keeps_it(load, tmp_path):
+def test_data_is_this_machines_path(load, tmp_path):
     assert load("task.py:Good", {"task.py": GOOD}, tmp_path).data == tmp_path
     with pytest.raises(TaskError, match=r"set task\.data in the job or start the client with"):
         _ = load("task.py:Good", {"task.py": GOOD}).data
 
 
-def test_the_parts_with_a_default(load):
+def test_optional_methods_have_defaults(load):
     task = load("task.py:Good", {"task.py": GOOD})
     assert task.metrics(1, 2) == {}
     assert task.forward(lambda inputs: inputs + 1, 1) == 2

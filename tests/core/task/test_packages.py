@@ -42,7 +42,7 @@ def rewritten(package, change):
     return out.getvalue()
 
 
-def test_what_was_packed_is_installed_and_not_executed(package, tmp_path):
+def test_a_package_is_installed_without_executing_it(package, tmp_path):
     found = read(package)
     assert (found.name, found.author, dict(found.files)) == ("keyboard", PUBLIC, FILES)
     target = install(found, tmp_path / "tasks", [PUBLIC])
@@ -52,7 +52,7 @@ def test_what_was_packed_is_installed_and_not_executed(package, tmp_path):
     assert [path.name for path in (tmp_path / "tasks").iterdir()] == ["keyboard"]
 
 
-def test_an_installed_folder_is_what_its_author_signed_or_it_is_not(package, tmp_path):
+def test_a_changed_installed_folder_is_detected(package, tmp_path):
     tasks = tmp_path / "tasks"
     target = install(read(package), tasks, [PUBLIC])
     assert installed(tasks, "keyboard") == read(package)
@@ -74,18 +74,18 @@ def test_an_installed_folder_is_what_its_author_signed_or_it_is_not(package, tmp
             (target / path).write_bytes(before)
     assert (target / "data/words.txt").read_bytes() == words
     (target / ".package").write_bytes(package[:-1])
-    with pytest.raises(AdmissionRefused, match="this is not a package of a task"):
+    with pytest.raises(AdmissionRefused, match="this is not a task package"):
         installed(tasks, "keyboard")
     (target / ".package").unlink()
     for name in ("keyboard", "another", "..", ""):
         assert installed(tasks, name) is None
 
 
-def test_the_same_files_are_the_same_package(folder, package):
+def test_equal_files_give_equal_packages(folder, package):
     assert pack(folder, "keyboard", AUTHOR) == package
 
 
-def test_a_newer_package_takes_the_place_of_an_older_one(folder, package, tmp_path):
+def test_a_newer_package_replaces_an_older_one(folder, package, tmp_path):
     install(read(package), tmp_path / "tasks", [PUBLIC])
     (folder / "data/words.txt").unlink()
     (folder / "task.py").write_text("new")
@@ -94,7 +94,7 @@ def test_a_newer_package_takes_the_place_of_an_older_one(folder, package, tmp_pa
     assert not (target / "data/words.txt").exists()
 
 
-def test_an_author_nobody_approved_is_refused(package, tmp_path):
+def test_an_unapproved_author_is_refused(package, tmp_path):
     other = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
     with pytest.raises(
         AdmissionRefused, match=r"is by the author [0-9a-f]{64}, who is not approved here"
@@ -131,7 +131,7 @@ def other_author(table):
         ),
         (lambda entries: [*entries, ("more.py", b"", 0)], "its files are not those of its manif"),
         (lambda entries: entries[:-1], "its files are not those of its manifest"),
-        (lambda entries: [e for e in entries if e[0] != "signature"], "not a package"),
+        (lambda entries: [e for e in entries if e[0] != "signature"], "not a task package"),
         (lambda entries: [*entries, ("../task.py", b"", 0)], "is not a plain name"),
         (lambda entries: [*entries, ("/etc/passwd", b"", 0)], "is not a plain name"),
         (lambda entries: [*entries, ("bomb", bytes(1 << 24), 8)], "'bomb' is compressed"),
@@ -143,7 +143,7 @@ def test_a_package_that_was_changed_is_refused(package, change, sentence):
 
 
 @given(st.data())
-def test_no_change_goes_unnoticed(data):
+def test_every_change_of_signed_bytes_is_detected(data):
     """Of bytes in a file, in the manifest or in the signature; of the zip's own, some may."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w"):
@@ -196,28 +196,30 @@ def test_a_folder_that_is_too_large_is_not_read(folder):
         pack(folder, "keyboard", AUTHOR)
 
 
-def test_an_author_s_key_does_not_travel_with_the_task(folder):
+def test_an_author_s_key_is_not_packed_with_the_task(folder):
     new_author(folder / "author.key")
     result = CliRunner().invoke(task, ["pack", str(folder), "--key", str(folder / "author.key")])
-    assert "is a secret and lies in" in str(result.exception)
+    assert "is secret and must not be in" in str(result.exception)
 
 
 def test_an_author_s_key_is_made_once_and_is_private(tmp_path):
     public = new_author(tmp_path / "author.key")
     assert read_author(tmp_path / "author.key").public_key().public_bytes_raw() == public
-    with pytest.raises(UserError, match="is there already; nothing was changed"):
+    with pytest.raises(UserError, match="exists already; nothing was changed"):
         new_author(tmp_path / "author.key")
     (tmp_path / "author.key").chmod(0o644)
     with pytest.raises(UserError, match="can be read by others on this machine"):
         read_author(tmp_path / "author.key")
 
 
-def test_a_public_key_signs_nothing(tmp_path):
+def test_a_public_key_is_refused_as_a_signing_key(tmp_path):
     """It is as long as a private one, which it was once taken for."""
     public = tmp_path / "author.pub"
     public.write_text(new_author(tmp_path / "author.key").hex() + "\n")
     public.chmod(0o600)
-    with pytest.raises(UserError, match=r"author.pub holds no author's signing key: .* public key"):
+    with pytest.raises(
+        UserError, match=r"author.pub is not an author's signing key; .* public key"
+    ):
         read_author(public)
     with pytest.raises(UserError, match="nowhere cannot be read: No such file"):
         read_author(tmp_path / "nowhere")

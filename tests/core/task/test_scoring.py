@@ -54,7 +54,7 @@ class Rows(Dataset):
     st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40),
     st.integers(min_value=1, max_value=50),
 )
-def test_averages_are_exact_however_ragged_the_batches(values, batch_size):
+def test_averages_are_exact_for_batches_of_any_size(values, batch_size):
     data = TensorDataset(torch.tensor(values), torch.arange(len(values)))
     averages = evaluate(Echo({}), nn.Identity(), data, range(len(values)), batch_size, CPU)
     result = averages.result()
@@ -71,13 +71,13 @@ def test_sums_are_float64_where_float32_would_lose_count():
     assert averages.result()["loss"] == (3 * 2.0**25 + 1) / 4
 
 
-def test_a_figure_of_nothing_is_not_a_number():
+def test_the_average_of_nothing_is_nan():
     averages = Averages()
     averages.add({"loss": torch.empty(0)})
     assert averages.result()["loss"] != averages.result()["loss"]
 
 
-def test_evaluation_puts_the_model_back_into_the_mode_it_was_in():
+def test_evaluation_restores_the_mode_of_the_model():
     seen = []
 
     class Watching(nn.Module):
@@ -115,13 +115,11 @@ def test_evaluation_puts_the_model_back_into_the_mode_it_was_in():
         ),
         (
             "def metrics(self, output, target):\n    return {'loss': output}",
-            "metrics() has a figure 'loss', which is that of loss()",
+            "metrics() has a figure 'loss', which is the name of loss()'s",
         ),
     ],
 )
-def test_a_task_that_averages_or_answers_something_else_is_told_so(
-    write_task, tmp_path, methods, sentence
-):
+def test_a_task_with_averaged_or_invalid_losses_is_refused(write_task, tmp_path, methods, sentence):
     write_task(methods)
     task = load_task("task.py:Learn", {}, base=tmp_path)
     with pytest.raises(TaskError) as caught:
@@ -138,12 +136,12 @@ def test_a_task_that_averages_or_answers_something_else_is_told_so(
         ([(1.0, object())], r"reading the dataset failed: TypeError"),
     ],
 )
-def test_a_dataset_of_anything_but_pairs_is_refused(rows, sentence):
+def test_a_dataset_without_pairs_is_refused(rows, sentence):
     with pytest.raises(TaskError, match=sentence):
         list(batches(Rows(rows), [0], 1, CPU))
 
 
-def test_batches_keep_the_order_that_was_asked_for():
+def test_batches_keep_the_order_of_the_indices():
     data = TensorDataset(torch.arange(10), torch.arange(10))
     found = [inputs.tolist() for inputs, _ in batches(data, [7, 1, 5], 2, CPU)]
     assert found == [[7, 1], [5]]
@@ -159,9 +157,11 @@ def test_inputs_may_be_nested():
 
 
 def test_a_dataset_must_have_a_length_and_an_example():
-    with pytest.raises(TaskError, match=r"^eval_data\(\) is empty: there is no data to work with$"):
+    with pytest.raises(
+        TaskError, match=r"^eval_data\(\) is empty: there is no data to train or evaluate on$"
+    ):
         count_examples(Rows([]), "eval_data()")
-    with pytest.raises(TaskError, match=r"^eval_data\(\) is a DataLoader; give its dataset"):
+    with pytest.raises(TaskError, match=r"^eval_data\(\) is a DataLoader; return its dataset"):
         count_examples(DataLoader(Rows([(1, 2)])), "eval_data()")
     with pytest.raises(TaskError, match=r"^len\(\) of eval_data\(\) failed: TypeError"):
         count_examples(None, "eval_data()")
@@ -169,7 +169,7 @@ def test_a_dataset_must_have_a_length_and_an_example():
 
 
 @pytest.mark.parametrize("draw", ["torch.randn(9)", "random.random()", "np.random.randn(9)"])
-def test_one_seed_gives_one_model_and_leaves_the_random_state_alone(write_task, tmp_path, draw):
+def test_a_seed_determines_the_model_and_restores_the_random_state(write_task, tmp_path, draw):
     write_task(f"""
         def model(self):
             import random, numpy as np
@@ -218,7 +218,7 @@ def test_the_score_of_cross_entropy_is_one_minus_the_probability_of_the_target(b
     assert model.training
 
 
-def test_a_score_is_bounded_whatever_the_loss_is():
+def test_a_score_is_bounded_for_any_loss():
     values = torch.tensor([float("nan"), float("inf"), -9.0, 0.0])
     data = TensorDataset(values, torch.zeros(4))
     assert score(Echo({}), nn.Identity(), data, 4) == 0.5

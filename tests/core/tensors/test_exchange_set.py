@@ -39,7 +39,7 @@ def framed(text):
 
 
 @given(layouts)
-def test_a_header_gives_its_layout_back(layout):
+def test_a_header_is_parsed_to_its_layout(layout):
     assert TensorLayout.from_header(layout.header) == layout
     assert len(layout.header) % 8 == 0
 
@@ -61,7 +61,7 @@ def test_the_encoding_is_a_safetensors_file_with_the_same_tensors(pair):
         assert same_bits(opened[name], part.contiguous())
 
 
-def test_a_models_encoding_agrees_with_what_safetensors_would_have_written():
+def test_the_encoding_equals_that_of_the_safetensors_library():
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
     layout = TensorLayout.of(model)
     theirs = safetensors.torch.load(safetensors.torch.save(model.state_dict()))
@@ -70,7 +70,7 @@ def test_a_models_encoding_agrees_with_what_safetensors_would_have_written():
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_gather_and_scatter_carry_a_model_into_another():
+def test_gather_and_scatter_copy_a_model():
     one, other = (nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)) for _ in range(2))
     layout = TensorLayout.of(one)
     assert layout == TensorLayout.of(other)
@@ -78,7 +78,7 @@ def test_gather_and_scatter_carry_a_model_into_another():
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-def test_a_decoded_vector_is_the_payloads_own_memory():
+def test_a_decoded_vector_shares_the_payloads_memory():
     layout = TensorLayout.from_shapes({"a": (2,)})
     payload = layout.encode(torch.zeros(2))
     layout.decode(payload).fill_(1.0)
@@ -89,7 +89,7 @@ def test_a_decoded_vector_is_the_payloads_own_memory():
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(framed))
-def test_bytes_that_are_no_header_are_refused_without_a_crash(raw):
+def test_random_bytes_are_refused_as_a_header(raw):
     with pytest.raises(UpdateError):
         TensorLayout.from_header(raw)
 
@@ -108,7 +108,7 @@ json_values = st.recursive(
         st.text(max_size=3), json_values | st.fixed_dictionaries({"shape": json_values})
     )
 )
-def test_json_that_is_no_header_is_refused_without_a_crash(table):
+def test_invalid_json_headers_are_refused(table):
     raw = framed(json.dumps(table).encode())
     try:
         layout = TensorLayout.from_header(raw)
@@ -134,12 +134,12 @@ def test_json_that_is_no_header_is_refused_without_a_crash(table):
     ],
     ids=lambda raw: repr(raw[:24]),
 )
-def test_a_header_made_to_hurt_is_refused(raw):
+def test_a_malicious_header_is_refused(raw):
     with pytest.raises(UpdateError):
         TensorLayout.from_header(raw)
 
 
-def test_only_one_form_of_a_header_is_taken():
+def test_only_the_canonical_form_of_a_header_is_accepted():
     header = TensorLayout.from_shapes({"a": (1,), "b": (1,)}).header
     table = json.loads(header[8:])
     for other in (
@@ -148,18 +148,20 @@ def test_only_one_form_of_a_header_is_taken():
         json.dumps(dict(reversed(table.items())), separators=(",", ":")).encode(),
         json.dumps(table, separators=(",", ":")).replace("F32", "F64").encode(),
     ):
-        with pytest.raises(UpdateError, match="not in the one form Isthmus writes"):
+        with pytest.raises(UpdateError, match="does not have the form that Isthmus writes"):
             TensorLayout.from_header(framed(other))
 
 
-def test_a_payload_cut_short_or_of_another_model_is_refused():
+def test_a_truncated_or_foreign_payload_is_refused():
     layout = TensorLayout.from_shapes({"a": (2,)})
     other = TensorLayout.from_shapes({"b": (2,)})
     assert layout.nbytes == other.nbytes == 72
     payload = layout.encode(torch.zeros(2))
     with pytest.raises(UpdateError, match=r"71 bytes were received, .* has 72 \(2 float32 p"):
         layout.decode(payload[:-1])
-    with pytest.raises(UpdateError, match="another exchange set came: parameter 'a' is there and"):
+    with pytest.raises(
+        UpdateError, match="another exchange set was received: parameter 'a' is there and"
+    ):
         layout.decode(other.encode(torch.zeros(2)))
     payload[20] ^= 1
     with pytest.raises(UpdateError):
@@ -191,7 +193,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_tied_weights_travel_once():
+def test_tied_weights_are_exchanged_once():
     model = Tied()
     layout = TensorLayout.of(model)
     assert [entry.name for entry in layout.entries] == ["embedding.weight"]
@@ -199,7 +201,7 @@ def test_tied_weights_travel_once():
     assert model.head.weight.tolist() == [[1.0, 1.0]] * 4
 
 
-def test_frozen_parameters_stay_where_they_are():
+def test_frozen_parameters_are_not_exchanged():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     assert [entry.name for entry in TensorLayout.of(model).entries] == ["1.bias", "1.weight"]
@@ -208,7 +210,7 @@ def test_frozen_parameters_stay_where_they_are():
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
-        (lambda: nn.LazyLinear(2), r"'0\.weight' has no shape until the model has seen data; give"),
+        (lambda: nn.LazyLinear(2), r"'0\.weight' has no shape before the first forward pass; give"),
         (lambda: nn.Linear(2, 2, device="meta"), r"'0\.weight' is on the device 'meta', which"),
     ],
 )
@@ -218,7 +220,7 @@ def test_parameters_without_values_are_refused(layer, sentence):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_parameters_of_every_precision_travel_as_float32(dtype):
+def test_parameters_of_every_precision_are_exchanged_as_float32(dtype):
     model = nn.Linear(3, 2).to(dtype)
     layout = TensorLayout.of(model)
     vector = layout.gather(model)
@@ -235,7 +237,7 @@ def test_parameters_that_are_not_real_numbers_are_refused():
         TensorLayout.of(model)
 
 
-def test_batch_norm_is_refused_and_says_what_to_use():
+def test_batch_norm_is_refused_with_alternatives():
     with pytest.raises(TaskError, match=r"'1' \(BatchNorm1d\) keeps running batch statistics"):
         TensorLayout.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     TensorLayout.of(nn.BatchNorm1d(2, track_running_stats=False))

@@ -29,7 +29,7 @@ def read(messages):
 
 
 @given(payloads, chunk_sizes, st.data())
-def test_a_transfer_broken_anywhere_goes_on_from_there(payload, chunk_bytes, data):
+def test_a_transfer_resumes_from_any_offset(payload, chunk_bytes, data):
     blob = describe(payload)
     copy = bytearray(blob.size)
     assembly = Assembly(blob, into(copy))
@@ -42,7 +42,7 @@ def test_a_transfer_broken_anywhere_goes_on_from_there(payload, chunk_bytes, dat
 
 
 @given(payloads, chunk_sizes, st.integers(0, 3500))
-def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset):
+def test_manually_encoded_envelopes_equal_protobufs(payload, chunk_bytes, offset):
     blob = describe(payload)
     ours = list(chunks(blob.sha256, payload, offset=offset, chunk_bytes=chunk_bytes))
     theirs = [
@@ -57,7 +57,7 @@ def test_the_envelope_made_by_hand_is_protobufs_own(payload, chunk_bytes, offset
 
 
 @given(st.integers(0, 5 * CHUNK_BYTES), st.lists(st.integers(0, 5 * CHUNK_BYTES), max_size=9))
-def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
+def test_a_broadcast_sends_each_receiver_the_rest_from_its_offset(size, offsets):
     """From memory and from a file, for every order of receivers."""
     payload = random.Random(size).randbytes(size)
     blob = describe(payload)
@@ -77,14 +77,14 @@ def test_a_broadcast_sends_everyone_the_rest_from_where_they_are(size, offsets):
             assert copy == payload
 
 
-def test_who_is_at_the_same_place_gets_the_same_message():
+def test_receivers_at_the_same_offset_share_a_message():
     broadcast = Broadcast(bytes(32), bytes(30 * CHUNK_BYTES))
     one, other = broadcast.messages(0), broadcast.messages(0)
     for message in one:
         assert next(other) is message
 
 
-def test_a_content_whose_file_was_cut_short_is_an_error(tmp_path):
+def test_a_blob_with_a_truncated_file_is_an_error(tmp_path):
     with (tmp_path / "blob").open("wb+") as file:
         file.write(bytes(BROADCAST_BYTES))
         file.flush()
@@ -106,7 +106,7 @@ def test_every_chunk_is_read_without_protobuf(payload, chunk_bytes):
 
 
 @given(st.binary(max_size=80), st.integers(0, 300), st.data())
-def test_what_is_read_by_hand_is_what_protobuf_reads(payload, offset, data):
+def test_manually_decoded_chunks_equal_protobufs(payload, offset, data):
     whole = bytes(offset) + payload
     message = bytearray(next(chunks(bytes(32), whole, offset=offset, chunk_bytes=90), b""))
     for _ in range(data.draw(st.integers(0, 3))):
@@ -134,18 +134,18 @@ def test_what_is_read_by_hand_is_what_protobuf_reads(payload, offset, data):
         link_pb2.Envelope(chunk=link_pb2.Chunk(sha256=b"short", data=b"x")).SerializeToString(),
     ],
 )
-def test_anything_else_is_left_to_protobuf(message):
+def test_other_messages_are_decoded_by_protobuf(message):
     assert piece_of(message) is None
 
 
-def test_a_full_chunk_is_protobufs_own_too():
+def test_a_full_chunk_equals_protobufs():
     payload = bytes(CHUNK_BYTES)
     (ours,) = chunks(bytes(32), payload, offset=0)
     theirs = link_pb2.Envelope(chunk=link_pb2.Chunk(sha256=bytes(32), data=payload))
     assert ours == theirs.SerializeToString()
 
 
-def test_a_content_is_named_by_its_sha256_and_size():
+def test_a_blob_is_identified_by_its_sha256_and_size():
     blob = describe(bytearray(b"abc"))
     assert (blob.sha256, blob.size) == (hashlib.sha256(b"abc").digest(), 3)
 
@@ -160,7 +160,7 @@ def chunk(offset, data):
 
 
 @given(st.binary(min_size=1, max_size=500), st.data())
-def test_one_damaged_byte_is_noticed(payload, data):
+def test_one_damaged_byte_is_detected(payload, data):
     assembly, _ = assembly_of(payload)
     damaged = bytearray(payload)
     damaged[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
@@ -169,7 +169,7 @@ def test_one_damaged_byte_is_noticed(payload, data):
     assert not assembly.complete
 
 
-def test_a_chunk_that_came_before_is_passed_over():
+def test_a_repeated_chunk_is_ignored():
     assembly, copy = assembly_of(b"abcdef")
     for piece in (chunk(0, b"abc"), chunk(0, b"abc"), chunk(1, b"b"), chunk(3, b"def")):
         assembly.add(piece)
@@ -194,7 +194,7 @@ def test_a_gap_or_an_overlap_is_refused(offset, data):
 def test_nothing_is_written_beyond_the_agreed_size():
     written = []
     assembly = Assembly(describe(b"abc"), lambda offset, data: written.append(data))
-    with pytest.raises(UpdateError, match="a transfer of 3 bytes went on to byte 4"):
+    with pytest.raises(UpdateError, match="a transfer of 3 bytes continued to byte 4"):
         assembly.add(chunk(0, b"abcd"))
     assert written == []
 

@@ -79,7 +79,7 @@ async def end(*tasks):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_idle_ends_hear_of_each_other_and_say_no_more_than_they_must():
+async def test_idle_streams_exchange_as_few_pings_as_necessary():
     ours, theirs = wires()
     tasks = [
         asyncio.create_task(listen(Heartbeats(LEASE, 4), Stream(ours))),
@@ -93,7 +93,7 @@ async def test_idle_ends_hear_of_each_other_and_say_no_more_than_they_must():
     assert len(theirs.sent) <= 2 * len(ours.sent)
 
 
-async def test_an_end_that_is_silent_is_given_up_and_no_other():
+async def test_only_a_silent_stream_is_ended():
     heartbeats = Heartbeats(LEASE, 4)
     (ours, theirs), silent = wires(), Wire()
     alive = [
@@ -109,7 +109,7 @@ async def test_an_end_that_is_silent_is_given_up_and_no_other():
     await end(*alive)
 
 
-async def test_time_in_which_nobody_waits_for_a_message_does_not_count():
+async def test_time_without_a_pending_receive_does_not_count_as_silence():
     wire = Wire()
     stream = Stream(wire)
     async with Heartbeats(LEASE).of(stream):
@@ -118,7 +118,7 @@ async def test_time_in_which_nobody_waits_for_a_message_does_not_count():
         assert (await stream.receive()).cancel.id == "x"
 
 
-async def test_time_in_which_this_process_came_to_nothing_does_not_count(clock):
+async def test_time_in_which_this_process_was_stalled_does_not_count(clock):
     """As on a machine that is overloaded: the pings have come, and nobody could read them."""
     ours, theirs = wires()
     tasks = [
@@ -132,7 +132,7 @@ async def test_time_in_which_this_process_came_to_nothing_does_not_count(clock):
     await end(*tasks)
 
 
-async def test_whoever_sends_is_not_pinged_beside_it():
+async def test_a_stream_that_sends_messages_sends_no_pings():
     wire = Wire()
     stream = Stream(wire)
     async with Heartbeats(LEASE, 4).of(stream):
@@ -142,7 +142,7 @@ async def test_whoever_sends_is_not_pinged_beside_it():
     assert wire.sent == [NEWS.SerializeToString()] * 20
 
 
-async def test_nothing_ticks_where_there_is_no_stream():
+async def test_no_timer_runs_without_streams():
     heartbeats = Heartbeats(0.001)
     with contextlib.suppress(TimeoutError):
         await listen(heartbeats, Stream(Wire()))

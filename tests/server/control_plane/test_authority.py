@@ -27,19 +27,19 @@ def csr(key, digest=None):
     return builder.sign(key, digest).public_bytes(serialization.Encoding.DER)
 
 
-def test_nobody_else_on_this_machine_can_read_the_state(state):
+def test_other_users_cannot_read_the_state_directory(state):
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in state.iterdir()} == {0o600}
 
 
-def test_an_authority_is_made_once(state):
+def test_an_existing_authority_is_not_replaced(state):
     before = {path.name: path.read_bytes() for path in state.iterdir()}
     with pytest.raises(UserError, match=r"is not empty; nothing was changed"):
         initialise(state, ["localhost"])
     assert {path.name: path.read_bytes() for path in state.iterdir()} == before
 
 
-def test_the_server_has_a_certificate_for_what_it_is_dialled_by(state):
+def test_the_server_certificate_has_all_its_host_names(state):
     _, chain = CertificateAuthority(state).server_pair()
     certificate = tls.read_certificate(chain)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -60,7 +60,7 @@ def test_the_server_renews_its_own_certificate_for_the_same_names(state):
     ) == old.extensions.get_extension_for_class(x509.SubjectAlternativeName)
 
 
-def test_a_certificate_says_who_somebody_is_whatever_was_asked_for(state):
+def test_the_subject_in_a_signing_request_is_ignored(state):
     authority, key = CertificateAuthority(state), tls.new_key()
     asked = (
         x509.CertificateSigningRequestBuilder()
@@ -107,22 +107,22 @@ def test_a_key_that_others_can_read_is_refused(state, name):
 
 
 @pytest.mark.parametrize("host", ["", "a b", "-", "x" * 64, "ex_ample.org", "a..b", "1.2.3.4/8"])
-def test_a_host_that_is_none_is_refused(tmp_path, host):
+def test_an_invalid_host_is_refused(tmp_path, host):
     with pytest.raises(UserError, match="is neither a host name nor an IP address"):
         initialise(tmp_path / "server", [host])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_a_server_s_is_one_sentence(tmp_path, monkeypatch):
+def test_an_unusable_state_directory_is_reported_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"is the directory you are in; name a new one below it"):
+    with pytest.raises(UserError, match=r"is the current directory; give a new one below it"):
         initialise(Path(), ["localhost"])
     assert tmp_path.is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^file/server cannot be made: .*File exists"):
+    with pytest.raises(UserError, match=r"^file/server cannot be created: .*File exists"):
         initialise(Path("file/server"), ["localhost"])
 
 
-def test_a_directory_without_a_server_says_how_to_make_one(tmp_path):
-    with pytest.raises(UserError, match=r"holds no server; make one: isthmus server init"):
+def test_without_a_server_the_error_says_how_to_create_one(tmp_path):
+    with pytest.raises(UserError, match=r"contains no server; create one: isthmus server init"):
         CertificateAuthority(tmp_path)

@@ -56,11 +56,11 @@ async def test_a_server_without_a_name_is_joined_by_its_address(fleet):
     assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 5
 
 
-async def test_a_server_that_is_dialled_by_no_name_of_its_own_is_one_sentence(fleet):
+async def test_an_address_missing_in_the_server_certificate_is_reported(fleet):
     fleet.state = fleet.folder / "named"
     initialise(fleet.state, ["localhost", "10.0.0.7"])
     server = await fleet.listen()
-    sentence = r"has no certificate for '127\.0\.0\.1'; it is known as localhost, 10\.0\.0\.7: dial"
+    sentence = r"has no certificate for '127\.0\.0\.1'; it is known as localhost, 10\.0\.0\.7; conn"
     with pytest.raises(UserError, match=sentence):
         await joining.join(
             f"127.0.0.1:{server.join_port}", fleet.token("a"), fleet.folder / "a", "client"
@@ -68,7 +68,7 @@ async def test_a_server_that_is_dialled_by_no_name_of_its_own_is_one_sentence(fl
     await joining.join(fleet.url, fleet.token("a"), fleet.folder / "a", "client")
 
 
-async def test_joining_makes_a_participant_whose_keys_never_left_it(fleet):
+async def test_joining_creates_a_participant_without_sending_its_private_keys(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     assert (member.name, member.kind, member.server) == ("phone-0", "client", fleet.address)
@@ -94,16 +94,19 @@ async def test_a_token_is_used_once(fleet):
     assert len(fleet.server.members.registry.participants()) == 1
 
 
-async def test_a_token_is_worth_nothing_for_another_kind(fleet):
+async def test_a_token_is_refused_for_another_kind(fleet):
     await fleet.listen()
     for kind in ("datacenter", "operator"):
         with pytest.raises(
-            AdmissionRefused, match=f"this token is of the kind 'client', not '{kind}'"
+            AdmissionRefused,
+            match=f"this token is for a participant of kind 'client', not '{kind}'",
         ):
             await joining.join(fleet.url, fleet.token("a"), fleet.folder / kind, kind)
 
 
-async def test_a_server_of_another_authority_is_told_nothing(fleet, tmp_path, monkeypatch):
+async def test_a_server_of_another_authority_does_not_receive_the_token(
+    fleet, tmp_path, monkeypatch
+):
     """As when somebody answers in the server's place, with a certificate for its name."""
     await fleet.listen()
     initialise(tmp_path / "thief", ["localhost", "127.0.0.1"])
@@ -125,7 +128,7 @@ async def test_a_server_of_another_authority_is_told_nothing(fleet, tmp_path, mo
     assert heard == []
 
 
-async def test_a_thief_who_shows_the_true_authority_is_told_nothing_either(
+async def test_an_impostor_with_a_copied_authority_does_not_receive_the_token(
     fleet, tmp_path, monkeypatch
 ):
     await fleet.listen()
@@ -141,7 +144,7 @@ async def test_a_thief_who_shows_the_true_authority_is_told_nothing_either(
             )
 
 
-async def test_an_answer_that_was_lost_is_asked_for_again(fleet, monkeypatch):
+async def test_joining_can_be_repeated_after_a_lost_reply(fleet, monkeypatch):
     await fleet.listen()
     token, folder = fleet.token("phone-0"), fleet.folder / "phone-0"
 
@@ -157,7 +160,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again(fleet, monkeypatch):
     assert (await joining.join(fleet.url, token, folder, "client")).name == "phone-0"
 
 
-async def test_a_directory_that_cannot_be_written_is_one_sentence(fleet, tmp_path, monkeypatch):
+async def test_an_unwritable_directory_is_reported_in_one_sentence(fleet, tmp_path, monkeypatch):
     await fleet.listen()
 
     def full(path, data):
@@ -168,7 +171,7 @@ async def test_a_directory_that_cannot_be_written_is_one_sentence(fleet, tmp_pat
         await joining.join(fleet.url, fleet.token("phone-0"), tmp_path / "state", "client")
 
 
-async def test_a_directory_with_a_membership_is_left_alone(fleet):
+async def test_an_existing_membership_is_not_overwritten(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     token = fleet.token("phone-1")
@@ -189,7 +192,7 @@ async def test_a_directory_with_a_membership_is_left_alone(fleet):
         ({"kind": "operator"}, "this join request is not signed by its identity key"),
     ],
 )
-async def test_a_request_that_was_made_up_or_changed_is_refused(fleet, changes, sentence):
+async def test_a_forged_or_modified_join_request_is_refused(fleet, changes, sentence):
     await fleet.listen()
     other = await fleet.member("other")
     request = request_of(other, fleet.token("phone-0"), **changes)
@@ -201,21 +204,21 @@ async def test_a_request_that_was_made_up_or_changed_is_refused(fleet, changes, 
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 100, b"\x1a\xff\xff\xff\xff\x0f"])
-async def test_noise_is_refused(fleet, data):
+async def test_invalid_bytes_are_refused(fleet, data):
     await fleet.listen()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(fleet, data)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_request_that_is_too_large_is_never_read(fleet):
+async def test_a_join_request_that_is_too_large_is_not_read(fleet):
     await fleet.listen()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(fleet, bytes(joining.MAX_JOIN_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_whoever_tries_often_has_to_wait(fleet):
+async def test_frequent_join_attempts_are_refused_for_a_while(fleet):
     await fleet.listen()
     fleet.server.joining._bucket = TokenBucket(burst=1, per_second=0.0)
     other = await fleet.member("other")
@@ -224,7 +227,7 @@ async def test_whoever_tries_often_has_to_wait(fleet):
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_token_bucket_remembers_a_bounded_number_of_addresses():
+def test_a_token_bucket_stores_a_bounded_number_of_addresses():
     bucket = TokenBucket(burst=1, per_second=0.0, addresses=10)
     for number in range(100):
         assert bucket.take(str(number), 0.0)
@@ -233,7 +236,7 @@ def test_a_token_bucket_remembers_a_bounded_number_of_addresses():
     assert bucket.take("0", 0.0)  # forgotten: an attacker of many addresses has many tries
 
 
-async def test_two_thousand_who_begin_to_join_and_stop_do_not_stop_the_server(fleet):
+async def test_two_thousand_unfinished_joins_do_not_block_the_server(fleet):
     await fleet.listen()
     await fleet.join("phone-0", answering(examples=3))
     open_ = []
@@ -270,27 +273,29 @@ def _turned_away(caller):
     "text",
     ["", "isthmus-", "hello", str(Token(bytes(16), bytes(32)))[:-1], "isthmus-" + "é" * 64],
 )
-def test_a_token_that_was_not_copied_whole_says_so(text):
-    with pytest.raises(UserError, match="this is not a whole join token"):
+def test_an_incomplete_token_is_reported(text):
+    with pytest.raises(UserError, match="this join token is incomplete"):
         Token.parse(text)
 
 
 @pytest.mark.parametrize("url", ["localhost", "localhost:", ":9401", "localhost:99999", "host:²"])
-async def test_an_address_that_is_none_says_so(tmp_path, url):
+async def test_an_invalid_address_is_reported(tmp_path, url):
     with pytest.raises(UserError, match="is not of the form HOST:PORT"):
         await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
 
 
-def test_the_last_port_leaves_none_for_joining(fleet):
+def test_the_last_port_is_refused_because_joining_needs_the_next(fleet):
     arguments = ["start", str(fleet.state), "--address", "127.0.0.1:65535"]
     result = CliRunner().invoke(server, arguments)
-    assert str(result.exception) == ("--address '127.0.0.1:65535' leaves no next port for joining")
+    assert str(result.exception) == (
+        "--address '127.0.0.1:65535' has no next port, which is needed for joining"
+    )
 
 
 @pytest.mark.parametrize(
     "words", ["participants STATE", "revoke STATE a", "token create STATE --name a"]
 )
-def test_a_registry_that_is_damaged_is_one_sentence_to_who_types(fleet, words):
+def test_a_damaged_registry_is_reported_in_one_sentence(fleet, words):
     with contextlib.closing(Registry(fleet.state)) as registry:
         registry._db.execute("DROP TABLE participants")
         registry._db.execute("CREATE TABLE participants (name TEXT)")
@@ -300,7 +305,7 @@ def test_a_registry_that_is_damaged_is_one_sentence_to_who_types(fleet, words):
     assert str(error).startswith(f"the registry in {fleet.state} cannot be used: no such column: ")
 
 
-async def test_whoever_joins_at_the_links_port_is_told_of_the_other(fleet, tmp_path, monkeypatch):
+async def test_joining_at_the_port_of_the_link_mentions_the_join_port(fleet, tmp_path, monkeypatch):
     await fleet.listen()
     monkeypatch.setattr(joining, "_TRIES", 1)
     with pytest.raises(
@@ -309,7 +314,7 @@ async def test_whoever_joins_at_the_links_port_is_told_of_the_other(fleet, tmp_p
         await joining.join(fleet.address, fleet.token("phone-0"), tmp_path / "state", "client")
 
 
-async def test_nobody_there_says_so(tmp_path):
+async def test_an_unreachable_server_is_reported(tmp_path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"127.0.0.1:{closed.getsockname()[1]}"

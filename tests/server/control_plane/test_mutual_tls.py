@@ -78,7 +78,7 @@ async def test_the_identity_in_the_certificate_is_the_one_that_is_enrolled(fleet
 
 
 @pytest.mark.parametrize("lie", ["identity", "name", "role"])
-async def test_a_hello_that_is_not_the_certificate_s_is_refused(fleet, lie):
+async def test_a_hello_that_differs_from_the_certificate_is_refused(fleet, lie):
     await fleet.listen()
     member = await fleet.member("phone-0")
     other = await fleet.member("phone-1")
@@ -90,7 +90,7 @@ async def test_a_hello_that_is_not_the_certificate_s_is_refused(fleet, lie):
     async with fleet.raw(member, **{lie: wrong}) as (call, _, _):
         code, sentence = await refusal(call)
     assert code == grpc.StatusCode.PERMISSION_DENIED
-    of = "the certificate is of the client 'phone-0', and the hello says"
+    of = "the certificate belongs to the client 'phone-0', not to the"
     expected = {
         "identity": "the identity key of 'phone-0' is not the one it joined with",
         "name": f"{of} client 'phone-1'",
@@ -100,7 +100,7 @@ async def test_a_hello_that_is_not_the_certificate_s_is_refused(fleet, lie):
     assert fleet.link.peers == {}
 
 
-async def test_an_operator_takes_no_part_in_rounds(fleet):
+async def test_an_operator_cannot_connect_as_a_participant(fleet):
     await fleet.listen()
     member = await fleet.member("me", kind="operator")
     credentials = member.channel_credentials()
@@ -109,10 +109,10 @@ async def test_an_operator_takes_no_part_in_rounds(fleet):
         async with fleet.raw(credentials, role=role, **hello) as (call, _, _):
             code, sentence = await refusal(call)
         assert code == grpc.StatusCode.PERMISSION_DENIED
-        assert sentence.startswith("the certificate is of the operator 'me'")
+        assert sentence.startswith("the certificate belongs to the operator 'me'")
 
 
-async def test_a_caller_without_a_certificate_is_not_heard(fleet):
+async def test_a_caller_without_a_certificate_is_refused(fleet):
     await fleet.listen()
     roots = tls.pem(fleet.server.members.certificate_authority.certificate)
     for credentials in (grpc.ssl_channel_credentials(roots), None):
@@ -126,7 +126,7 @@ async def test_a_caller_without_a_certificate_is_not_heard(fleet):
     assert fleet.link.peers == {}
 
 
-async def test_a_certificate_of_another_authority_is_not_heard(fleet):
+async def test_a_certificate_of_another_authority_is_refused(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     initialise(fleet.folder / "thief", ["localhost"])
@@ -137,21 +137,21 @@ async def test_a_certificate_of_another_authority_is_not_heard(fleet):
     assert fleet.link.peers == {}
 
 
-async def test_a_certificate_that_the_authority_signed_and_nobody_was_given_is_refused(fleet):
+async def test_a_signed_certificate_that_is_not_in_the_registry_is_refused(fleet):
     """As after a leak of the authority's key, or from an old copy of the state directory."""
     await fleet.listen()
     member = await fleet.member("phone-0")
     hello = {"role": link_pb2.CLIENT, "identity": member.identity_public}
     for name, sentence in (
         ("phone-0", "this certificate of 'phone-0' is not valid any more"),
-        ("phone-9", "'phone-9' is not a participant here"),
+        ("phone-9", "'phone-9' is not a participant of this server"),
     ):
         credentials = issue(fleet, tls.new_key(), member, name=name)
         async with fleet.raw(credentials, name=name, **hello) as (call, _, _):
             assert await refusal(call) == (grpc.StatusCode.PERMISSION_DENIED, sentence)
 
 
-async def test_the_server_s_own_certificate_opens_nothing(fleet):
+async def test_the_server_s_own_certificate_is_refused_as_a_participant_s(fleet):
     await fleet.listen()
     key, chain = fleet.server.members.certificate_authority.server_pair()
     roots = tls.pem(fleet.server.members.certificate_authority.certificate)
@@ -159,7 +159,7 @@ async def test_the_server_s_own_certificate_opens_nothing(fleet):
         assert (await refusal(call))[0] == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_device_does_not_talk_to_a_server_of_another_authority(fleet, caplog):
+async def test_a_device_refuses_a_server_of_another_authority(fleet, caplog):
     await fleet.listen()
     member = await fleet.member("phone-0")
     address, state = fleet.address, fleet.state
@@ -187,7 +187,7 @@ async def test_an_expired_certificate_is_refused(fleet):
     assert fleet.link.peers == {}
 
 
-async def test_a_device_whose_certificate_is_over_says_so_and_ends(fleet):
+async def test_a_device_with_an_expired_certificate_reports_it_and_exits(fleet):
     life = datetime.timedelta(seconds=0)
     await fleet.listen(authority=CertificateAuthority(fleet.state, participant_life=life))
     member = await fleet.member("phone-0")
@@ -197,7 +197,7 @@ async def test_a_device_whose_certificate_is_over_says_so_and_ends(fleet):
         await fleet.dial(member)
 
 
-async def test_a_certificate_that_runs_out_while_connected_ends_the_stream(fleet, monkeypatch):
+async def test_a_certificate_that_expires_ends_the_open_stream(fleet, monkeypatch):
     await fleet.listen()
     member = await fleet.member("phone-0")
     async with fleet.raw(member) as (call, _, receive):
@@ -206,7 +206,7 @@ async def test_a_certificate_that_runs_out_while_connected_ends_the_stream(fleet
         monkeypatch.setattr(time, "time", lambda: over)
         code, sentence = await refusal(call)
     assert code == grpc.StatusCode.PERMISSION_DENIED
-    assert sentence == "the certificate of 'phone-0' is over; join again"
+    assert sentence == "the certificate of 'phone-0' has expired; join again"
 
 
 async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, monkeypatch):
@@ -237,7 +237,7 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
         assert (await fleet.link.ask(name, train(fleet.link))).trained.examples == examples
 
 
-async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
+async def test_a_revoked_participant_is_disconnected_at_once(fleet):
     await fleet.listen()
     guest = await fleet.join("phone-0", waiting(answering(), asyncio.Event()))
     await fleet.join("phone-1", answering(examples=5))
@@ -259,7 +259,7 @@ async def test_whoever_is_revoked_while_connected_is_cut_off_at_once(fleet):
     assert (await fleet.link.ask("phone-1", train(fleet.link))).trained.examples == 5
 
 
-async def test_whoever_is_revoked_is_refused_by_the_other_devices_rounds_too(fleet):
+async def test_other_devices_refuse_rounds_with_a_revoked_device(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     directory = Directory(member.enroller, revoked=fleet.server.members.revoked)
@@ -274,7 +274,7 @@ async def test_whoever_is_revoked_is_refused_by_the_other_devices_rounds_too(fle
         directory.check(enrolment)
 
 
-async def test_a_connection_on_which_nothing_is_asked_is_closed(fleet, monkeypatch):
+async def test_an_idle_connection_is_closed(fleet, monkeypatch):
     monkeypatch.setattr(link, "IDLE_SECONDS", 0.2)
     await fleet.listen()
     guest = await fleet.join("phone-0", answering(examples=5))
@@ -290,7 +290,7 @@ async def test_a_connection_on_which_nothing_is_asked_is_closed(fleet, monkeypat
     assert len(guest.asked) == 1
 
 
-async def test_one_certificate_gets_a_few_streams(fleet):
+async def test_streams_per_certificate_are_limited(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     credentials = member.channel_credentials()
@@ -311,7 +311,7 @@ async def test_one_certificate_gets_a_few_streams(fleet):
     await fleet.until(lambda: not fleet.link._streams)
 
 
-async def test_nothing_is_dialled_on_another_machine_without_a_certificate():
+async def test_connecting_to_another_machine_requires_a_certificate():
     for address in ("10.1.2.3:9400", "example.org:9400", "[2001:db8::1]:9400"):
         with pytest.raises(UserError, match=r"is another machine, and this one has not joined"):
             Uplink(address, "phone-0", link_pb2.CLIENT, None)
@@ -324,21 +324,23 @@ async def test_a_membership_is_for_one_name_and_role(fleet):
     for name, role in (("phone-1", link_pb2.CLIENT), ("phone-0", link_pb2.DATACENTER)):
         with pytest.raises(UserError, match="is the membership of the client 'phone-0', not of"):
             Uplink(fleet.address, name, role, None, membership=member)
-    with pytest.raises(UserError, match=r"^unix:/run/link asks for no certificate; give --name"):
+    with pytest.raises(
+        UserError, match=r"^unix:/run/link requires no certificate; also give --name"
+    ):
         Uplink("unix:/run/link", "phone-0", link_pb2.CLIENT, None, membership=member)
 
 
-async def test_a_server_that_names_another_enroller_is_refused(fleet):
+async def test_a_server_with_another_enroller_is_refused(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     member.enroller = bytes(32)
     with pytest.raises(
-        AdmissionRefused, match="the server names another authority than the one that was"
+        AdmissionRefused, match="the server has another authority than the one that was"
     ):
         await fleet.dial(member)
 
 
-async def test_a_membership_whose_secrets_others_can_read_is_refused(fleet):
+async def test_a_membership_with_secrets_readable_by_others_is_refused(fleet):
     await fleet.listen()
     member = await fleet.member("phone-0")
     for name in ("credentials.pem", "identity.key"):
@@ -349,6 +351,6 @@ async def test_a_membership_whose_secrets_others_can_read_is_refused(fleet):
     Membership(member.directory)
 
 
-async def test_without_tls_only_this_machine_is_listened_to():
+async def test_without_tls_the_link_listens_only_on_loopback():
     with pytest.raises(UserError, match="is not loopback, and this link is not encrypted"):
         await Link(10.0).start("0.0.0.0")

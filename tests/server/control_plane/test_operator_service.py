@@ -22,9 +22,7 @@ from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
 from isthmus_server.storage.store import Store
 
 
-async def test_the_log_of_a_long_run_is_read_a_few_rounds_at_a_time(
-    operated, make_job, monkeypatch
-):
+async def test_the_log_of_a_long_run_is_read_in_small_parts(operated, make_job, monkeypatch):
     """The link has nothing else to do it with: what is read at once, all others wait for."""
     entry = operated.runner.queue.submit(make_job(), "me", "long")
     operated.runner.queue.mark(entry, "finished")
@@ -70,7 +68,7 @@ async def test_jobs_run_in_the_order_in_which_they_were_submitted(operated):
     assert accepted == 3
 
 
-async def test_a_job_that_fails_says_why_and_the_next_one_runs(operated):
+async def test_a_failed_job_has_a_reason_and_the_next_one_runs(operated):
     operated.gate.set()
     await operated.devices()
     failing = await operated.submit(
@@ -102,7 +100,7 @@ async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(operated):
     [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("full")],
     ids=["file", "database"],
 )
-async def test_a_run_goes_on_when_the_disk_has_room_again(operated, monkeypatch, full):
+async def test_a_run_continues_when_the_disk_has_space_again(operated, monkeypatch, full):
     if isinstance(full, sqlite3.Error):
         full.sqlite_errorcode = sqlite3.SQLITE_FULL
     tried, commit = [], Store.commit
@@ -122,7 +120,7 @@ async def test_a_run_goes_on_when_the_disk_has_room_again(operated, monkeypatch,
     assert tried == [1, 2, 2, 2]
 
 
-async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(operated, monkeypatch):
+async def test_queued_and_running_jobs_can_be_cancelled(operated, monkeypatch):
     overs, stop = [], ParticipantRoster.stop
 
     async def noted(roster, over):
@@ -146,7 +144,7 @@ async def test_a_job_that_waits_and_one_that_runs_can_be_cancelled(operated, mon
         await operated.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
 
 
-async def test_of_the_jobs_that_have_ended_the_latest_are_listed(operated):
+async def test_the_latest_ended_jobs_are_listed(operated):
     ids = [await operated.submit(operated.job(), str(number)) for number in range(5)]
     for id_ in ids[:4]:
         await operated.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=id_))
@@ -159,15 +157,15 @@ async def test_of_the_jobs_that_have_ended_the_latest_are_listed(operated):
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [([], "nothing has been submitted yet"), (["--ended", "0"], "no job runs or waits")],
+    [([], "nothing has been submitted yet"), (["--ended", "0"], "no job is running or queued")],
 )
-async def test_an_empty_list_of_jobs_says_of_what(operated, more, said):
+async def test_an_empty_list_of_jobs_has_an_explanation(operated, more, said):
     words = ["--state", str(operated.me.directory), *more]
     shown = await asyncio.to_thread(CliRunner().invoke, jobs, words)
     assert shown.output.strip() == said
 
 
-async def test_who_was_told_that_a_job_is_cancelled_is_right_whatever_happens_next(operated):
+async def test_a_confirmed_cancellation_survives_later_events(operated):
     await operated.devices()
     running = await operated.submit(operated.job())
     await operated.until(lambda: operated.runner._running is not None)
@@ -201,13 +199,13 @@ async def test_the_queue_and_the_run_survive_the_server(operated, tmp_path):
     assert [await operated.ended(first), await operated.ended(second)] == ["finished", "finished"]
 
 
-async def test_a_submission_that_is_sent_again_counts_once(operated):
+async def test_a_repeated_submission_is_queued_once(operated):
     ids = {await operated.submit(operated.job(), "same") for _ in range(3)}
     assert ids == {"table-1"}
     assert len(await operated.states()) == 1
 
 
-async def test_a_command_whose_answer_is_lost_queues_its_job_once(operated, monkeypatch):
+async def test_a_command_with_a_lost_reply_queues_its_job_once(operated, monkeypatch):
     real, lost = operated.runner.submit, []
 
     def submit(*asked):
@@ -227,7 +225,7 @@ async def test_a_command_whose_answer_is_lost_queues_its_job_once(operated, monk
     assert len(await operated.states()) == 1
 
 
-async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(operated, monkeypatch):
+async def test_a_submission_without_a_reply_may_have_been_queued(operated, monkeypatch):
     monkeypatch.setattr("isthmus_server.control_plane.operator_commands._RETRY_SECONDS", 0.1)
     server = await asyncio.to_thread(OperatorClient, operated.me.directory)
     await operated.close()
@@ -245,19 +243,19 @@ async def test_a_submission_that_nobody_answers_says_that_it_may_have_come(opera
         ("task.source=statistics:Learn", "is not a file in"),
         ("task.data=../../secrets", "is not below"),
         ("federated.clients=8", "add --set federated.clients=0"),
-        ("strategy.policy=nope", "strategy.policy='nope' is not known; there are adaptive, "),
+        ("strategy.policy=nope", "strategy.policy='nope' is unknown; choose one of adaptive, "),
         ("strategy.settings={a=1}", "unknown key strategy.settings.a"),
-        ("strategy.policy=sys:exit", "strategy.policy='sys:exit' is not a file beside the task"),
-        ("strategy.policy=policies.mine:Mine", "is not a file beside the task"),
+        ("strategy.policy=sys:exit", "strategy.policy='sys:exit' is not in the task's folder"),
+        ("strategy.policy=policies.mine:Mine", "is not in the task's folder"),
         (
             "federated={secure_aggregation=false,flower={strategy={name='FedAvg',"
             "inner={name='antigravity:Fly'}}}}",
-            "federated.flower.strategy.inner.name='antigravity:Fly' is not a file beside",
+            "federated.flower.strategy.inner.name='antigravity:Fly' is not in the task's",
         ),
         ("time.lease_seconds=30", "one lease for all jobs: add --set time.lease_seconds=10"),
     ],
 )
-async def test_a_job_that_could_not_run_here_is_refused_when_it_is_submitted(
+async def test_a_job_that_cannot_run_on_the_server_is_refused_at_submission(
     operated, change, sentence
 ):
     with pytest.raises(AdmissionRefused, match=sentence):
@@ -274,13 +272,13 @@ async def test_a_job_that_cannot_be_read_is_refused(operated):
         pb.SubmitRequest(job=too_long, key="one"),
     ):
         with pytest.raises(
-            AdmissionRefused, match=r"cannot be read here|needs a key|is larger than 65536"
+            AdmissionRefused, match=r"cannot read the job|needs a key|is larger than 65536"
         ):
             await operated.ask("Submit", pb.SubmitReply, asked)
 
 
 @pytest.mark.parametrize("kind", ["client", "datacenter"])
-async def test_a_participant_does_not_act_as_an_operator(operated, kind):
+async def test_a_participant_cannot_act_as_an_operator(operated, kind):
     other = await operated.member("other", kind=kind)
     with pytest.raises(UserError, match=f"is the membership of a {kind}, not an operator's"):
         OperatorClient(other.directory)
@@ -302,7 +300,7 @@ async def test_a_participant_does_not_act_as_an_operator(operated, kind):
 
 
 @pytest.mark.parametrize("method", ["Submit", "Logs"])
-async def test_a_call_without_a_request_is_not_waited_for(operated, monkeypatch, method):
+async def test_a_call_without_a_request_is_ended(operated, monkeypatch, method):
     monkeypatch.setattr(operator_service, "HELLO_SECONDS", 0.1)
     said = {}
     for member in (operated.me, await operated.member("phone-0")):
@@ -320,7 +318,7 @@ async def test_a_call_without_a_request_is_not_waited_for(operated, monkeypatch,
     }
 
 
-async def test_an_operator_who_is_revoked_is_not_heard_any_more(operated):
+async def test_a_revoked_operator_is_refused(operated):
     await operated.submit(operated.job())
     following = asyncio.to_thread(
         lambda: list(
@@ -335,7 +333,7 @@ async def test_an_operator_who_is_revoked_is_not_heard_any_more(operated):
         await following
 
 
-async def test_who_follows_a_log_is_told_that_the_server_was_stopped(operated):
+async def test_following_a_log_ends_with_an_error_when_the_server_stops(operated):
     id_ = await operated.submit(operated.job())
     asked = pb.LogsRequest(id=id_, follow=True)
     following = asyncio.create_task(
@@ -343,11 +341,11 @@ async def test_who_follows_a_log_is_told_that_the_server_was_stopped(operated):
     )
     await operated.until(lambda: operated.control._calls)
     await operated.close()
-    with pytest.raises(AdmissionRefused, match=r"localhost:\d+ is not there now: it was stopped$"):
+    with pytest.raises(AdmissionRefused, match=r"localhost:\d+ cannot be reached: it was stopped$"):
         await following
 
 
-async def test_an_operator_s_certificate_is_renewed_when_a_command_is_typed(operated, monkeypatch):
+async def test_an_operator_s_certificate_is_renewed_by_the_next_command(operated, monkeypatch):
     before = operated.me.certificate.serial_number
     await operated.states()
     monkeypatch.setattr("isthmus.identity.membership.RENEW_AT", 0.0)

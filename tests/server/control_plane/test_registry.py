@@ -46,7 +46,7 @@ def test_a_token_makes_a_participant(registry):
 
 
 @pytest.mark.parametrize("together", [8])
-def test_of_many_who_use_a_token_at_the_same_time_one_gets_the_name(tmp_path, registry, together):
+def test_only_one_of_many_concurrent_joins_with_a_token_succeeds(tmp_path, registry, together):
     allow(registry, "a")
     ready, got = threading.Barrier(together), []
 
@@ -69,7 +69,7 @@ def test_of_many_who_use_a_token_at_the_same_time_one_gets_the_name(tmp_path, re
     assert len(registry.participants()) == 1
 
 
-def test_whoever_joined_can_ask_again_for_a_while(registry, monkeypatch):
+def test_a_join_can_be_repeated_for_a_while(registry, monkeypatch):
     allow(registry, "a")
     redeem(registry)
     assert redeem(registry, serial="2") == ("a", b"certificate")
@@ -91,24 +91,27 @@ def test_a_join_that_was_revoked_meanwhile_is_not_repeated(registry):
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"digest": b"other"}, "this token is not known here, or was made too long ago"),
-        ({"kind": "datacenter"}, "this token is of the kind 'client', not 'datacenter'"),
+        ({"digest": b"other"}, "this server does not know this token, or it expired long ago"),
+        (
+            {"kind": "datacenter"},
+            "this token is for a participant of kind 'client', not 'datacenter'",
+        ),
     ],
 )
-def test_a_token_that_does_not_fit_is_refused_and_stays(registry, how, sentence):
+def test_a_mismatched_token_is_refused_and_kept(registry, how, sentence):
     allow(registry, "a")
     with pytest.raises(AdmissionRefused, match=f"^{sentence}$"):
         redeem(registry, **how)
     assert redeem(registry)[0] == "a"
 
 
-def test_a_token_that_is_over_is_refused(registry):
+def test_an_expired_token_is_refused(registry):
     allow(registry, "a", seconds=-1)
-    with pytest.raises(AdmissionRefused, match="this token is over"):
+    with pytest.raises(AdmissionRefused, match="this token has expired"):
         redeem(registry)
 
 
-def test_a_join_that_fails_half_way_leaves_the_token(registry):
+def test_a_join_that_fails_does_not_use_up_the_token(registry):
     allow(registry, "a")
 
     def fail(name):
@@ -120,7 +123,7 @@ def test_a_join_that_fails_half_way_leaves_the_token(registry):
     assert redeem(registry)[0] == "a"
 
 
-def test_a_name_is_one_participant_until_it_is_revoked(registry):
+def test_a_name_belongs_to_one_participant_until_it_is_revoked(registry):
     allow(registry, "a")
     allow(registry, "a", digest=b"second")  # nobody has joined yet
     redeem(registry)
@@ -136,7 +139,7 @@ def test_a_name_is_one_participant_until_it_is_revoked(registry):
         registry.check(subject("a"))
 
 
-def test_a_revoked_identity_never_comes_back(registry):
+def test_a_revoked_identity_is_never_accepted_again(registry):
     allow(registry, "a")
     redeem(registry)
     registry.revoke("a")
@@ -160,11 +163,11 @@ def test_one_identity_cannot_have_two_names(registry):
 @pytest.mark.parametrize(
     ("shown", "sentence"),
     [
-        ({"name": "z"}, "'z' is not a participant here"),
+        ({"name": "z"}, "'z' is not a participant of this server"),
         ({"serial": "2"}, "this certificate of 'a' is not valid any more"),
         ({"kind": "datacenter"}, "this certificate of 'a' is not valid any more"),
         ({"identity": b"j" * 32}, "this certificate of 'a' is not valid any more"),
-        ({"seconds": -1}, "the certificate of 'a' is over; join again"),
+        ({"seconds": -1}, "the certificate of 'a' has expired; join again"),
     ],
 )
 def test_a_certificate_that_is_not_in_the_registry_is_not_valid(registry, shown, sentence):
@@ -188,20 +191,20 @@ def test_renewal_keeps_the_old_certificate_until_its_end(registry):
             registry.renew(subject("a", serial=serial), issuing(serial="3"))
 
 
-def test_revoking_before_anybody_joined_makes_the_token_worthless(registry):
+def test_revoking_an_unused_token_makes_it_invalid(registry):
     allow(registry, "a")
     registry.revoke("a")
-    with pytest.raises(AdmissionRefused, match="this token is not known here"):
+    with pytest.raises(AdmissionRefused, match="this server does not know this token"):
         redeem(registry)
 
 
-def test_revoking_nobody_says_so(registry):
+def test_revoking_an_unknown_name_is_an_error(registry):
     with pytest.raises(UserError, match="there is no participant or token named 'a'"):
         registry.revoke("a")
     allow(registry, "a")
     redeem(registry)
     registry.revoke("a")
-    with pytest.raises(UserError, match="'a' has been revoked before"):
+    with pytest.raises(UserError, match="'a' is revoked already"):
         registry.revoke("a")
 
 
@@ -246,11 +249,11 @@ def test_a_participant_does_not_fill_the_registry_with_certificates(registry, mo
     redeem(registry)
     for serial in ("2", "3"):
         registry.renew(subject("a"), issuing(serial=serial))
-    with pytest.raises(AdmissionRefused, match=r"^'a' has 3 certificates that are good; use one$"):
+    with pytest.raises(AdmissionRefused, match=r"^'a' has 3 valid certificates; use one of them$"):
         registry.renew(subject("a"), issuing(serial="4"))
 
 
-def test_a_disk_that_is_full_is_said_to_be_and_changes_nothing(registry):
+def test_a_full_disk_is_reported_and_changes_nothing(registry):
     (pages,) = registry._db.execute("PRAGMA page_count").fetchone()
     registry._db.execute(f"PRAGMA max_page_count={pages}")
     with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):

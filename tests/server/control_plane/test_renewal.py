@@ -38,7 +38,7 @@ async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet)
     )
 
 
-async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
+async def test_an_invalid_renewal_changes_nothing(fleet):
     await fleet.listen()
     member, other = await fleet.member("phone-0"), await fleet.member("phone-1")
     before = (member.directory / "credentials.pem").read_bytes()
@@ -47,9 +47,9 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
     ours = {"kind": "client", "name": "phone-0", "identity": member.identity_public}
     wrong = [
         (b"noise", "this is not a certificate"),
-        (tls.pem(other.certificate), "is not for the key we asked with"),
+        (tls.pem(other.certificate), "for another key"),
         (certifier.issue(request, **{**ours, "kind": "operator"})[0], "is not for this client"),
-        (certifier.issue(request, **{**ours, "name": "x"})[0], "is somebody else's"),
+        (certifier.issue(request, **{**ours, "name": "x"})[0], "belongs to another participant"),
         (certifier.issue(request, **{**ours, "identity": b"i" * 32})[0], "not for this client"),
     ]
     initialise(fleet.folder / "thief", ["localhost"])
@@ -62,9 +62,7 @@ async def test_a_renewal_that_does_not_fit_changes_nothing(fleet):
     member.renewed(certifier.issue(request, **ours)[0])
 
 
-async def test_a_registry_that_cannot_be_written_is_one_sentence_and_may_work_again(
-    fleet, monkeypatch, caplog
-):
+async def test_an_unwritable_registry_is_reported_and_works_again_later(fleet, monkeypatch, caplog):
     await fleet.listen()
     token = fleet.token("phone-0")
 
@@ -74,7 +72,8 @@ async def test_a_registry_that_cannot_be_written_is_one_sentence_and_may_work_ag
     with monkeypatch.context() as patched:
         patched.setattr(Registry, "redeem", full)
         with pytest.raises(
-            AdmissionRefused, match=r"said no: the server cannot write its registry now"
+            AdmissionRefused,
+            match=r"refused to join this machine: the server cannot write its registry now",
         ):
             await joining.join(fleet.url, token, fleet.folder / "phone-0", "client")
     assert "database or disk is full" in caplog.text
@@ -86,7 +85,7 @@ async def test_a_registry_that_cannot_be_written_is_one_sentence_and_may_work_ag
         assert "cannot write its registry" in (await receive("renewed")).reason
 
 
-async def test_a_revocation_is_looked_for_until_it_was_seen(fleet, monkeypatch):
+async def test_the_check_for_revocations_is_repeated_after_an_error(fleet, monkeypatch):
     await fleet.listen()
     guest = await fleet.join("phone-0", answering())
     check, failures = Registry.check, []

@@ -10,7 +10,7 @@ from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 
 
-async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
+async def test_replaying_a_recorded_stream_has_no_effect(fleet):
     """The same bytes, sent a second time by the participant itself: nobody else can send them."""
     await fleet.listen()
     member = await fleet.member("phone-0")
@@ -50,14 +50,14 @@ async def test_a_recorded_conversation_that_is_played_again_does_nothing(fleet):
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ([(0, 100), (100, 101)], "a transfer of 200 bytes went on to byte 201"),
+        ([(0, 100), (100, 101)], "a transfer of 200 bytes continued to byte 201"),
         ([(0, 100), (150, 50)], "a transfer has a gap: at byte 100, got 150"),
         ([(0, 100), (100, 0)], "a transfer has a gap: at byte 100, got 100"),
         ([(2**63, 100)], f"a transfer has a gap: at byte 0, got {2**63}"),
     ],
     ids=["oversized", "truncated in the middle", "empty", "far off"],
 )
-async def test_a_transfer_that_is_not_as_announced_is_refused(fleet, sizes, sentence):
+async def test_a_transfer_that_differs_from_its_announcement_is_refused(fleet, sizes, sentence):
     await fleet.listen()
     member = await fleet.member("phone-0")
     async with fleet.raw(member) as (_, send, receive):
@@ -77,7 +77,7 @@ async def test_a_transfer_that_is_not_as_announced_is_refused(fleet, sizes, sent
             await fetching
 
 
-async def test_a_transfer_that_stops_is_a_loss_after_a_lease(fleet):
+async def test_a_participant_whose_transfer_stops_is_lost_after_a_lease(fleet):
     await fleet.listen(lease_seconds=2.0)
     member = await fleet.member("phone-0")
     async with fleet.raw(member) as (_, send, receive):

@@ -144,7 +144,7 @@ async def test_too_few_replies_are_one_sentence(place, tmp_path):
     ("code", "says"),
     [
         ("app = 3", "federated.flower.app='app.py:app' is of type int, not a flwr.clientapp."),
-        (OLD_APP, r"federated.flower.app='app.py:app' is made of a client_fn \(NumPyClient\)"),
+        (OLD_APP, r"federated.flower.app='app.py:app' is built with a client_fn \(NumPyClient\)"),
         ("", "federated.flower.app='app.py:app': app.py has no 'app'"),
         ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
     ],

@@ -117,7 +117,7 @@ def test_too_few_nodes_are_one_sentence(run_apps):
     with pytest.raises(UserError) as failed:
         run_apps(nodes=2)
     assert str(failed.value) == (
-        "2 SuperNodes are connected and a round asks 3 (federated.cohort); waited 0.1 s"
+        "2 SuperNodes are connected and a round needs 3 (federated.cohort); waited 0.1 s"
     )
 
 

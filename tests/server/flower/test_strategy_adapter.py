@@ -262,7 +262,9 @@ def test_a_failing_strategy_fails_the_round_with_its_name_and_reason(tmp_path):
 def test_q_fedavg_refuses_a_negative_loss(tmp_path):
     adapter, recorded = FlowerStrategyAdapter(section(STATELESS[-2]), LAYOUT), RecordedRound(1)
     recorded.losses["c"] = -0.5
-    with pytest.raises(RoundFailed, match="QFedAvg takes no loss below 0, and 1 of 7 devices"):
+    with pytest.raises(
+        RoundFailed, match="QFedAvg does not support losses below 0, and 1 of 7 devices"
+    ):
         recorded.with_isthmus(adapter, tmp_path)
 
 
@@ -271,7 +273,7 @@ def test_q_fedavg_refuses_a_negative_loss(tmp_path):
     [
         ("return 1 / 0, None", "ZeroDivisionError: division by zero"),
         ("return None, None", "it returned no model"),
-        ("return ArrayRecord(), None", "the array 'bias' is missing from what came"),
+        ("return ArrayRecord(), None", "the array 'bias' is missing from the received record"),
         ("self.deep = {'a': {1, 2}}\n        return self.arrays, None", "keeps a dict in 'deep'"),
     ],
 )

@@ -39,9 +39,7 @@ async def test_without_an_address_no_other_user_can_connect(make_job, tmp_path):
     assert not os.access(directory, os.F_OK)
 
 
-async def test_a_temporary_folder_too_deep_for_a_socket_is_one_sentence(
-    make_job, tmp_path, monkeypatch
-):
+async def test_a_temporary_path_too_long_for_a_socket_is_reported(make_job, tmp_path, monkeypatch):
     deep = tmp_path / ("deep" * 25)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

@@ -338,7 +338,10 @@ async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["federated.over_selection=1.5"], "over_selection=1.5 does not go with mode='buffered'"),
+        (
+            ["federated.over_selection=1.5"],
+            "over_selection=1.5 cannot be used with mode='buffered'",
+        ),
         (["federated.flower={strategy={name='Krum'}}"], "flower.strategy.name='Krum' works on"),
         (["federated.buffer.concurrency=0"], "federated.buffer.concurrency=0"),
         (["federated.buffer.size=3"], "unknown key federated.buffer.size"),

@@ -76,7 +76,11 @@ async def test_ranks_export_their_model(ranks, update):
         ("failure", "rejected", "dc: loss() failed at task.py:7"),
         ("another answer", "rejected", "dc: it answered something else"),
         ("another size", "rejected", "dc: its model has 144 bytes where"),
-        ("another header", "rejected", "dc: another exchange set came: parameter 'bias' has"),
+        (
+            "another header",
+            "rejected",
+            "dc: another exchange set was received: parameter 'bias' has",
+        ),
         ("nan", "rejected", "dc: its model is not finite"),
         ("death", "dropped", "dc: lost: silent for longer than the lease of 66 s"),
         ("silence", "dropped", "dc: it did not answer within 77 s"),

@@ -83,7 +83,7 @@ async def test_a_run_directory_that_cannot_be_written_is_one_sentence(place):
             shutil.rmtree(store.checkpoints.directory)
 
     coordinator.events.subscribe(lose)
-    with pytest.raises(UserError, match=r"could not be used: .*model-000002.* see to it, then"):
+    with pytest.raises(UserError, match=r"could not be used: .*model-000002.* repair it, then"):
         await coordinator.run()
     assert store.status()[0] == "failed"
     assert len(read_report(store).to_json()["rounds"]) == 1
@@ -127,6 +127,6 @@ async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp
         raise sqlite3.OperationalError("database or disk is full")
 
     store.save_elapsed = full
-    with pytest.raises(UserError, match="could not be used: database or disk is full; see to it"):
+    with pytest.raises(UserError, match="could not be used: database or disk is full; repair it"):
         await Coordinator(store, place.link).run()
     assert store.status()[0] == "failed"

@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_one_sentence(new_run, at):
         damaged = bytearray(path.read_bytes())
         damaged[at] ^= 4
         path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"model-000001\.safetensors is damaged: it is not"):
+    with pytest.raises(UserError, match=r"model-000001\.safetensors is damaged: its digest"):
         store.checkpoints.read_model(saved, bytearray(16))
     with pytest.raises(UserError, match=r"optimizer-000001\.safetensors is damaged"):
         store.checkpoints.read_tensors(tensors)

@@ -3,7 +3,7 @@
 from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
 
 
-def test_who_was_only_stopped_because_of_others_is_named_last():
+def test_participants_stopped_because_of_others_are_named_last():
     stopped = dict.fromkeys("abc", UNREACHABLE)
     found = [
         Receipt(participant=name, regime="federated", status="dropped", reason=reason)

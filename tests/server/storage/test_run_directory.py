@@ -25,7 +25,7 @@ def test_an_opened_run_has_the_job_it_was_created_with(new_run, open_again, tmp_
 def test_creating_a_run_over_another_one_is_refused(new_run, make_job, tmp_path):
     new_run()
     with pytest.raises(
-        UserError, match=r"already holds a run; go on with it by `isthmus run --resume"
+        UserError, match=r"already contains a run; continue it with `isthmus run --resume"
     ):
         Store.create(tmp_path / "run", make_job(), tmp_path)
 
@@ -99,7 +99,7 @@ def test_a_damaged_log_is_one_sentence_when_the_run_is_resumed(new_run):
     store = new_run()
     commit_round(store, 1)
     store._db.execute("DROP TABLE attempts")
-    sentence = r"^the run directory .* could not be used: no such table: attempts; see to it, then"
+    sentence = r"^the run directory .* could not be used: no such table: attempts; repair it, then"
     with pytest.raises(UserError, match=sentence), store.locked():
         store.run_state()
 
@@ -145,7 +145,7 @@ def test_without_write_permission_the_error_says_to_copy_the_run(new_run, monkey
 
 
 def test_a_directory_without_a_run_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"does not hold a run \(no job\.json\)$"):
+    with pytest.raises(UserError, match=r"contains no run \(no job\.json\)$"):
         Store.open(tmp_path)
 
 

@@ -84,7 +84,7 @@ async def test_a_plan_within_the_limits_is_the_decision(ask):
     assert (list(decision.requested), list(decision.adjustments), clock.waits) == ([], [], [])
 
 
-async def test_a_comparison_comes_back_in_the_same_round(ask):
+async def test_a_comparison_is_observed_in_the_same_round(ask):
     def answer(seen):
         if not seen.comparisons:
             return Compare(JUST_SO, 4, "to know")
@@ -110,7 +110,7 @@ async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
     assert decision.requested[0].refused == "1 of 4 answered"
 
 
-async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
+async def test_a_comparison_is_not_made_if_the_run_ends(ask):
     decision, _ = await ask(
         lambda seen: Compare(JUST_SO, 4, "to know"),
         lambda made, clock: observe(comparisons=made, seconds_left=0.0),
@@ -119,14 +119,14 @@ async def test_a_comparison_that_the_end_of_the_run_prevents_was_not_made(ask):
     assert decision.requested[0].refused == decision.answer.reason
 
 
-async def test_a_policy_that_asks_again_after_a_refusal_is_named(ask):
+async def test_a_policy_that_repeats_a_refused_request_is_named(ask):
     with pytest.raises(JobError, match=r"the policy 'mine' answered .* refused .* 1 of 4 answered"):
         await ask(
             lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: "1 of 4 answered"
         )
 
 
-async def test_a_policy_that_only_asks_is_named(ask):
+async def test_a_policy_with_too_many_requests_is_named(ask):
     with pytest.raises(
         JobError, match=rf"'mine' asked for more than {MAX_COMPARISONS} comparisons"
     ):
@@ -148,7 +148,7 @@ async def test_a_round_waits_for_its_window(ask):
     assert clock.waits == [Wait(600.0, reason)]
 
 
-async def test_after_a_wait_a_policy_may_ask_again(ask):
+async def test_a_policy_may_request_a_comparison_again_after_a_wait(ask):
     def answer(seen):
         if seen.comparisons:
             return Stop("enough")
@@ -159,13 +159,13 @@ async def test_after_a_wait_a_policy_may_ask_again(ask):
     assert (decision.answer, clock.now()) == (Stop("enough"), 60)
 
 
-async def test_what_a_limit_changed_is_kept_with_the_decision(ask):
+async def test_changes_by_a_limit_are_stored_with_the_decision(ask):
     decision, _ = await ask(lambda seen: Plan("federated", "because", cohort=1))
     assert decision.answer.cohort == 3
     assert list(decision.adjustments) == ["a cohort of 1 became 3, which is the quorum"]
 
 
-async def test_a_decision_reads_back_from_the_log(ask):
+async def test_a_decision_is_read_back_from_the_log(ask):
     plan = Plan("hybrid", "x", {"a": 1}, merge="transfer", keep={"w": "current"}, step_scale=0.5)
     decision, _ = await ask(lambda seen: plan)
     planned = PlannedAttempt(
@@ -226,7 +226,7 @@ def see(outcomes, **changes):
     return observe_run(JOB, [one.as_past_round() for one in outcomes], **{**GIVEN, **changes})
 
 
-def test_an_observation_says_what_is_left_and_what_things_cost():
+def test_an_observation_has_remaining_limits_and_prices():
     seen = see([record(1)])
     assert (seen.round, seen.rounds, seen.budget_left) == (2, 9, 96.0)
     assert (seen.seconds_left, seen.bytes_left) == (80_000.0, 998_600)
@@ -254,7 +254,7 @@ def only_plain(value):
     return isinstance(value, plain)
 
 
-def test_an_observation_leads_nowhere_else():
+def test_an_observation_contains_only_plain_data():
     more = {"comparisons": [compared_once()], "norms": {"federated": 1.0}, "cosine": 0.5}
     seen = see([record(1), record(2, **more)])
     assert only_plain(seen)
@@ -262,7 +262,7 @@ def test_an_observation_leads_nowhere_else():
     assert (seen.history[1].norms, seen.history[1].cosine) == ({"federated": 1.0}, 0.5)
 
 
-def test_the_figures_of_one_device_are_not_in_it():
+def test_an_observation_has_no_figures_of_single_devices():
     outcomes = [record(1), record(2)]
     changes = {"participant": "somebody", "examples": 99, "seconds": 7.0, "reason": "?"}
     others = [
@@ -278,7 +278,7 @@ def test_the_figures_of_one_device_are_not_in_it():
     assert see(others) == see(outcomes)
 
 
-def test_a_policy_that_changes_what_it_was_given_changes_nothing():
+def test_a_policy_that_modifies_its_observation_has_no_effect():
     committed = record(1, comparisons=[compared_once()])
     history, state = [committed.as_past_round()], {"turn": 1}
     before = copy.deepcopy(history)
@@ -308,7 +308,7 @@ class Watched(list):
         return super().__iter__()
 
 
-def test_an_observation_costs_no_more_in_a_long_run():
+def test_the_cost_of_an_observation_is_independent_of_the_history():
     history = Watched([record(1).as_past_round()] * 5000)
     seen = observe_run(JOB, history, **GIVEN)
     assert seen.round == len(seen.history) + 1 == 5001
@@ -320,7 +320,7 @@ def test_an_observation_costs_no_more_in_a_long_run():
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
 @settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
-def test_a_policy_that_is_made_anew_each_round_decides_the_same(policy, random):
+def test_a_policy_recreated_each_round_decides_the_same(policy, random):
     """`simulate` makes it anew and takes its state through JSON; here one object lives on."""
     strategy = StrategySection(policy=policy, schedule=[{"regime": "federated"}])
     losses = [random.uniform(0.5, 2) for _ in range(24)]

@@ -21,7 +21,7 @@ def regimes(strategy, rounds):
 
 
 @pytest.mark.parametrize("regime", ["datacenter", "federated", "hybrid"])
-def test_a_policy_of_one_regime_stays_with_it(regime):
+def test_a_fixed_policy_keeps_its_regime(regime):
     assert regimes(StrategySection(policy=regime), 4) == [regime] * 4
 
 
@@ -29,7 +29,7 @@ def test_alternate_begins_in_the_datacenter():
     assert regimes(StrategySection(), 4) == ["datacenter", "federated"] * 2
 
 
-def test_a_schedule_goes_through_its_phases_and_stays_in_the_last():
+def test_a_schedule_runs_its_phases_and_stays_in_the_last():
     strategy = StrategySection(
         policy="schedule",
         schedule=[
@@ -45,7 +45,7 @@ def test_a_schedule_goes_through_its_phases_and_stays_in_the_last():
     assert reasons[6] == "phase 3 of 3 is federated, to the end"
 
 
-def test_a_phase_with_hours_has_its_turn_in_them():
+def test_a_phase_with_hours_is_used_only_in_them():
     night = {"opens": "22:00", "closes": "06:00"}
     strategy = StrategySection(
         policy="schedule",
@@ -65,7 +65,7 @@ def test_a_phase_with_hours_has_its_turn_in_them():
     assert plan.reason == "phase 2 of 3 is federated, its round 1 of 2 from 22:00 to 06:00 UTC"
 
 
-def test_a_schedule_waits_where_no_phase_has_its_hours():
+def test_a_schedule_waits_outside_the_hours_of_all_phases():
     strategy = StrategySection(
         policy="schedule",
         schedule=[{"regime": "federated", "hours": [{"opens": "22:00", "closes": "06:00"}]}],
@@ -120,7 +120,7 @@ def write_policy(tmp_path, monkeypatch):
     return write
 
 
-def test_a_policy_of_ones_own_is_loaded_by_name(write_policy):
+def test_a_user_s_policy_is_loaded_by_name(write_policy):
     name = write_policy(
         "return Plan('hybrid', 'I like it', {'turns': observation.state.get('turns', 0) + 1})"
     )
@@ -139,7 +139,7 @@ def test_a_package_provides_a_policy_by_entry_point(write_policy, tmp_path):
     (metadata / "entry_points.txt").write_text(f"[isthmus.policies]\ngreedy = {value}\n")
     policy = load_policy(StrategySection(policy="greedy"))
     assert policy.plan(observe()).reason == "the package said so"
-    with pytest.raises(JobError, match=r"there are .*, greedy, hybrid, .*module:Name"):
+    with pytest.raises(JobError, match=r"choose one of .*, greedy, hybrid, .*module:Name"):
         load_policy(StrategySection(policy="gredy"))
 
 
@@ -148,34 +148,34 @@ def test_a_package_provides_a_policy_by_entry_point(write_policy, tmp_path):
     [
         (
             "adaptve",
-            r"strategy\.policy='adaptve' is not known; there are adaptive, .*module:Name",
+            r"strategy\.policy='adaptve' is unknown; choose one of adaptive, .*module:Name",
         ),
         (
             "no_such_module:Mine",
-            r"='no_such_module:Mine' cannot be made: ModuleNotFoundError: No mod",
+            r"='no_such_module:Mine' cannot be constructed: ModuleNotFoundError: No mod",
         ),
-        ("json:Mine", r"='json:Mine' cannot be made: AttributeError: module 'json' has no"),
-        ("json:", r"strategy\.policy='json:' cannot be made: "),
-        (":Mine", r"strategy\.policy=':Mine' cannot be made: "),
-        ("sys:exit", r"strategy\.policy='sys:exit' cannot be made: SystemExit: "),
-        ("builtins:repr", r"strategy\.policy='builtins:repr' is no policy: it has no plan\(\)"),
+        ("json:Mine", r"='json:Mine' cannot be constructed: AttributeError: module 'json' has no"),
+        ("json:", r"strategy\.policy='json:' cannot be constructed: "),
+        (":Mine", r"strategy\.policy=':Mine' cannot be constructed: "),
+        ("sys:exit", r"strategy\.policy='sys:exit' cannot be constructed: SystemExit: "),
+        ("builtins:repr", r"strategy\.policy='builtins:repr' is not a policy: it has no plan\(\)"),
     ],
 )
-def test_a_policy_that_is_not_there_is_one_sentence(name, sentence):
+def test_an_unknown_policy_is_reported_in_one_sentence(name, sentence):
     with pytest.raises(JobError, match=sentence):
         load_policy(StrategySection(policy=name))
 
 
-def test_a_policy_that_cannot_be_made_is_one_sentence(write_policy, tmp_path):
+def test_a_policy_that_cannot_be_constructed_is_reported(write_policy, tmp_path):
     name = write_policy("pass", init="raise KeyError('greed')")
-    with pytest.raises(JobError, match=r"cannot be made: KeyError: 'greed'"):
+    with pytest.raises(JobError, match=r"cannot be constructed: KeyError: 'greed'"):
         load_policy(StrategySection(policy=name))
     (tmp_path / "policy_that_raises.py").write_text("1 / 0")
     with pytest.raises(JobError, match=r"'policy_that_raises:Mine' .*division by zero"):
         load_policy(StrategySection(policy="policy_that_raises:Mine"))
 
 
-def test_a_policy_finds_its_state_as_it_would_after_a_resume(write_policy):
+def test_a_policy_gets_its_state_as_after_a_resume(write_policy):
     name = write_policy("return Plan('hybrid', 'x', {'seen': (1, 2), 3: None})")
     plan = checked_answer(load_policy(StrategySection(policy=name)), name, observe())
     assert plan.state == {"seen": [1, 2], "3": None}

@@ -39,7 +39,7 @@ def is_open(listed, now):
 
 
 @given(st.lists(hours, min_size=1, max_size=3), st.integers(0, 14 * 48 - 1))
-def test_a_forecast_is_what_a_clock_would_show(listed, half_hours):
+def test_a_forecast_matches_a_minute_by_minute_simulation(listed, half_hours):
     now = MONDAY + 1800.0 * half_hours
     found = forecast_hours(listed, now, None)
     assert found.ready == is_open(listed, now)
@@ -52,7 +52,7 @@ def test_a_forecast_is_what_a_clock_would_show(listed, half_hours):
 
 
 @given(st.lists(hours, min_size=1, max_size=3), st.integers(0, 400), st.integers(1, 900))
-def test_the_share_is_of_the_time_that_is_left(listed, start, left):
+def test_the_open_share_refers_to_the_remaining_time(listed, start, left):
     now = MONDAY + 1800.0 * start
     opened = sum(is_open(listed, now + 1800.0 * step) for step in range(left))
     found = forecast_hours(listed, now, 1800.0 * left)
@@ -67,12 +67,12 @@ def test_a_side_without_windows_can_always_work():
     assert forecast([all_day], "federated", MONDAY) == Forecast()
 
 
-def test_nothing_is_left_of_a_run_that_is_over():
+def test_the_open_share_of_an_ended_run_is_zero():
     night = Window(side="federated", opens="22:00", closes="06:00")
     assert forecast([night], "federated", MONDAY, seconds_left=0.0).share == 0.0
 
 
-def test_windows_of_several_hours_add_up():
+def test_several_windows_add_up():
     zones = [
         Window(side="federated", opens="01:00", closes="03:00"),
         Window(side="federated", opens="03:00", closes="05:00", days=["tue"]),

@@ -32,7 +32,7 @@ class HeldWrite:
         self.written.append(offset)
 
 
-async def test_who_is_told_to_end_ends_whatever_grpc_makes_of_it(net, monkeypatch):
+async def test_an_aborted_stream_ends_even_if_grpc_reports_an_error(net, monkeypatch):
     received = Stream.receive
 
     async def swallowing(*arguments, **named):
@@ -49,7 +49,7 @@ async def test_who_is_told_to_end_ends_whatever_grpc_makes_of_it(net, monkeypatc
     assert guest.link.cancelled()
 
 
-async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
+async def test_a_participant_that_does_not_read_does_not_delay_others(net, monkeypatch):
     monkeypatch.setattr(limits, "ABORT_SECONDS", 0.1)
     link = await net.listen()
     async with net.raw(options=[("grpc.http2.lookahead_bytes", 0)]) as (_, send, receive):
@@ -67,7 +67,7 @@ async def test_who_reads_nothing_keeps_nobody_waiting(net, monkeypatch):
         await net.until(lambda: not link._streams)  # it is not waited for either
 
 
-async def test_a_model_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
+async def test_an_interrupted_model_transfer_resumes_at_its_chunk(net):
     link = await net.listen()
     payload = payload_of(5 * CHUNK_BYTES)
     blob = describe(payload)
@@ -87,7 +87,7 @@ async def test_a_model_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
     assert wire.carried[1]["down"] < 3.5 * CHUNK_BYTES
 
 
-async def test_a_result_that_was_cut_off_on_its_way_goes_on_at_its_chunk(net):
+async def test_an_interrupted_result_transfer_resumes_at_its_chunk(net):
     link = await net.listen()
     payload = payload_of(5 * CHUNK_BYTES)
     wire, port = await net.wire()
@@ -123,7 +123,7 @@ async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
     assert held.written == [0]
 
 
-async def test_a_content_is_not_sent_on_after_it_was_acknowledged(net, monkeypatch):
+async def test_a_blob_is_not_sent_further_after_its_acknowledgement(net, monkeypatch):
     monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
     link = await net.listen()
     payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
@@ -144,7 +144,7 @@ async def test_a_content_is_not_sent_on_after_it_was_acknowledged(net, monkeypat
     assert 0 < len(held.written) < 32
 
 
-async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
+async def test_work_continues_while_the_stream_is_broken_and_runs_once(net):
     link = await net.listen()
     released = asyncio.Event()
     wire, port = await net.wire()
@@ -162,7 +162,7 @@ async def test_work_goes_on_while_the_stream_is_broken_and_is_done_once(net):
     assert listener.left_reasons == []
 
 
-async def test_who_was_away_for_longer_than_a_lease_holds_on_to_nothing(net, clock):
+async def test_a_participant_without_a_stream_for_a_lease_drops_its_requests(net, clock):
     link = await net.listen(LONG)
     wire, port = await net.wire()
     guest = await net.join("a", answering(b"result"), port)
@@ -176,7 +176,7 @@ async def test_who_was_away_for_longer_than_a_lease_holds_on_to_nothing(net, clo
     assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
 
 
-async def test_a_server_that_was_started_anew_gets_answers_to_its_own_requests_only(net):
+async def test_a_restarted_server_gets_replies_to_its_own_requests_only(net):
     link = await net.listen()
     released = asyncio.Event()
     wire, port = await net.wire()
@@ -206,7 +206,7 @@ async def test_a_server_that_was_started_anew_gets_answers_to_its_own_requests_o
     assert len(guest.asked) == 4
 
 
-async def test_a_request_made_while_the_stream_is_broken_is_asked_when_it_is_back(net):
+async def test_a_request_made_while_the_stream_is_broken_is_sent_on_the_next_stream(net):
     link = await net.listen()
     wire, port = await net.wire()
     guest = await net.join("a", answering(b"result"), port)
@@ -224,7 +224,7 @@ async def test_a_request_made_while_the_stream_is_broken_is_asked_when_it_is_bac
 
 
 @pytest.mark.parametrize("break_", ["while it is told", "before it is told"])
-async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net, break_):
+async def test_a_receipt_is_delivered_across_a_broken_stream_exactly_once(net, break_):
     link = await net.listen(60.0)
     wire, port = await net.wire()
     guest = await net.join("a", answering(b"result"), port)
@@ -251,7 +251,7 @@ async def test_what_became_of_a_reply_is_told_across_a_break_and_counts_once(net
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["waits for its model", "has replied"])
-async def test_what_is_cancelled_during_a_break_is_not_held_for_ever(net, done):
+async def test_a_request_cancelled_while_the_stream_is_broken_is_released(net, done):
     link = await net.listen(60.0)
     payload = payload_of(2 * CHUNK_BYTES)
     blob = describe(payload)

@@ -10,9 +10,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.transport.bundle import published
 
 
-async def test_models_that_the_disk_has_no_room_for_are_an_error_and_not_the_end(
-    net, tmp_path, monkeypatch
-):
+async def test_a_full_disk_is_an_error_and_does_not_kill_the_process(net, tmp_path, monkeypatch):
     """Where a page of a mapped file cannot be written, the kernel ends the process."""
 
     def full(*arguments):

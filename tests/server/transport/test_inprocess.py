@@ -53,7 +53,7 @@ def request(link, blob=None):
     return link_pb2.Request(id=link.new_id(), train_local=work)
 
 
-async def test_a_model_goes_out_and_a_result_comes_back(link):
+async def test_a_model_is_sent_and_a_result_received(link):
     model = describe(b"\x01\x02")
     link.publish(model, b"\x01\x02")
     asked = request(link, model)
@@ -67,14 +67,14 @@ async def test_a_model_goes_out_and_a_result_comes_back(link):
         await link.fetch("a", reply.trained.result, into(back))
 
 
-async def test_what_a_worker_cannot_do_is_a_failure_with_its_sentence(link):
+async def test_an_error_of_a_worker_is_a_failure_with_its_message(link):
     reply = await link.ask("a", request(link))
     assert reply.failure.reason == "there is no model"
     retracted = await link.ask("a", request(link, describe(b"\x01")))
-    assert "does not hold the model" in retracted.failure.reason
+    assert "no longer has the model" in retracted.failure.reason
 
 
-async def test_one_that_leaves_fails_what_it_was_asked_for(link):
+async def test_a_participant_that_leaves_fails_its_pending_requests(link):
     link.worker.may_go.clear()
     asking = asyncio.create_task(link.ask("a", request(link)))
     await link.worker.going.wait()

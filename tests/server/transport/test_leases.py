@@ -19,7 +19,7 @@ LONG = 99.0
 """Is over when the test says so."""
 
 
-async def test_a_broken_stream_is_a_loss_after_a_lease(net, clock):
+async def test_a_participant_with_a_broken_stream_is_lost_after_a_lease(net, clock):
     link = await net.listen(LONG)
     payload = payload_of(3 * CHUNK_BYTES)
     wire, port = await net.wire()
@@ -68,7 +68,7 @@ async def test_pings_keep_both_sides_alive(net):
     assert len(guest.asked) == 1
 
 
-async def test_a_server_that_is_silent_is_dialled_again(net):
+async def test_a_participant_reconnects_to_a_silent_server(net):
     link = await net.listen(LEASE)
     wire, port = await net.wire()
     await net.join("a", answering(), port)
@@ -78,7 +78,7 @@ async def test_a_server_that_is_silent_is_dialled_again(net):
     assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
 
 
-async def test_a_server_that_is_silent_from_the_start_is_dialled_again(net, monkeypatch):
+async def test_a_participant_reconnects_to_a_server_that_never_replied(net, monkeypatch):
     monkeypatch.setattr(uplink, "_WELCOME_SECONDS", LEASE)
     link = await net.listen(LEASE)
     wire, port = await net.wire()
@@ -88,7 +88,7 @@ async def test_a_server_that_is_silent_from_the_start_is_dialled_again(net, monk
     assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
 
 
-async def test_a_participant_whose_links_break_often_is_back_at_once_each_time(net, monkeypatch):
+async def test_a_participant_reconnects_at_once_after_each_of_many_breaks(net, monkeypatch):
     monkeypatch.setattr(backoff, "STABLE_SECONDS", 0.0)
     link = await net.listen()
     wire, port = await net.wire()
@@ -101,7 +101,7 @@ async def test_a_participant_whose_links_break_often_is_back_at_once_each_time(n
         wire.cut()
 
 
-async def test_a_participant_that_comes_back_as_a_new_process_has_lost_its_work(net):
+async def test_a_participant_restarted_as_a_new_process_has_lost_its_work(net):
     link = await net.listen()
     guest = await net.join("a", waiting(answering(), asyncio.Event()))
     listener = attached(link)
@@ -117,7 +117,7 @@ async def test_a_participant_that_comes_back_as_a_new_process_has_lost_its_work(
     assert (await link.ask("a", train(link))).trained.examples == 5
 
 
-async def test_a_reply_that_comes_twice_is_used_once(net):
+async def test_a_repeated_reply_is_used_once(net):
     # As when a participant finishes just while the server, after a break, asks again.
     link = await net.listen()
     async with net.raw() as (_, send, receive):
@@ -139,7 +139,7 @@ async def test_a_reply_that_comes_twice_is_used_once(net):
         assert not (await receive("receipt")).accepted
 
 
-async def test_a_download_nobody_wants_any_more_does_not_disturb_the_next(net):
+async def test_an_abandoned_download_does_not_disturb_the_next(net):
     link = await net.listen()
     payload = payload_of(5 * CHUNK_BYTES)
     blob = describe(payload)

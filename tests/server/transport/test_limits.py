@@ -22,7 +22,7 @@ LEASE = 99.0
 _NAMES = "a hello needs a name and an instance of 1 to 128 characters each"
 
 
-async def test_a_name_is_taken_until_its_owner_is_gone(net):
+async def test_a_name_is_taken_while_its_participant_is_connected(net):
     link = await net.listen()
     first = await net.join("a", answering(examples=1))
     async with net.raw(name="a", instance="another") as (call, _, _):
@@ -38,7 +38,7 @@ async def test_a_name_is_taken_until_its_owner_is_gone(net):
     assert len(second.asked) == 1
 
 
-async def test_another_version_of_the_link_is_refused_for_good(net, monkeypatch):
+async def test_an_unsupported_link_version_is_refused_permanently(net, monkeypatch):
     await net.listen()
     monkeypatch.setattr(uplink, "VERSION", 9)
     monkeypatch.setattr(uplink, "OLDEST_VERSION", 8)
@@ -50,7 +50,7 @@ async def test_another_version_of_the_link_is_refused_for_good(net, monkeypatch)
     )
 
 
-async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net, monkeypatch):
+async def test_a_newer_participant_that_supports_this_version_is_accepted(net, monkeypatch):
     await net.listen()
     async with net.raw(version_max=3) as (_, _, receive):
         assert (await receive("welcome")).version == 2
@@ -68,7 +68,7 @@ async def test_a_newer_participant_that_still_speaks_our_version_is_welcome(net,
         ({"version_min": 3, "version_max": 2}, "it supports link versions 3 to 2 and this server"),
     ],
 )
-async def test_a_hello_that_makes_no_sense_is_refused(net, hello, sentence):
+async def test_an_invalid_hello_is_refused(net, hello, sentence):
     link = await net.listen()
     async with net.raw(**hello) as (call, _, _):
         code, told = await net.refusal(call)
@@ -82,10 +82,10 @@ async def test_a_hello_that_makes_no_sense_is_refused(net, hello, sentence):
     [
         (link_pb2.Envelope(ping=link_pb2.Ping()), "the first message must be a hello"),
         (link_pb2.Envelope(), "the first message must be a hello"),
-        (None, "what came is not a message of this link"),
+        (None, "the received data is not a message of this link"),
     ],
 )
-async def test_a_first_message_that_is_no_hello_is_refused(net, first, sentence):
+async def test_a_first_message_other_than_a_hello_is_refused(net, first, sentence):
     link = await net.listen()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{net.port}") as channel:
         call = channel.stream_stream(METHOD)()
@@ -94,7 +94,7 @@ async def test_a_first_message_that_is_no_hello_is_refused(net, first, sentence)
     assert link.peers == {}
 
 
-async def test_noise_on_a_stream_ends_that_stream_and_no_other(net, clock):
+async def test_invalid_bytes_end_only_their_own_stream(net, clock):
     link = await net.listen(LEASE)
     await net.join("a", answering(examples=4))
     async with net.raw() as (call, _, receive):
@@ -102,13 +102,13 @@ async def test_noise_on_a_stream_ends_that_stream_and_no_other(net, clock):
         await call.write(b"\xff\xff\xff")
         code, sentence = await net.refusal(call)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert sentence == "what came is not a message of this link"
+        assert sentence == "the received data is not a message of this link"
         await clock.over(LEASE)
         assert "raw" not in link.peers
     assert (await link.ask("a", train(link))).trained.examples == 4
 
 
-async def test_a_process_has_one_stream_and_its_last_one_ends_the_others(net):
+async def test_a_new_stream_of_a_process_replaces_its_older_ones(net):
     link = await net.listen()
     payload = bytearray(1000)
     link.publish(describe(payload), payload)
@@ -125,19 +125,19 @@ async def test_a_process_has_one_stream_and_its_last_one_ends_the_others(net):
             assert len((await receive("chunk")).data) == 1000
 
 
-async def test_a_reply_to_a_request_that_no_server_made_is_not_remembered(net):
+async def test_a_reply_to_an_unknown_request_is_not_stored(net):
     link = await net.listen()
     async with net.raw() as (call, send, receive):
         await receive("welcome")
         await send(reply=link_pb2.Reply(id="x" * 1000))
         assert await net.refusal(call) == (
             grpc.StatusCode.INVALID_ARGUMENT,
-            "it answered a request that no server has made",
+            "it replied to a request that was never sent",
         )
         assert not link.peers["raw"].outbox
 
 
-async def test_chunks_and_replies_nobody_asked_for_are_passed_over(net):
+async def test_chunks_and_replies_that_were_not_requested_are_ignored(net):
     link = await net.listen()
     async with net.raw() as (_, send, receive):
         await receive("welcome")
@@ -161,7 +161,7 @@ async def test_chunks_and_replies_nobody_asked_for_are_passed_over(net):
     ],
     ids=lambda body: next(iter(body)),
 )
-async def test_what_only_a_server_says_ends_the_stream_of_a_participant(net, body):
+async def test_a_server_message_from_a_participant_ends_its_stream(net, body):
     await net.listen()
     async with net.raw() as (call, send, receive):
         await receive("welcome")
@@ -181,7 +181,7 @@ async def test_what_only_a_server_says_ends_the_stream_of_a_participant(net, bod
     ],
     ids=lambda outcome: next(iter(outcome), "nothing"),
 )
-async def test_an_answer_to_another_question_is_a_failure(net, outcome):
+async def test_a_reply_of_another_kind_is_a_failure(net, outcome):
     link = await net.listen()
     async with net.raw() as (_, send, receive):
         await receive("welcome")
@@ -192,14 +192,14 @@ async def test_an_answer_to_another_question_is_a_failure(net, outcome):
     assert reply.failure.reason.startswith("it answered something else than was asked")
 
 
-def test_every_question_has_its_answers():
+def test_every_kind_of_request_has_permitted_replies():
     asked, answered = link_pb2.Request.DESCRIPTOR, link_pb2.Reply.DESCRIPTOR
     assert {field.name for field in asked.oneofs_by_name["work"].fields} == REPLY_KINDS.keys()
     known = {field.name for field in answered.oneofs_by_name["outcome"].fields}
     assert set().union(*REPLY_KINDS.values()) == known - {"failure"}
 
 
-async def test_a_caller_gets_a_few_transfers_at_a_time(net):
+async def test_concurrent_transfers_of_a_participant_are_limited(net):
     link = await net.listen()
     payloads = [
         bytearray([number]) * (4 << 20) for number in range(MAX_TRANSFERS_PER_PARTICIPANT + 1)
@@ -215,7 +215,7 @@ async def test_a_caller_gets_a_few_transfers_at_a_time(net):
         assert caught.value.details() == "more than 4 transfers were requested at a time"
 
 
-async def test_a_message_that_is_too_large_is_never_read(net):
+async def test_a_message_that_is_too_large_is_not_read(net):
     link = await net.listen()
     async with net.raw() as (_, send, receive):
         await receive("welcome")

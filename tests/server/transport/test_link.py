@@ -24,7 +24,7 @@ async def test_a_request_gets_its_reply(net):
     assert guest.asked == [request]
 
 
-async def test_many_requests_are_told_apart(net):
+async def test_concurrent_requests_get_their_own_replies(net):
     link = await net.listen()
 
     async def echo(guest, request, model):
@@ -40,7 +40,7 @@ async def test_many_requests_are_told_apart(net):
     assert [reply.trained.examples for reply in replies] == list(range(30))
 
 
-async def test_asking_somebody_who_is_not_here(net):
+async def test_a_request_to_an_unconnected_participant_fails(net):
     link = await net.listen()
     with pytest.raises(ParticipantLost, match=r"^nobody is not connected$"):
         await link.ask("nobody", train(link))
@@ -75,7 +75,7 @@ async def test_an_error_of_the_worker_is_a_reply(net, error, sentence):
         (MemoryError(), "no room for its model: MemoryError()"),
     ],
 )
-async def test_a_model_the_worker_has_no_room_for_is_a_failure(net, error, sentence):
+async def test_a_model_that_the_worker_cannot_allocate_is_a_failure(net, error, sentence):
     link = await net.listen()
     guest = await net.join("a", answering())
 
@@ -89,7 +89,7 @@ async def test_a_model_the_worker_has_no_room_for_is_a_failure(net, error, sente
     assert not guest.link.done()
 
 
-async def test_an_ask_that_is_given_up_tells_the_participant_and_refuses_its_late_reply(net):
+async def test_an_abandoned_request_is_cancelled_and_its_late_reply_refused(net):
     link = await net.listen()
     released = asyncio.Event()
     guest = await net.join("a", waiting(answering(), released))
@@ -124,7 +124,7 @@ async def test_progress_arrives(net):
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 1])
-async def test_contents_cross_in_both_directions(net, size):
+async def test_blobs_are_transferred_in_both_directions(net, size):
     link = await net.listen()
     payload = payload_of(size)
 
@@ -145,7 +145,7 @@ async def test_contents_cross_in_both_directions(net, size):
     await net.until(lambda: guest.receipts == [(True, "")])
 
 
-async def test_one_content_goes_to_many(net):
+async def test_one_blob_is_sent_to_many_participants(net):
     link = await net.listen()
     payload = payload_of(2 * CHUNK_BYTES)
     blob = describe(payload)
@@ -155,27 +155,27 @@ async def test_one_content_goes_to_many(net):
     assert all(guest.buffers == [payload] for guest in guests)
 
 
-async def test_a_content_the_server_does_not_hold_is_a_failure(net):
+async def test_a_blob_that_the_server_does_not_have_is_a_failure(net):
     link = await net.listen()
     payload = bytearray(b"model")
     await net.join("a", answering())
     link.publish(describe(payload), payload)
     link.retract(describe(payload))
     reply = await link.ask("a", train(link, describe(payload)))
-    assert reply.failure.reason == "the server does not hold the model any more"
+    assert reply.failure.reason == "the server no longer has the model"
 
 
-async def test_a_content_whose_file_cannot_be_read_is_a_failure(net, tmp_path):
+async def test_a_blob_whose_file_cannot_be_read_is_a_failure(net, tmp_path):
     link = await net.listen()
     await net.join("a", answering())
     blob = describe(bytes(CHUNK_BYTES))
     with (tmp_path / "blob").open("wb+") as file:
         link.publish(blob, InFile(file, blob.size))
         reply = await link.ask("a", train(link, blob))
-    assert reply.failure.reason == "the server does not hold the model any more"
+    assert reply.failure.reason == "the server no longer has the model"
 
 
-async def test_who_waits_for_the_rest_of_a_retracted_content_is_told(net):
+async def test_retracting_a_blob_fails_its_unfinished_transfers(net):
     link = await net.listen()
     payload = bytearray(64 * CHUNK_BYTES)  # more than is ever on its way at once
     blob = describe(payload)
@@ -192,7 +192,7 @@ async def test_who_waits_for_the_rest_of_a_retracted_content_is_told(net):
         assert not link.peers["raw"].last_blob
 
 
-async def test_a_content_the_participant_does_not_hold_is_refused(net):
+async def test_a_blob_that_the_participant_does_not_have_is_refused(net):
     link = await net.listen()
     await net.join("a", answering(b"held"))
     await link.ask("a", train(link))
@@ -200,7 +200,7 @@ async def test_a_content_the_participant_does_not_hold_is_refused(net):
         await link.fetch("a", describe(b"other"), into(bytearray(5)))
 
 
-async def test_a_content_that_is_not_what_was_named_is_refused(net):
+async def test_a_blob_that_does_not_match_its_digest_is_refused(net):
     link = await net.listen()
 
     async def lie(guest, request, model):
@@ -215,21 +215,23 @@ async def test_a_content_that_is_not_what_was_named_is_refused(net):
 # -- listening -----------------------------------------------------------------------------------
 
 
-async def test_a_port_in_use_is_one_sentence(net):
+async def test_a_port_in_use_is_reported_in_one_sentence(net):
     await net.listen()
     other = Link(10.0)
-    with pytest.raises(UserError, match=rf"^cannot listen on 127\.0\.0\.1:{net.port}; is the port"):
+    with pytest.raises(
+        UserError, match=rf"^cannot listen on 127\.0\.0\.1:{net.port}; the port may be in use"
+    ):
         await other.start(port=net.port)
     await other.stop()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "example.org", ""])
-async def test_an_address_others_can_reach_is_refused_without_encryption(host):
+async def test_an_address_reachable_from_other_machines_requires_encryption(host):
     with pytest.raises(UserError, match=r"is not loopback, and this link is not encrypted; use"):
         await Link(10.0).start(host)
 
 
-async def test_stopping_ends_what_is_pending(net):
+async def test_stopping_the_link_fails_pending_requests(net):
     link = await net.listen()
     guest = await net.join("a", waiting(answering(), asyncio.Event()))
     asking = asyncio.create_task(link.ask("a", train(link)))

@@ -117,9 +117,8 @@ def load_app(source: str, key: str, *, base: Path) -> ClientApp:
         raise TaskError(f"{key}={source!r} is of type {kind}, not a flwr.clientapp.ClientApp")
     if app._call is not None:
         raise TaskError(
-            f"{key}={source!r} is made of a client_fn (NumPyClient), which knows nothing of the "
-            "messages that Flower's strategies send today; give it functions under @app.train() "
-            "instead"
+            f"{key}={source!r} is built with a client_fn (NumPyClient), which does not support "
+            "the messages of Flower's current strategies; use functions with @app.train() instead"
         )
     return app
 
@@ -227,7 +226,7 @@ def read_record(record: ArrayRecord, parts: Iterable[tuple[str, torch.Tensor]]) 
     if record.keys() != expected.keys():
         wrong = sorted(record.keys() ^ expected.keys())[0]
         where = "missing from" if wrong in expected else "unknown, but in"
-        raise UpdateError(f"the array {wrong!r} is {where} what came")
+        raise UpdateError(f"the array {wrong!r} is {where} the received record")
     for name, part in expected.items():
         try:
             values = record[name].numpy()

@@ -80,7 +80,7 @@ def decode(payload: Buffer | bytes) -> RecordDict:
     try:
         (length,) = _LENGTH.unpack_from(view)
         if length > min(len(view) - _LENGTH.size, MAX_HEADER_BYTES):
-            raise ValueError("its header is cut short")
+            raise ValueError("its header is truncated")
         table = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
         body = _Body(view[_LENGTH.size + length :])
         records = RecordDict({name: _record(kind, content, body) for name, kind, content in table})
@@ -115,7 +115,7 @@ class _Body:
 
     def take(self, key: str, start: int, end: int) -> bytes:
         if start != self.read or not start <= end <= len(self.view):
-            raise ValueError(f"the array {key!r} is not where the one before it ends")
+            raise ValueError(f"the array {key!r} does not begin where the previous one ends")
         self.read = end
         return bytes(self.view[start:end])
 
@@ -148,7 +148,7 @@ def check(key: str, array: Array) -> None:
         return  # only the app that wrote it can read it
     if array.dtype not in _DTYPES or any(size < 0 for size in array.shape):
         raise UpdateError(
-            f"the array {key!r} holds {array.dtype} of shape {array.shape}, which is not taken"
+            f"the array {key!r} holds {array.dtype} of shape {array.shape}, which is not supported"
         )
     dtype = np.dtype(array.dtype)
     for fortran in (False, True):

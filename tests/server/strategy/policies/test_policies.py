@@ -19,18 +19,18 @@ def initials(plans):
 
 
 @pytest.mark.parametrize("policy", sorted(BUILT_IN))
-def test_settings_that_a_policy_does_not_have_are_one_sentence(policy):
+def test_unknown_settings_of_a_policy_are_reported(policy):
     strategy = strategy_of(policy, {"patiance": 3}, schedule=[{"regime": "federated"}])
     with pytest.raises(JobError, match=r"^unknown key strategy\.settings\.patiance; (known|did) "):
         load_policy(strategy)
 
 
-def test_a_setting_out_of_its_range_is_one_sentence():
+def test_a_setting_out_of_range_is_reported():
     with pytest.raises(JobError, match=r"^strategy\.settings\.patience=0: input should be greater"):
         load_policy(strategy_of("plateau", {"patience": 0}))
 
 
-def test_plateau_goes_to_the_other_regime_when_the_loss_stays():
+def test_plateau_switches_the_regime_when_the_loss_stalls():
     falling = [1.0, 0.9, 0.9, 0.9, 0.89, 0.8, 0.7, 0.7, 0.7, 0.7]
     plans = simulate(
         strategy_of("plateau", {"patience": 2}), 10, losses=lambda round_: falling[round_ - 1]
@@ -39,7 +39,7 @@ def test_plateau_goes_to_the_other_regime_when_the_loss_stays():
     assert plans[4].reason == "loss has not fallen below 0.9 by 1% in 2 evaluated datacenter rounds"
 
 
-def test_budget_leaves_a_reserve():
+def test_budget_switches_the_regime_at_its_reserve():
     plans = simulate(strategy_of("budget", {"reserve": 0.5}), 6, lambda round_: {"budget": 40.0})
     # A round of 8 devices costs 8, so 40, 32, 24 and then 16 are left.
     assert initials(plans) == "fffddd"
@@ -48,7 +48,7 @@ def test_budget_leaves_a_reserve():
     assert initials(nearly) == "fdd"
 
 
-def test_availability_takes_whoever_can_work():
+def test_availability_selects_the_available_side():
     policy = load_policy(strategy_of("availability", {"both": "hybrid"}))
     night, always = Forecast(ready=False, changes_in=60.0, share=0.5), Forecast()
 
