@@ -17,13 +17,13 @@ from isthmus.errors import RoundFailed, UpdateError
 from isthmus.integrations.flower.messages import node_of
 from isthmus_server.flower.grid import LinkGrid, NodeReply
 from isthmus_server.flower.replies import check_reply, inconsistent_replies
+from isthmus_server.flower.strategy_round import StrategyRound
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.plaintext import ENOUGH
 from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
 
 if TYPE_CHECKING:
-    from isthmus_server.flower.strategy_adapter import StrategyRound
     from isthmus_server.regimes.context import FederatedContext
 
 
@@ -42,7 +42,7 @@ class FlowerAttempt:
             asyncio.get_running_loop(),
             context.run_id,
             lambda: spec.cohort,
-            max_bytes=strategy.adapter.settings.max_bytes,
+            max_bytes=strategy.settings.max_bytes,
             seconds=context.job.time.round_seconds,
         )
         self._receipts = ReceiptBook(spec.cohort, "federated")
@@ -98,7 +98,6 @@ class FlowerAttempt:
 
     def _usable_replies(self, node_replies: Sequence[NodeReply]) -> list[Message]:
         """Check each reply and write its receipt; returns the replies for the strategy."""
-        adapter = self._strategy.adapter
         scratch = torch.empty_like(self._strategy.start)
         failures = {node_reply.node: node_reply.failure for node_reply in node_replies}
         weights: dict[int, int] = {}
@@ -107,10 +106,10 @@ class FlowerAttempt:
                 try:
                     weights[node_reply.node] = check_reply(
                         node_reply.reply.content,
-                        adapter.layout,
+                        self._strategy.layout,
                         scratch,
                         weighted_by=self._strategy.weighted_by,
-                        max_examples=adapter.settings.max_examples,
+                        max_examples=self._strategy.settings.max_examples,
                     )
                 except UpdateError as error:
                     failures[node_reply.node] = str(error)

@@ -27,7 +27,8 @@ from isthmus.job import Job
 from isthmus.job.federated import FlowerSection
 from isthmus.task import load_task
 from isthmus_server.flower.replies import check_reply, inconsistent_replies
-from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, StrategyRound
+from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
+from isthmus_server.flower.strategy_round import StrategyRound
 from isthmus_server.model.global_model import GlobalModel
 
 log = logging.getLogger("flwr")  # `flwr log` shows this logger
@@ -144,7 +145,7 @@ class FlowerServerRun:
             )
         self.model.step(strategy_round.aggregate([accepted[node] for node in sorted(accepted)]))
         self.model.average()
-        self.adapter.state = strategy_round.state
+        self.adapter.commit(strategy_round.state)
         return len(accepted)
 
     def _wait_for_nodes(self, grid: Grid) -> None:

@@ -13,7 +13,8 @@ from isthmus.integrations.flower import messages  # before flwr
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter, UpdateCollector
+from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
+from isthmus_server.flower.strategy_round import UpdateCollector
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
@@ -88,7 +89,7 @@ class RecordedRound:
         """The pseudo-gradient that Flower's own classes compute."""
         from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-        from isthmus_server.flower.strategy_adapter import CohortGrid
+        from isthmus_server.flower.strategy_round import CohortGrid
 
         def record(vector):
             return ArrayRecord({name: Array(part.numpy()) for name, part in LAYOUT.parts(vector)})
@@ -299,7 +300,7 @@ def test_any_error_of_a_custom_strategy_is_one_sentence(body, says, tmp_path, mo
 
 
 def test_a_strategy_cannot_wait_forever_for_more_devices():
-    from isthmus_server.flower.strategy_adapter import CohortGrid
+    from isthmus_server.flower.strategy_round import CohortGrid
 
     cohort = CohortGrid([2, 3])
 
