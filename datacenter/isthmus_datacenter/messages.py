@@ -28,7 +28,7 @@ class Command:
     """An operation that all ranks perform together."""
 
     op: Literal["open", "train_steps", "mean_gradient", "export", "close"]
-    """Named as the work of the link's request."""
+    """Name of the operation, as in the link's request."""
     run_id: str
     job: str = ""
     """open: the validated job as JSON."""
@@ -81,9 +81,9 @@ class ProgressReport:
     loss: float
     """Mean over the units scored since the last report, on the replica that reports."""
     examples_per_second: float
-    """Of all replicas, since the last report."""
+    """Rate of all replicas since the last report."""
     units_per_second: float
-    """Of all replicas, since the last report."""
+    """Rate of all replicas since the last report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

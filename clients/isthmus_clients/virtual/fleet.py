@@ -162,10 +162,10 @@ class VirtualDevice:
         raise AdmissionRefused(f"a virtual device does not support the request {kind!r}")
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """Nothing is kept after a reply."""
+        """Do nothing: no state is kept after a reply."""
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
-        """Ignored: a batch that has begun is finished."""
+        """Do nothing: a batch that has begun is completed."""
 
 
 @dataclasses.dataclass

@@ -23,10 +23,10 @@ class Launch:
     """host:port"""
     name: str
     ranks: int
-    """On each node."""
+    """Ranks on each node."""
     nodes: int
     state: Path
-    """On a file system that all nodes share."""
+    """State directory, on a file system that all nodes share."""
     data: Path | None = None
     tasks: Path | None = None
     environment: Path | None = None
@@ -34,7 +34,7 @@ class Launch:
     options: tuple[tuple[str, str], ...] = ()
     """Options of the scheduler: names and values."""
     grace_seconds: float = 60.0
-    """For a running round to end after the scheduler has announced the end of the allocation."""
+    """Time for a running round to end after the scheduler announced the end of the allocation."""
 
     def serve(self, control: str, program: tuple[str, ...] = ()) -> str:
         """The service's command line; `control` is a shell word."""

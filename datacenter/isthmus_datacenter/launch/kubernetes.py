@@ -15,9 +15,9 @@ from isthmus.errors import UserError
 from isthmus_datacenter.launch import Launch
 
 _PORT = 29400
-"""Of the control store, in the pod of the service."""
+"""Port of the control store, in the pod of the service."""
 _SHUTDOWN_SECONDS = 30
-"""Beyond the grace period, for the service to close its link and the ranks to end."""
+"""Time after the grace period for the service to close its link and the ranks to end."""
 _OPTIONS = {"image", "namespace", "claim", "secret", "gpus", "cpus", "memory"}
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")
 

@@ -11,7 +11,7 @@ from isthmus.errors import UserError
 from isthmus_datacenter.launch import Launch
 
 _SHUTDOWN_SECONDS = 30
-"""Beyond the grace period, for the service to close its link and the ranks to end."""
+"""Time after the grace period for the service to close its link and the ranks to end."""
 
 
 def render(launch: Launch) -> str:

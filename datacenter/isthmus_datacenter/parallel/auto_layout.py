@@ -24,7 +24,7 @@ from isthmus_datacenter.parallel.parallel_dims import LayoutError
 _STATE_FRACTION = 0.6
 """Fraction of a device's memory that parameters, gradients and optimizer state may take."""
 _BYTES = 4
-"""Of one float32 number."""
+"""Size of one float32 number."""
 _MOMENTS = 2
 """Numbers that Adam keeps for each parameter, the most of the common optimizers."""
 _MIN_UNITS = 64

@@ -30,7 +30,7 @@ class ParameterNames:
     """Names of the parameters and buffers of a whole model, by object identity."""
 
     parameters: Mapping[int, str]
-    """By `id`: a tied parameter's first name."""
+    """Names by `id`; a tied parameter has its first name."""
     buffers: Mapping[int, str]
 
     @classmethod
@@ -65,7 +65,7 @@ class TiedParameters:
     """Parameters of this rank that stages on other ranks use too, by name in the model."""
 
     copies: frozenset[str] = frozenset()
-    """Those that a rank of an earlier stage owns."""
+    """Tied parameters that a rank of an earlier stage owns."""
     groups: Mapping[str, dist.ProcessGroup] = dataclasses.field(default_factory=dict)
     """The ranks that have the parameter."""
     stage_counts: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -25,7 +25,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 _LOOPED = ("interleaved", "zero_bubble")
 _STAGES_PER_RANK = 2
-"""In schedules that pass through the ranks several times ('looped')."""
+"""Stages on each rank in schedules that pass through the ranks several times ('looped')."""
 
 
 class LayoutError(UserError):

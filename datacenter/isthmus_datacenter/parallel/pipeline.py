@@ -117,7 +117,7 @@ class Pipeline:
         self.chain = StageChain(shard, self.group, device)
         self._schedules: dict[Any, Any] = {}
         self._loss: MicrobatchLoss | None = None
-        """Of the batch that is running."""
+        """Loss of the batch that is running."""
 
     def run(self, inputs: Any, loss: MicrobatchLoss) -> None:
         """Run forward and backward of one batch; `loss` is called on the rank of the last stage."""

@@ -38,7 +38,7 @@ HEARTBEAT_SECONDS = 0.5
 """Interval of the ranks' heartbeats."""
 
 _STORE_TIMEOUT = timedelta(seconds=60)
-"""For the store itself to respond; it is a process of this datacenter on a fast network."""
+"""Time limit of a reply of the store, which is a process on a fast network."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

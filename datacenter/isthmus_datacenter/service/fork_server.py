@@ -32,14 +32,14 @@ class AgentSettings:
 
     host: str
     port: int
-    """Of the service's control store."""
+    """Port of the service's control store."""
     generation: int
     participant: str
     """Name of the datacenter on the link."""
     state: str
     """Directory of the checkpoints."""
     ranks: int
-    """On this node."""
+    """Ranks on this node."""
     nodes: int = 1
     restarts: int
     """Restarts of the ranks before the agent ends; the service then starts another one."""
@@ -47,12 +47,12 @@ class AgentSettings:
     """Directory for the output of the ranks."""
 
     def to_json(self) -> str:
-        """For the nodes of a cluster."""
+        """Encode the settings for the nodes of a cluster."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> AgentSettings:
-        """Read what `to_json` wrote."""
+        """Decode what `to_json` returned."""
         return cls(**json.loads(text))
 
 

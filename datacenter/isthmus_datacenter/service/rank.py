@@ -42,9 +42,9 @@ from isthmus_datacenter.training.round import train_round
 _WAIT_SECONDS = 1.0
 """One wait for the next command, before the rank waits again."""
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""For one collective: longer than any pause of another rank that is still alive."""
+"""Time limit of one collective: longer than any pause of another rank that is still alive."""
 _EXIT_DELAY_SECONDS = 5.0
-"""For the agent to end a rank that lost another one."""
+"""Time for the agent to end a rank that lost another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RankSettings:
 
     host: str
     port: int
-    """Of the control store."""
+    """Port of the control store."""
     generation: int
     participant: str
     """Name of the datacenter on the link."""
@@ -61,12 +61,12 @@ class RankSettings:
     """Directory of the checkpoints."""
 
     def to_json(self) -> str:
-        """As one argument of the process."""
+        """Encode the settings as one argument of the process."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankSettings:
-        """Read what `to_json` wrote."""
+        """Decode what `to_json` returned."""
         return cls(**json.loads(text))
 
 

@@ -36,11 +36,11 @@ from isthmus_datacenter.service.fork_server import AgentForkServer, AgentSetting
 MAX_RESTARTS = 3
 """Restarts of the ranks within one command before it fails."""
 START_SECONDS = 120.0
-"""For all ranks to be in their process group, from the start of an incarnation."""
+"""Time from the start of an incarnation until all ranks must be in their process group."""
 _READY_CHECK_SECONDS = 0.05
 """Interval of the checks for ranks that are ready."""
 _AGENT_RESTARTS = 100
-"""Before the agent ends itself, which costs the next command a cold start."""
+"""Restarts before the agent ends itself, which costs the next command a cold start."""
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class RankGroup:
         self._next_number: dict[Incarnation, int] = {}
         """Number of the next command, for the current incarnation only."""
         self._signal = ControlSignal.CONTINUE
-        """For the running command."""
+        """Strongest signal for the running command."""
 
     def start(self) -> None:
         """Start the agents and their ranks; returns before they are ready."""

@@ -23,11 +23,11 @@ from isthmus_datacenter.service.request_handler import RequestHandler
 from isthmus_datacenter.service.transfer_files import TransferFiles
 
 LOCK_SECONDS = 5.0
-"""For another service to release the state directory: one that was just killed may still run."""
+"""Time for a service that was just killed to release the state directory."""
 _LEAVE_POLL_SECONDS = 1.0
 """Interval of the checks whether a node is about to be taken from the datacenter."""
 _NODE_GRACE_SECONDS = 20.0
-"""For a running round in that case: schedulers give about thirty."""
+"""Grace period of a running round in that case; schedulers give about thirty seconds."""
 SAVING_SECONDS = 10.0
 """Part of a grace period, at least, that is left for saving the state within a round."""
 

@@ -1,4 +1,4 @@
-"""Which examples a step trains on: a pure function of the step, so that any replay is exact.
+"""Select the examples of each step by a pure function of the step, so that any replay is exact.
 
 Every rank has the same data set. An epoch is a permutation drawn from the seed and the epoch's
 number; the stream of all epochs is divided into global batches, and each replica takes its slice.

@@ -36,7 +36,7 @@ class StepResult:
     global_units: int
     """Units of all replicas."""
     signal: ControlSignal
-    """The strongest of all ranks."""
+    """The strongest signal of all ranks."""
     gradient_factor: float
     """Multiply the gradients by this to get those of the mean loss."""
 

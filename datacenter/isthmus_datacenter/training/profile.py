@@ -32,7 +32,7 @@ STEP_PARTS = ("reading", "forward_backward", "optimizer")
 ROUND_PARTS = ("exchange", "checkpoint", "evaluation")
 """Parts of a round apart from its steps."""
 _REPORT_SECONDS = 0.5
-"""Between two progress reports."""
+"""Interval between two progress reports."""
 
 SendReport = Callable[[ProgressReport], None]
 

@@ -1,4 +1,4 @@
-"""A client's memory of earlier rounds, which prevents replay and differencing attacks.
+"""Persistent record of a client's earlier rounds, which prevents replay and differencing attacks.
 
 >>> history = History()
 >>> config = RoundConfig(
@@ -21,7 +21,7 @@ from isthmus_privacy.crypto import refusal
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 
 _MAX_SUMS = 32
-"""Unmasked sums that are remembered for each run."""
+"""Unmasked sums that are recorded for each run."""
 _MAX_OPEN_RUNS = 8
 """Runs that a device can continue. It takes part in one at a time. Once this many other runs have
 begun, only the fact that a run has ended is kept: what is written with every round must not grow
@@ -39,7 +39,7 @@ class _RunHistory:
 
 
 class History:
-    """One client's memory. Keep it as long as its identity key; `state()` is what to persist.
+    """One client's record. Keep it as long as its identity key; `state()` is what to persist.
 
     Guarantees:
       * a client never takes part in an attempt twice, nor in one before an attempt already begun;

@@ -13,7 +13,7 @@ from isthmus_privacy.secagg.messages import ShareKeys
 
 @dataclasses.dataclass(frozen=True)
 class UnmaskingInput:
-    """All the server's knowledge that unmasking a sum needs; positions are those of the cohort."""
+    """The server's data for unmasking a sum; positions are those of the cohort."""
 
     cohort: Cohort
     shared: Mapping[int, ShareKeys]

@@ -38,7 +38,7 @@ class NodeReply:
 
     node: int
     reply: Message
-    """Has records or an error."""
+    """The reply message, with records or an error."""
     bytes_out: int = 0
     bytes_in: int = 0
     seconds: float = 0.0

@@ -69,12 +69,12 @@ class DatacenterResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptSpec:
-    """One federated attempt: from which model, with which devices, under which settings."""
+    """Start model, devices and settings of one federated attempt."""
 
     round: int
     attempt: int
     model: link_pb2.Blob
-    """Published for as long as the attempt lasts."""
+    """The start model, which is published during the attempt."""
     cohort: Mapping[str, int]
     """Names of the invited devices, with the number of examples each declared."""
     settings: FederatedSection
@@ -82,7 +82,7 @@ class AttemptSpec:
     start: torch.Tensor | None = None
     """The same model as a vector, float32 (N); only extensions need it."""
     with_gradient: bool = False
-    """Behind the model, in the same blob, follows a gradient that devices add to their own."""
+    """Whether the blob of the model also contains a gradient that devices add to their own."""
 
     def check_quorum(self) -> None:
         """Refuse a cohort below the quorum.

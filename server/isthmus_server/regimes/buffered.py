@@ -41,11 +41,11 @@ _LATE = "the round's time was over before its update was here"
 
 @dataclasses.dataclass
 class LocalTraining:
-    """One device that was asked and whose update is in no buffer yet."""
+    """A device that was invited and whose update is in no buffer yet."""
 
     name: str
     round: int
-    """The round in which it was asked."""
+    """The round in which it was invited."""
     examples: int
     request: link_pb2.Request
     model_bytes: int
@@ -68,7 +68,7 @@ class BufferedDevices:
     def __init__(self, context: FederatedContext) -> None:
         self.context = context
         self.training: dict[str, LocalTraining] = {}
-        """In the order in which they were asked."""
+        """Devices that train, in the order of their invitations."""
         self.trained: dict[str, LocalTraining] = {}
         """Devices that keep a finished update until it is summed securely."""
         self.current: BufferAttempt | None = None
@@ -76,11 +76,11 @@ class BufferedDevices:
 
     @property
     def busy(self) -> list[str]:
-        """Devices that cannot be asked now."""
+        """Devices that cannot be invited now."""
         return [*self.training, *self.trained]
 
     def attempt(self, spec: AttemptSpec) -> BufferAttempt:
-        """An attempt that fills one buffer; `spec.cohort` are the devices that may be asked."""
+        """An attempt that fills one buffer; `spec.cohort` are the devices that may be invited."""
         self.current = BufferAttempt(self, spec)
         return self.current
 
@@ -117,7 +117,7 @@ class BufferedDevices:
             self._finished.set()
 
     async def next_finished(self) -> LocalTraining:
-        """The next device that has replied or is lost; the one asked earliest comes first."""
+        """The next device that has replied or is lost; the one invited earliest comes first."""
         while True:
             for name, training in self.training.items():
                 if training.reply is not None or training.lost is not None:
@@ -149,7 +149,7 @@ class BufferAttempt:
         self._started: list[LocalTraining] = []
         self._secure: SecureAggregationAttempt | None = None
         self._staleness: dict[str, int] = {}
-        """Of the devices whose updates are summed securely."""
+        """Staleness of the devices whose updates are summed securely."""
 
     @property
     def _filled(self) -> int:

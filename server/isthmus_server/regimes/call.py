@@ -1,4 +1,4 @@
-"""Call one participant: ask, check the outcome, use the reply, acknowledge it, write the receipt.
+"""Call one participant: send a request, check and use the reply, acknowledge it, write a receipt.
 
     receipts = ReceiptBook(cohort, "federated")
     with suppress(CallFailed):
@@ -24,7 +24,7 @@ from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import reason_of
 
 TOO_LATE = "the round is over"
-"""Why a late reply is refused: nobody waits for it any more."""
+"""Reason for refusing a late reply: no call waits for it any more."""
 
 
 class CallFailed(Exception):
@@ -39,7 +39,7 @@ class CallFailed(Exception):
         self.status = status
         self.reason = reason
         self.reached = reached
-        """The participant was connected when it was asked."""
+        """The participant was connected when the request was sent."""
 
 
 class ReceiptBook:
@@ -113,7 +113,7 @@ async def call(
     reply: link_pb2.Reply | None = None,
     late: str = TOO_LATE,
 ) -> AsyncIterator[link_pb2.Reply]:
-    """Ask a participant; the block checks and uses its reply, which is acknowledged at the end.
+    """Send a request; the block checks and uses its reply, which is acknowledged at the end.
 
     Args:
         link: the server's link.

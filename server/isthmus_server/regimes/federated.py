@@ -81,7 +81,7 @@ class FederatedRegime:
         return self.buffered is not None
 
     async def stop(self) -> None:
-        """End the run: devices that still train are told that their updates are not needed."""
+        """End the run: notify devices that still train that their updates are not needed."""
         if self.buffered is not None:
             await self.buffered.stop()
 

@@ -30,11 +30,11 @@ UPLOADS_AT_ONCE = 8
 """Updates received at the same time; each takes a file, not memory."""
 
 ENOUGH = "enough updates were in"
-"""Why an update beyond the requested cohort is refused."""
+"""Reason for refusing an update beyond the requested cohort."""
 
 
 class PlaintextAttempt:
-    """One attempt of a cohort whose updates the server sees one by one."""
+    """One attempt of a cohort whose updates the server receives individually."""
 
     def __init__(
         self, context: FederatedContext, spec: AttemptSpec, aggregator: Aggregator
@@ -125,7 +125,7 @@ class PlaintextAttempt:
             self._losses[name] = (trained.training["loss"], trained.examples)
 
     def _mean_loss(self) -> dict[str, float]:
-        """In the cohort's order, so that the same losses give the same mean."""
+        """Mean loss, summed in the cohort's order so that the same losses give the same mean."""
         return mean_loss([self._losses[name] for name in self._spec.cohort if name in self._losses])
 
 

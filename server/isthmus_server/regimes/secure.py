@@ -62,7 +62,7 @@ class Margins(TypedDict):
 
 
 def margins(settings: FederatedSection) -> Margins:
-    """How many devices take part, and how many of them may drop out or be corrupt."""
+    """Bounds on the numbers of participating, dropped-out and corrupt devices."""
     missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
     return {
         "clients_max": settings.cohort,
@@ -90,7 +90,7 @@ def training_config(
 
 
 FirstRequest = Callable[[bytes], link_pb2.Request]
-"""Makes the first request of an attempt (training or scoring) from the encoded configuration."""
+"""Builds the first request of an attempt (training or scoring) from the encoded configuration."""
 
 
 class SecureAggregationAttempt:

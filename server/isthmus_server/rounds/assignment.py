@@ -21,7 +21,7 @@ def resolve_plan(
     plan: Plan,
     attempt: int,
 ) -> RoundSpec:
-    """The next round in full; the same in every attempt if the same participants are ready.
+    """The specification of the next round; equal in every attempt with the same participants.
 
     Args:
         job: the job.

@@ -36,7 +36,7 @@ class AttemptTime:
 
 
 class AttemptLog:
-    """Makes the record of each ended attempt, stores it, and returns the run's next state."""
+    """Creates and stores the record of each ended attempt, and returns the run's next state."""
 
     def __init__(
         self, store: Store, availability: DeviceAvailability, publish: Callable[[Event], None]

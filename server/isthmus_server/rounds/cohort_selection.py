@@ -13,7 +13,7 @@ from isthmus_server.strategy.device_selection import select_devices
 
 
 class CohortSelector:
-    """Invites devices as the job's selection says."""
+    """Selects the devices of a round by the job's settings."""
 
     def __init__(
         self, job: Job, roster: ParticipantRoster, availability: DeviceAvailability

@@ -178,7 +178,7 @@ def comparison_settings(question: Compare, federated: FederatedSection) -> Feder
 
 
 def _comparison(question: Compare, scores: PairedScores, price: float) -> Comparison:
-    """The answer to a policy's question."""
+    """The result of a comparison, as the policy observes it."""
     means, differences, errors = paired_scores.comparison(scores.mean, devices=scores.devices)
     return Comparison(
         models=question.models,
@@ -232,7 +232,7 @@ class _PlaintextComparison:
         self._receipts = ReceiptBook(cohort, "federated")
 
     async def run(self) -> PairedScores:
-        """Ask all devices, until all have answered or the time of a round is over."""
+        """Request scores from all devices; wait for all replies or the end of the round's time."""
         seconds = self._context.job.time.round_seconds
         tasks = [asyncio.create_task(self._ask(name)) for name in self._receipts.names]
         try:

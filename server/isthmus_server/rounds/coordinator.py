@@ -63,7 +63,7 @@ from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.link import Link
 
 SAVE_ELAPSED_SECONDS = 30.0
-"""How often the run's elapsed time is stored."""
+"""Interval in which the run's elapsed time is stored."""
 
 
 class Coordinator:

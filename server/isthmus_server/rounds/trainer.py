@@ -46,13 +46,13 @@ class TrainingResult:
     norms: dict[str, float] = dataclasses.field(default_factory=dict)
     """2-norm of each regime's pseudo-gradient, if it reached the server."""
     cosine: float | None = None
-    """Between the two pseudo-gradients."""
+    """Cosine between the two pseudo-gradients."""
     gradient: torch.Tensor | None = None
     """The gradient that devices added to their own, float32 (N)."""
 
     @property
     def receipts(self) -> list[Receipt]:
-        """Of all invited participants."""
+        """Receipts of all invited participants."""
         parts: list[DatacenterResult | FederatedResult] = [*self.datacenters]
         if self.federated is not None:
             parts.append(self.federated)

@@ -35,7 +35,7 @@ class Saved:
 
     file: str
     sha256: str
-    """Of the whole file, in hexadecimal."""
+    """SHA-256 of the whole file, in hexadecimal."""
 
 
 class Checkpoints:

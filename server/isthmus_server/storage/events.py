@@ -103,11 +103,11 @@ class ParticipantProgress(Event):
     loss: float = 0.0
     examples_per_second: float = 0.0
     units_per_second: float = 0.0
-    """Scored units, as the tokens of an example."""
+    """Scored units per second, such as tokens."""
 
     @classmethod
     def from_message(cls, participant: str, message: link_pb2.Progress) -> ParticipantProgress:
-        """What a participant reported over the link."""
+        """Create the event from a participant's message."""
         return cls(
             participant=participant,
             note=message.note,
@@ -124,7 +124,7 @@ class ParticipantProgress(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paused(Event):
-    """The run waits before a round, as the policy or a limit of the job wants."""
+    """The run waits before a round, as required by the policy or a limit of the job."""
 
     kind: Literal["paused"] = "paused"
     round: int
@@ -150,7 +150,7 @@ class RoundPlanned(Event):
     regime: RegimeName
     reason: str
     invited: int
-    """Participants of both regimes."""
+    """Invited participants of both regimes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ def logged_event_from_json(data: Mapping[str, Any]) -> LoggedEvent:
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
-    """Read what the `to_json` of an event gave.
+    """Restore an event from the data that its `to_json` returned.
 
     Raises:
         pydantic.ValidationError: the kind is unknown, or another key is wrong.

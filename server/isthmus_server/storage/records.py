@@ -26,7 +26,7 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
 def adapter(type_: Any) -> TypeAdapter[Any]:
-    """The converter between a type and JSON data, made once; it also knows the JSON schema."""
+    """The converter between a type and JSON data, made once; it also provides the JSON schema."""
     if type_ not in _ADAPTERS:
         _ADAPTERS[type_] = TypeAdapter(type_)
     return _ADAPTERS[type_]
@@ -42,7 +42,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` gave.
+        """Restore a record from the data that `to_json` returned.
 
         Raises:
             pydantic.ValidationError: a key is missing or its value has another type.
@@ -97,7 +97,7 @@ def summarize_failures(receipts: Iterable[Receipt]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Participants(Record):
-    """How many participants got how far in an attempt."""
+    """Numbers of participants that reached each stage of an attempt."""
 
     invited: int
     started: int
@@ -131,14 +131,14 @@ class ComparisonRecord(Record):
     """One attempt at a model comparison on devices."""
 
     number: int
-    """Of the comparison in the run, from 1; all attempts at it have the same."""
+    """Number of the comparison in the run, from 1; all attempts at it have the same."""
     attempt: int
     round: int
     """The round it was made for."""
     ended: bool
     """No further attempt is made: it has a result, or was given up."""
     reason: str
-    """The policy's, for asking."""
+    """Reason that the policy gave for the comparison."""
     models: tuple[str, ...]
     """Names of the compared models."""
     result: Comparison | None
@@ -199,7 +199,7 @@ class AttemptRecord(Record):
 
     round: int
     attempt: int
-    """From 1; attempts that a crash cut short are numbered too."""
+    """Number from 1; attempts that a crash cut short are numbered too."""
     regime: Kind
     reason: str
     """Why the policy chose the regime."""
@@ -217,7 +217,7 @@ class AttemptRecord(Record):
     epsilon: float | None = None
     """Reserved for privacy accounting; no mechanism reports it yet."""
     model_sha256: str | None = None
-    """In hexadecimal, of the served model; None while the model stays in the datacenter."""
+    """SHA-256 of the served model in hexadecimal; None while the model stays in the datacenter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ class RoundRecord(AttemptRecord):
     norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """2-norm of each regime's pseudo-gradient, where the server received it."""
     cosine: float | None = None
-    """Between the two pseudo-gradients of a hybrid round."""
+    """Cosine between the two pseudo-gradients of a hybrid round."""
     profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Rates and memory of each datacenter's ranks, by its name."""
 
@@ -312,7 +312,7 @@ class FinalModel(Record):
     metrics: Mapping[str, float]
     """Central held-out figures."""
     model_sha256: str
-    """In hexadecimal, of the file."""
+    """SHA-256 of the file, in hexadecimal."""
     model_path: str
 
 

@@ -35,9 +35,9 @@ class RunState(CommittedState):
     paid: float = 0.0
     """Price of all ended attempts, with the comparisons of committed rounds."""
     moved: int = 0
-    """Bytes to and from devices in them."""
+    """Bytes to and from devices in these attempts."""
     elapsed: float = 0.0
-    """Seconds that the run had lasted when that was last stored."""
+    """Elapsed time of the run in seconds, as it was last stored."""
     cut_short: PlannedAttempt | None = None
     """The last attempt at the next round, if a crash cut its plan short."""
     comparisons: Sequence[ComparisonRecord] = ()

@@ -53,7 +53,7 @@ class DecidedWait:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is done next, and the data it was decided on."""
+    """The next action of a run, and the data on which it was decided."""
 
     answer: Plan | Stop
     observation: Observation

@@ -125,7 +125,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Everything a policy may know when it plans a round: configuration and measured values."""
+    """The input of a policy's decision: configuration and measured values."""
 
     round: int
     """The round to plan, from 1."""
@@ -223,12 +223,12 @@ class Plan:
     reason: str
     """One clause for the user, completing "because ..."."""
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """For the policy's next decision; JSON data."""
+    """State for the policy's next decision, as JSON data."""
     _: dataclasses.KW_ONLY
     datacenter_steps: int | None = None
-    """Overrides the job's."""
+    """Optimizer steps of the datacenter; overrides the job's."""
     cohort: int | None = None
-    """Overrides the job's."""
+    """Updates of a federated round; overrides the job's."""
     merge: Literal["weighted", "projected", "transfer"] | None = None
     """How a hybrid round merges the two sides; overrides the job's."""
     transfer_weight: float | None = None
@@ -256,7 +256,7 @@ class Compare:
     """How many devices score them."""
     reason: str
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """For the next call."""
+    """State for the policy's next call."""
 
 
 @dataclasses.dataclass(frozen=True)

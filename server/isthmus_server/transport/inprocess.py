@@ -128,7 +128,7 @@ class InProcessLink(Link):
         write(0, memoryview(payload))
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
-        """Tell a worker whether its reply was accepted."""
+        """Notify a worker whether its reply was accepted."""
         result = self._unacknowledged.pop(request_id, None)
         worker = self._workers.get(name)
         if worker is not None and result is not None:

@@ -191,7 +191,7 @@ class Link:
             await to_the_end(fetch.idle())
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
-        """Tell a participant whether its reply was accepted, so that it can free the result."""
+        """Notify a participant whether its reply was accepted, so that it can free the result."""
         peer = self.peers.get(name)
         if peer is not None:
             peer.unacknowledged.discard(request_id)
@@ -326,7 +326,7 @@ class Link:
         self._remove(peer, f"lost: silent for longer than the lease of {seconds:g} s")
 
     def disconnect(self, name: str, reason: str) -> None:
-        """Remove a participant and end its stream; the participant is told the reason."""
+        """Remove a participant and end its stream; the reason is sent to it."""
         peer = self.peers.get(name)
         if peer is None:
             return

@@ -262,7 +262,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In words.
+    """Format a duration in words.
 
     >>> _duration(12), _duration(3600 * 3 + 1200), _duration(-1)
     ('12 s', '3 h 20 min', '0 s')

@@ -1,4 +1,4 @@
-"""The terminal's view of a run: lines for what has ended, and a live status for what goes on."""
+"""The terminal's view of a run: lines for ended attempts, and a live status of current work."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class AdaptiveSettings(Section):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveState:
-    """What the policy remembers from round to round."""
+    """State of the policy between rounds."""
 
     phase: str = "start"
     """start, warm or edge."""

@@ -7,7 +7,7 @@ from isthmus_server.strategy.policy import Observation, Plan, no_settings
 
 
 class Rule:
-    """Federated if the whole target lives on the devices, transfer if part of it does."""
+    """Federated if the whole target is on the devices, transfer if part of it is."""
 
     def __init__(self, strategy: StrategySection) -> None:
         no_settings(strategy)
