@@ -28,8 +28,9 @@ from isthmus_server.control_plane.authority import CertificateAuthority, initial
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
 from tests.privacy.protocol import ProtocolRound, enrolment, make_config
-from tests.server.conftest import Net, until
-from tests.server.work import answering, train
+from tests.server.loopback import LoopbackNetwork
+from tests.server.scripted_participant import replying, training_request
+from tests.server.waiting import wait_until
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
@@ -204,12 +205,16 @@ ENVELOPES = st.lists(arbitrary(link_pb2.Envelope.DESCRIPTOR), min_size=1, max_si
 
 def test_whatever_a_caller_says_the_others_are_served():
     with asyncio.Runner() as runner:
-        net = Net()
-        runner.run(net.listen())
-        guest = runner.run(net.join("guest", answering(examples=7)))
+        network = LoopbackNetwork()
+        runner.run(network.listen())
+        participant = runner.run(network.join("phone", replying(examples=7)))
 
         async def say(said):
-            async with net.raw(name=f"raw-{len(net.link.peers)}") as (call, _, receive):
+            async with network.raw_stream(name=f"raw-{len(network.link.peers)}") as (
+                call,
+                _,
+                receive,
+            ):
                 await receive("welcome")
                 with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                     for message in said:
@@ -219,9 +224,9 @@ def test_whatever_a_caller_says_the_others_are_served():
                     while await call.read() is not grpc.aio.EOF:
                         pass
                 assert await call.code() != grpc.StatusCode.UNKNOWN, await call.details()
-            request = train(net.link)
-            assert (await net.link.ask("guest", request)).trained.examples == 7
-            net.link.acknowledge("guest", request.id, True)
+            request = training_request(network.link)
+            assert (await network.link.ask("phone", request)).trained.examples == 7
+            network.link.acknowledge("phone", request.id, True)
 
         @settings(max_examples=30)
         @given(ENVELOPES)
@@ -229,8 +234,8 @@ def test_whatever_a_caller_says_the_others_are_served():
             runner.run(say(said))
 
         one()
-        assert guest.cancelled == []
-        runner.run(net.close())
+        assert participant.cancelled == []
+        runner.run(network.close())
 
 
 def test_whatever_a_server_says_a_device_comes_back(folder, caplog):
@@ -263,7 +268,7 @@ def test_whatever_a_server_says_a_device_comes_back(folder, caplog):
         async def say(said):
             script[:] = said
             count = len(seen) + 2  # one that hears all of it, and one that comes after
-            await until(lambda: len(seen) >= count or running.done())
+            await wait_until(lambda: len(seen) >= count or running.done())
             assert not running.done()
 
         async def stop():

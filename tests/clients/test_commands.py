@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tests.server.conftest import Net, until
+from tests.server.loopback import LoopbackNetwork
+from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.task import Participant
@@ -43,13 +44,13 @@ def test_limits_are_refused_for_a_device_that_has_not_joined(tmp_path):
 
 
 async def test_the_log_of_a_device_has_the_reasons_sent_to_the_server(caplog):
-    net = Net()
-    link = await net.listen()
-    net.call(Agent(Participant(name="phone", regime="federated"), None), "phone")
-    await until(lambda: "phone" in link.peers)
+    network = LoopbackNetwork()
+    link = await network.listen()
+    network.dial(Agent(Participant(name="phone", regime="federated"), None), "phone")
+    await wait_until(lambda: "phone" in link.peers)
     work = link_pb2.OpenRun(run_id="run", job='{"name": "later"}')
     reply = await link.ask("phone", link_pb2.Request(id=link.new_id(), open=work))
-    await net.close()
+    await network.close()
     assert f"phone could not execute a request: {reply.failure.reason}" in caplog.text
 
 
@@ -76,19 +77,19 @@ def resident(pid):
 
 async def test_an_idle_device_is_small():
     """PyTorch is not loaded before a run is opened."""
-    net = Net()
-    link = await net.listen()
+    network = LoopbackNetwork()
+    link = await network.listen()
     start = ["-m", "isthmus.cli", "client", "start", "--name", "phone"]
     device = await asyncio.create_subprocess_exec(
-        sys.executable, *start, "--server", f"127.0.0.1:{net.port}"
+        sys.executable, *start, "--server", f"127.0.0.1:{network.port}"
     )
     try:
-        await until(lambda: "phone" in link.peers)
+        await wait_until(lambda: "phone" in link.peers)
         assert resident(device.pid) < 120e6
     finally:
         device.kill()
         await device.wait()
-        await net.close()
+        await network.close()
 
 
 def test_a_device_needs_less_than_60_mb_of_packages_besides_pytorch():

@@ -8,7 +8,8 @@ import zipfile
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.conftest import TABLE
-from tests.server.conftest import Net, until
+from tests.server.loopback import LoopbackNetwork
+from tests.server.waiting import wait_until
 
 from isthmus.task import Participant, packages
 from isthmus.tensors.exchange_set import TensorLayout
@@ -54,7 +55,7 @@ class ServerAndDevice:
     def __init__(self, folder, job):
         self.folder = folder
         self.job = job
-        self.net = Net()
+        self.network = LoopbackNetwork()
         self.server, self.tasks = folder / "server", folder / "tasks"
         self.tasks.mkdir()
 
@@ -66,7 +67,7 @@ class ServerAndDevice:
     async def open(self, limits="", change=lambda data: data):
         """Open a run on the device: its number of examples, or why it declined."""
         self.guard = LimitsGuard(parse(limits, "policy.toml"), self.folder / "usage.json")
-        link = await self.net.listen()
+        link = await self.network.listen()
         run = link_pb2.OpenRun(
             run_id="run",
             job=self.job.model_dump_json(),
@@ -86,8 +87,8 @@ class ServerAndDevice:
             tasks=self.tasks,
             guard=self.guard,
         )
-        task = self.net.call(agent, "phone")
-        await until(lambda: roster_of_run.clients or roster_of_run.declined)
+        task = self.network.dial(agent, "phone")
+        await wait_until(lambda: roster_of_run.clients or roster_of_run.declined)
         declined = roster_of_run.declined.get("phone")
         result = roster_of_run.clients["phone"].examples if declined is None else declined[1]
         await roster_of_run.stop(finished=True)
@@ -103,7 +104,7 @@ async def setup(tmp_path, make_job, monkeypatch):
     settings = ("task.source='table/task.py:Learn'", "federated.clients=0")
     setup = ServerAndDevice(tmp_path, make_job(*settings))
     yield setup
-    await setup.net.close()
+    await setup.network.close()
     sys.modules.pop("version", None)
 
 

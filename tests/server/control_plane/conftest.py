@@ -11,7 +11,8 @@ import grpc.aio
 import pytest
 from rich.console import Console
 from tests.conftest import TABLE
-from tests.server.conftest import Guest, until
+from tests.server.scripted_participant import ScriptedParticipant
+from tests.server.waiting import wait_until
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership
@@ -37,7 +38,7 @@ class Fleet:
         self.folder = folder
         self.state = folder / "server"
         initialise(self.state, ["localhost", "127.0.0.1"])
-        self.guests = []
+        self.connections = []
         self.stack = contextlib.AsyncExitStack()
 
     async def listen(self, lease_seconds=10.0, authority=None, queue=False):
@@ -50,7 +51,7 @@ class Fleet:
             self.stack.callback(self.runner.queue.close)
             self.control = OperatorService(self.server.members, self.runner)
             services[SERVICE] = self.control.methods()
-            self.guests.append(asyncio.create_task(self.runner.run()))
+            self.connections.append(asyncio.create_task(self.runner.run()))
         await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0, services))
         self.link = self.server.link
         self.url = f"localhost:{self.server.join_port}"
@@ -85,16 +86,16 @@ class Fleet:
             **more,
         )
         task = asyncio.create_task(uplink.run())
-        self.guests.append(task)
+        self.connections.append(task)
         return task
 
     async def join(self, name, work, kind="client"):
         """Somebody who has joined, has dialled and is there."""
-        guest = Guest(work)
+        participant = ScriptedParticipant(work)
         member = await self.member(name, kind)
-        guest.link = self.dial(member, guest)
-        await until(lambda: name in self.link.peers)
-        return guest
+        participant.connection = self.dial(member, participant)
+        await wait_until(lambda: name in self.link.peers)
+        return participant
 
     @contextlib.asynccontextmanager
     async def raw(self, credentials, **hello):
@@ -127,9 +128,9 @@ class Fleet:
             call.cancel()
 
     async def close(self):
-        for guest in self.guests:
-            guest.cancel()
-        await asyncio.gather(*self.guests, return_exceptions=True)
+        for participant in self.connections:
+            participant.cancel()
+        await asyncio.gather(*self.connections, return_exceptions=True)
         await self.stack.aclose()
 
 
@@ -137,7 +138,6 @@ class Fleet:
 async def fleet(tmp_path):
     """A fleet without anybody in it; `await fleet.listen()` first."""
     fleet = Fleet(tmp_path)
-    fleet.until = until
     yield fleet
     await fleet.close()
 
@@ -171,7 +171,7 @@ async def operated(fleet, make_job):
         for name in "abc":
             member = await fleet.member(name)
             fleet.dial(member, Device(name, tasks, fleet.gate))
-        await fleet.until(lambda: set("abc") <= fleet.link.peers.keys())
+        await wait_until(lambda: set("abc") <= fleet.link.peers.keys())
 
     async def ask(method, reply, asked, member=None):
         """As a command does it, in a process of its own."""

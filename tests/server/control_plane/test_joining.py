@@ -8,7 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 from click.testing import CliRunner
-from tests.server.work import answering, train
+from tests.server.scripted_participant import replying, training_request
+from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, membership, tls
@@ -52,8 +53,8 @@ async def test_a_server_without_a_name_is_joined_by_its_address(fleet):
     server = await fleet.listen()
     fleet.url = f"127.0.0.1:{server.join_port}"
     fleet.address = f"127.0.0.1:{server.link_port}"
-    await fleet.join("phone-0", answering(examples=5))
-    assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 5
+    await fleet.join("phone-0", replying(examples=5))
+    assert (await fleet.link.ask("phone-0", training_request(fleet.link))).trained.examples == 5
 
 
 async def test_an_address_missing_in_the_server_certificate_is_reported(fleet):
@@ -238,7 +239,7 @@ def test_a_token_bucket_stores_a_bounded_number_of_addresses():
 
 async def test_two_thousand_unfinished_joins_do_not_block_the_server(fleet):
     await fleet.listen()
-    await fleet.join("phone-0", answering(examples=3))
+    await fleet.join("phone-0", replying(examples=3))
     open_ = []
     for number in range(2000):
         caller = socket.socket()
@@ -246,18 +247,20 @@ async def test_two_thousand_unfinished_joins_do_not_block_the_server(fleet):
         caller.connect_ex(("127.0.0.1", fleet.server.join_port))
         open_.append(caller)
         if number % 200 == 0:  # meanwhile
-            assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 3
+            assert (
+                await fleet.link.ask("phone-0", training_request(fleet.link))
+            ).trained.examples == 3
     held = 0
     try:
-        assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 3
-        await fleet.until(lambda: sum(map(_turned_away, open_)) >= 2000 - MAX_CALLERS)
+        assert (await fleet.link.ask("phone-0", training_request(fleet.link))).trained.examples == 3
+        await wait_until(lambda: sum(map(_turned_away, open_)) >= 2000 - MAX_CALLERS)
         held = 2000 - sum(map(_turned_away, open_))
     finally:
         for caller in open_:
             caller.close()
     assert held <= MAX_CALLERS
-    await fleet.join("phone-1", answering(examples=4))  # and there is room again
-    assert (await fleet.link.ask("phone-1", train(fleet.link))).trained.examples == 4
+    await fleet.join("phone-1", replying(examples=4))  # and there is room again
+    assert (await fleet.link.ask("phone-1", training_request(fleet.link))).trained.examples == 4
 
 
 def _turned_away(caller):

@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 from cryptography import x509
 from tests.server.listeners import attached
-from tests.server.work import answering, payload_of, train, waiting
+from tests.server.scripted_participant import delayed, payload_of, replying, training_request
+from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
 from isthmus.identity import joining, tls
@@ -51,13 +52,13 @@ async def test_members_work_over_mutual_tls(fleet):
     blob = describe(payload)
     link.publish(blob, payload)
 
-    async def reverse(guest, request, model):
+    async def reverse(participant, request, model):
         result = bytearray(reversed(model))
         return link_pb2.Reply(trained=link_pb2.Trained(result=describe(result))), result
 
     await fleet.join("phone-0", reverse)
-    await fleet.join("hall", answering(examples=9), kind="datacenter")
-    reply = await link.ask("phone-0", train(link, blob))
+    await fleet.join("hall", replying(examples=9), kind="datacenter")
+    reply = await link.ask("phone-0", training_request(link, blob))
     back = bytearray(reply.trained.result.size)
     await link.fetch("phone-0", reply.trained.result, into(back))
     assert back == bytes(reversed(payload))
@@ -70,7 +71,7 @@ async def test_the_identity_in_the_certificate_is_the_one_that_is_enrolled(fleet
     member = await fleet.member("phone-0")
     welcomes = []
     fleet.dial(member, on_welcome=welcomes.append)
-    await fleet.until(lambda: welcomes)
+    await wait_until(lambda: welcomes)
     enrolment = Enrolment.from_bytes(welcomes[0].enrolment)
     assert (enrolment.name, enrolment.identity_key) == ("phone-0", member.identity_public)
     assert enrolment.not_after == int(tls.subject_of(member.certificate).not_after)
@@ -169,7 +170,7 @@ async def test_a_device_refuses_a_server_of_another_authority(fleet, caplog):
     assert fleet.address != address
     with caplog.at_level("INFO", logger="isthmus"):
         fleet.dial(member)
-        await fleet.until(lambda: "no link to" in caplog.text)
+        await wait_until(lambda: "no link to" in caplog.text)
     said = ": its certificate does not pass: certificate signature failure"
     assert f"no link to {fleet.address}{said}" in caplog.text
     assert thief.link.peers == {}
@@ -219,11 +220,11 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
     authority = CertificateAuthority(fleet.state, server_life=datetime.timedelta(hours=1))
     authority.renew_server([x509.DNSName("localhost")])
     server = await fleet.listen(authority=authority)
-    await fleet.join("phone-0", answering(examples=5))
+    await fleet.join("phone-0", replying(examples=5))
     stream = fleet.link.peers["phone-0"].stream
     pair, first = server._pair, await shown(server.link_port)
     authority.server_life *= 3  # so that less than a third of it is left
-    await fleet.until(lambda: server._pair != pair)
+    await wait_until(lambda: server._pair != pair)
     again = await shown(server.link_port)
     assert again == await shown(server.join_port)
     assert tls.issued_by(again, authority.certificate)
@@ -231,32 +232,34 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
     assert again.extensions.get_extension_for_class(
         x509.SubjectAlternativeName
     ) == first.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    await fleet.join("phone-1", answering(examples=6))
+    await fleet.join("phone-1", replying(examples=6))
     assert fleet.link.peers["phone-0"].stream is stream
     for name, examples in (("phone-0", 5), ("phone-1", 6)):
-        assert (await fleet.link.ask(name, train(fleet.link))).trained.examples == examples
+        assert (
+            await fleet.link.ask(name, training_request(fleet.link))
+        ).trained.examples == examples
 
 
 async def test_a_revoked_participant_is_disconnected_at_once(fleet):
     await fleet.listen()
-    guest = await fleet.join("phone-0", waiting(answering(), asyncio.Event()))
-    await fleet.join("phone-1", answering(examples=5))
+    participant = await fleet.join("phone-0", delayed(replying(), asyncio.Event()))
+    await fleet.join("phone-1", replying(examples=5))
     stream = fleet.link.peers["phone-1"].stream
     listener = attached(fleet.link)
-    asking = asyncio.create_task(fleet.link.ask("phone-0", train(fleet.link)))
-    await fleet.until(lambda: guest.asked)
+    asking = asyncio.create_task(fleet.link.ask("phone-0", training_request(fleet.link)))
+    await wait_until(lambda: participant.requests)
     fleet.registry().revoke("phone-0")
     with pytest.raises(ParticipantLost, match=r"^'phone-0' has been revoked$"):
         await asking
     with pytest.raises(
         AdmissionRefused, match="the server refused 'phone-0': 'phone-0' has been revoked"
     ):
-        await guest.link
+        await participant.connection
     assert listener.left_reasons == [("phone-0", "'phone-0' has been revoked")]
     assert fleet.link.peers.keys() == {"phone-1"}
     # For the others nothing has changed.
     assert fleet.link.peers["phone-1"].stream is stream
-    assert (await fleet.link.ask("phone-1", train(fleet.link))).trained.examples == 5
+    assert (await fleet.link.ask("phone-1", training_request(fleet.link))).trained.examples == 5
 
 
 async def test_other_devices_refuse_rounds_with_a_revoked_device(fleet):
@@ -265,11 +268,11 @@ async def test_other_devices_refuse_rounds_with_a_revoked_device(fleet):
     directory = Directory(member.enroller, revoked=fleet.server.members.revoked)
     welcomes = []
     fleet.dial(member, on_welcome=welcomes.append)
-    await fleet.until(lambda: welcomes)
+    await wait_until(lambda: welcomes)
     enrolment = Enrolment.from_bytes(welcomes[0].enrolment)
     directory.check(enrolment)
     fleet.registry().revoke("phone-0")
-    await fleet.until(lambda: fleet.server.members.revoked == {member.identity_public})
+    await wait_until(lambda: fleet.server.members.revoked == {member.identity_public})
     with pytest.raises(Exception, match="the key of 'phone-0' is revoked"):
         directory.check(enrolment)
 
@@ -277,17 +280,17 @@ async def test_other_devices_refuse_rounds_with_a_revoked_device(fleet):
 async def test_an_idle_connection_is_closed(fleet, monkeypatch):
     monkeypatch.setattr(link, "IDLE_SECONDS", 0.2)
     await fleet.listen()
-    guest = await fleet.join("phone-0", answering(examples=5))
+    participant = await fleet.join("phone-0", replying(examples=5))
     stream = fleet.link.peers["phone-0"].stream
     credentials = (await fleet.member("phone-1")).channel_credentials()
     async with grpc.aio.secure_channel(fleet.address, credentials) as channel:
         ready = grpc.ChannelConnectivity.READY
         # A slow machine may see it only after it was closed, and connects again.
-        await fleet.until(lambda: channel.get_state(try_to_connect=True) is ready)
-        await fleet.until(lambda: channel.get_state() is not ready)
+        await wait_until(lambda: channel.get_state(try_to_connect=True) is ready)
+        await wait_until(lambda: channel.get_state() is not ready)
     assert fleet.link.peers["phone-0"].stream is stream
-    assert (await fleet.link.ask("phone-0", train(fleet.link))).trained.examples == 5
-    assert len(guest.asked) == 1
+    assert (await fleet.link.ask("phone-0", training_request(fleet.link))).trained.examples == 5
+    assert len(participant.requests) == 1
 
 
 async def test_streams_per_certificate_are_limited(fleet):
@@ -299,7 +302,7 @@ async def test_streams_per_certificate_are_limited(fleet):
         calls = [one.stream_stream(method)() for _ in range(MAX_STREAMS_PER_CERTIFICATE)]
         for call in calls:
             await call.wait_for_connection()
-        await fleet.until(lambda: sum(fleet.link._streams.values()) == MAX_STREAMS_PER_CERTIFICATE)
+        await wait_until(lambda: sum(fleet.link._streams.values()) == MAX_STREAMS_PER_CERTIFICATE)
         async with fleet.raw(member) as (call, _, _):
             code, sentence = await refusal(call)
             assert (code, sentence) == (
@@ -308,7 +311,7 @@ async def test_streams_per_certificate_are_limited(fleet):
             )
         for call in calls:
             call.cancel()
-    await fleet.until(lambda: not fleet.link._streams)
+    await wait_until(lambda: not fleet.link._streams)
 
 
 async def test_connecting_to_another_machine_requires_a_certificate():

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from tests.server.control_plane.conftest import Device
 from tests.server.storage.records import failed_attempt, planned_attempt
+from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.wire import operator_pb2 as pb
@@ -168,12 +169,12 @@ async def test_an_empty_list_of_jobs_has_an_explanation(operated, more, said):
 async def test_a_confirmed_cancellation_survives_later_events(operated):
     await operated.devices()
     running = await operated.submit(operated.job())
-    await operated.until(lambda: operated.runner._running is not None)
+    await wait_until(lambda: operated.runner._running is not None)
     operated.runner.cancel(running)
     assert operated.runner.queue.get(running).state == "cancelled"  # before its run has been ended
     with pytest.raises(AdmissionRefused, match=f"{running} has ended already: cancelled"):
         operated.runner.cancel(running)
-    serving = operated.guests[0]
+    serving = operated.connections[0]
     serving.cancel()
     await asyncio.wait([serving])
     assert serving.cancelled()
@@ -183,16 +184,16 @@ async def test_the_queue_and_the_run_survive_the_server(operated, tmp_path):
     await operated.devices()
     first = await operated.submit(operated.job("rounds=1"), "one")
     second = await operated.submit(operated.job("rounds=1"), "two")
-    await operated.until(lambda: operated.runner.queue.get(first).state == "running")
+    await wait_until(lambda: operated.runner.queue.get(first).state == "running")
     await operated.close()  # all of it, as when the process is told to stop
-    operated.guests.clear()
+    operated.connections.clear()
 
     operated.stack = contextlib.AsyncExitStack()
     await operated.listen(queue=True)
     assert operated.runner.queue.get(first).state == "running"
     assert operated.runner.queue.get(second).state == "queued"
     operated.gate.set()
-    await operated.until(lambda: operated.runner._running is not None)
+    await wait_until(lambda: operated.runner._running is not None)
     for name in "xyz":
         member = await operated.member(name)
         operated.dial(member, Device(name, operated.state / "tasks", operated.gate))
@@ -339,7 +340,7 @@ async def test_following_a_log_ends_with_an_error_when_the_server_stops(operated
     following = asyncio.create_task(
         asyncio.to_thread(lambda: list(OperatorClient(operated.me.directory).events(asked)))
     )
-    await operated.until(lambda: operated.control._calls)
+    await wait_until(lambda: operated.control._calls)
     await operated.close()
     with pytest.raises(AdmissionRefused, match=r"localhost:\d+ cannot be reached: it was stopped$"):
         await following

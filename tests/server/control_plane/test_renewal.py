@@ -5,7 +5,8 @@ import datetime
 import sqlite3
 
 import pytest
-from tests.server.work import answering
+from tests.server.scripted_participant import replying
+from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, tls
@@ -21,19 +22,19 @@ async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet)
     member = await fleet.member("phone-0")
     before = member.certificate, member.key
     dialling = fleet.dial(member)
-    await fleet.until(lambda: member.certificate is not before[0])
+    await wait_until(lambda: member.certificate is not before[0])
     assert member.key is not before[1]
     kept = Membership(member.directory)
     assert kept.certificate == member.certificate
     assert kept.key.public_key() == member.certificate.public_key()
     peer = fleet.link.peers["phone-0"]
-    await fleet.until(lambda: peer.subject.serial == tls.subject_of(member.certificate).serial)
+    await wait_until(lambda: peer.subject.serial == tls.subject_of(member.certificate).serial)
     # And it is the new one that it dials with from now on.
     dialling.cancel()
-    await fleet.until(lambda: peer.stream is None)
+    await wait_until(lambda: peer.stream is None)
     fleet.dial(member)
-    await fleet.until(lambda: fleet.link.peers["phone-0"].stream is not None)
-    await fleet.until(
+    await wait_until(lambda: fleet.link.peers["phone-0"].stream is not None)
+    await wait_until(
         lambda: fleet.link.peers["phone-0"].subject == tls.subject_of(member.certificate)
     )
 
@@ -87,7 +88,7 @@ async def test_an_unwritable_registry_is_reported_and_works_again_later(fleet, m
 
 async def test_the_check_for_revocations_is_repeated_after_an_error(fleet, monkeypatch):
     await fleet.listen()
-    guest = await fleet.join("phone-0", answering())
+    participant = await fleet.join("phone-0", replying())
     check, failures = Registry.check, []
 
     def fails_once(registry, subject):
@@ -99,7 +100,7 @@ async def test_the_check_for_revocations_is_repeated_after_an_error(fleet, monke
     monkeypatch.setattr(Registry, "check", fails_once)
     fleet.registry().revoke("phone-0")
     with pytest.raises(AdmissionRefused, match="'phone-0' has been revoked"):
-        await asyncio.wait_for(guest.link, 100)
+        await asyncio.wait_for(participant.connection, 100)
     assert failures == ["phone-0"]
 
 

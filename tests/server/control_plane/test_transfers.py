@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tests.server.work import payload_of, train
+from tests.server.scripted_participant import payload_of, training_request
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.transport.blobs import describe, into
@@ -17,7 +17,7 @@ async def test_replaying_a_recorded_stream_has_no_effect(fleet):
     payload = payload_of(300_000)
     async with fleet.raw(member) as (_, send, receive):
         await receive("welcome")
-        request = train(fleet.link)
+        request = training_request(fleet.link)
         asking = asyncio.create_task(fleet.link.ask("phone-0", request))
         await receive("request")
         trained = link_pb2.Trained(result=describe(payload), examples=1)

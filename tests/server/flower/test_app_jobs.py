@@ -60,11 +60,11 @@ app = ClientApp(lambda context: None)
 JOB = ("federated.secure_aggregation=false", 'federated.flower.app="app.py:app"')
 
 
-async def test_an_app_trains_the_model_under_a_strategy(place, tmp_path):
+async def test_an_app_trains_the_model_under_a_strategy(deployment, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
+    await deployment.start()
     adam = 'federated.flower.strategy={name="FedAdam", options={eta=0.1}}'
-    report, final = await place.run("run", *JOB, adam, "rounds=5")
+    report, final = await deployment.run("run", *JOB, adam, "rounds=5")
     losses = [row["metrics"]["loss"] for row in report["rounds"]]
     assert losses == sorted(losses, reverse=True)
     assert final.metrics["accuracy"] > 0.5
@@ -78,26 +78,28 @@ async def test_an_app_trains_the_model_under_a_strategy(place, tmp_path):
     assert row["cost"]["device_bytes"] > 360
 
 
-async def test_a_strategy_that_matches_arrays_by_position_works(place, tmp_path):
+async def test_a_strategy_that_matches_arrays_by_position_works(deployment, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)  # its state_dict begins with the weight
-    await place.listen()
+    await deployment.start()
     private = (
         'federated.flower.strategy={name="DifferentialPrivacyServerSideFixedClipping", '
         'options={noise_multiplier=0.01, clipping_norm=5.0}, inner={name="FedAvg"}}'
     )
-    _, final = await place.run("run", *JOB, private, "federated.flower.config={lr=0.4}")
+    _, final = await deployment.run("run", *JOB, private, "federated.flower.config={lr=0.4}")
     assert final.metrics["accuracy"] > 0.5
 
 
-async def test_a_resumed_run_ends_with_the_same_model(place, tmp_path):
+async def test_a_resumed_run_ends_with_the_same_model(deployment, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
+    await deployment.start()
     adam = 'federated.flower.strategy={name="FedAdam"}'
-    whole, _ = await place.run("whole", *JOB, adam)
-    store = place.create("killed", *JOB, adam)
+    whole, _ = await deployment.run("whole", *JOB, adam)
+    store = deployment.create_run("killed", *JOB, adam)
 
-    again = await place.killed(Coordinator(store, place.link), RoundCommitted, 2)
-    await Coordinator(again, place.link).run()
+    again = await deployment.run_until_killed(
+        Coordinator(store, deployment.link), RoundCommitted, 2
+    )
+    await Coordinator(again, deployment.link).run()
     assert read_report(again).to_json()["final"]["model_sha256"] == whole["final"]["model_sha256"]
 
 
@@ -115,10 +117,10 @@ async def test_a_resumed_run_ends_with_the_same_model(place, tmp_path):
         ),
     ],
 )
-async def test_a_failing_app_loses_only_its_own_update(config, reason, place, tmp_path):
+async def test_a_failing_app_loses_only_its_own_update(config, reason, deployment, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
-    report, _ = await place.run(
+    await deployment.start()
+    report, _ = await deployment.run(
         "run", *JOB, "federated.quorum=2", "rounds=1", f"federated.flower.config={{{config}}}"
     )
     (row,) = report["rounds"]
@@ -127,12 +129,14 @@ async def test_a_failing_app_loses_only_its_own_update(config, reason, place, tm
     assert rejected["reason"] == reason.format(app=tmp_path / "app.py")
 
 
-async def test_too_few_replies_are_one_sentence(place, tmp_path):
+async def test_too_few_replies_are_one_sentence(deployment, tmp_path):
     (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen()
-    store = place.create("run", *JOB, "attempts=1", 'federated.flower.config={fails="abc"}')
+    await deployment.start()
+    store = deployment.create_run(
+        "run", *JOB, "attempts=1", 'federated.flower.config={fails="abc"}'
+    )
     with pytest.raises(UserError) as failed:
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     assert re.fullmatch(
         r"round 1 failed 1 times; the last time because: 0 of 3 answers were accepted and the "
         r"quorum is 3 \(.: the app failed at .*: RuntimeError: out of memory.*\)",
@@ -149,21 +153,21 @@ async def test_too_few_replies_are_one_sentence(place, tmp_path):
         ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
     ],
 )
-async def test_a_device_declines_an_app_that_cannot_be_loaded(code, says, place, tmp_path):
+async def test_a_device_declines_an_app_that_cannot_be_loaded(code, says, deployment, tmp_path):
     (tmp_path / "app.py").write_text(code + "\n")
-    await place.listen(names=("a",))
-    store = place.create("run", *JOB, "time.join_seconds=300", "federated.clients=1")
+    await deployment.start(names=("a",))
+    store = deployment.create_run("run", *JOB, "time.join_seconds=300", "federated.clients=1")
     with pytest.raises(UserError, match=f"a declined: {says}"):
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
 
 
 async def test_a_device_without_flower_declines_with_installation_advice(
-    place, tmp_path, monkeypatch
+    deployment, tmp_path, monkeypatch
 ):
     (tmp_path / "app.py").write_text(TORCH_APP)
-    await place.listen(names=("a",))
-    store = place.create("run", *JOB, "time.join_seconds=300", "federated.clients=1")
-    coordinator = Coordinator(store, place.link)
+    await deployment.start(names=("a",))
+    store = deployment.create_run("run", *JOB, "time.join_seconds=300", "federated.clients=1")
+    coordinator = Coordinator(store, deployment.link)
     monkeypatch.setitem(sys.modules, "flwr.app", None)
     for module in (
         "isthmus.integrations.flower.messages",

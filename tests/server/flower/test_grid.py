@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from tests.server.waiting import wait_until
 
 from isthmus.integrations.flower import messages as flower_messages
 from isthmus.task import Participant
@@ -103,7 +104,7 @@ def model():
 
 
 @pytest.fixture
-def fleet(net, make_job, tmp_path):
+def fleet(network, make_job, tmp_path):
     """Devices on a link that have opened a run of an app."""
 
     class Fleet:
@@ -112,13 +113,13 @@ def fleet(net, make_job, tmp_path):
 
         async def start(self, app="app", names=NAMES, **more):
             (tmp_path / "app.py").write_text(APP)
-            self.link = await net.listen()
+            self.link = await network.listen()
             self.job = make_job(f'federated.flower.app="app.py:{app}"')
             agents = {}
             for place, name in enumerate(names):
                 participant = Participant(name=name, regime="federated", shard=(place, 4))
-                agents[name] = net.call(Agent(participant, None), name)
-            await net.until(lambda: set(names) <= self.link.peers.keys())
+                agents[name] = network.dial(Agent(participant, None), name)
+            await wait_until(lambda: set(names) <= self.link.peers.keys())
             for name in names:
                 request = link_pb2.Request(id=self.link.new_id(), open=self.opening())
                 reply = await self.link.ask(name, request)
@@ -229,37 +230,37 @@ async def test_a_failure_on_a_device_is_an_error_with_its_reason(fleet, tmp_path
     assert reply.error.reason.endswith("app.py:16: KeyError: 'arrays'")
 
 
-async def test_lost_and_late_devices_are_errors(fleet, net, clock):
+async def test_lost_and_late_devices_are_errors(fleet, network, timeouts):
     await fleet.start(seconds=77)
 
     async def never_reply(device, request, model):
         await asyncio.Event().wait()
 
-    late = await net.join("late", never_reply)
+    late = await network.join("late", never_reply)
     sending = asyncio.create_task(fleet.send("train", "late"))
-    await net.until(lambda: late.asked)
-    await clock.over(77)
+    await wait_until(lambda: late.requests)
+    await timeouts.expire(77)
     assert (await sending).error == flower_messages.Error(4, "it did not answer within 77 s")
-    await net.until(lambda: late.cancelled)
+    await wait_until(lambda: late.cancelled)
 
     async def disconnect(device, request, model):
         fleet.link.disconnect("gone", "lost")
         await asyncio.Event().wait()
 
-    await net.join("gone", disconnect)
+    await network.join("gone", disconnect)
     reply = await fleet.send("train", "gone")
     assert reply.error == flower_messages.Error(5, "lost")
     assert not fleet.link.published_blobs
 
 
-async def test_the_size_of_replies_is_limited_before_allocation(fleet, net):
+async def test_the_size_of_replies_is_limited_before_allocation(fleet, network):
     await fleet.start(max_bytes=1000)
 
     async def announce_huge_reply(device, request, model):
         huge = link_pb2.Blob(sha256=bytes(32), size=1 << 40)
         return link_pb2.Reply(flower_replied=link_pb2.FlowerReply(records=huge)), None
 
-    await net.join("boaster", announce_huge_reply)
+    await network.join("boaster", announce_huge_reply)
     reply = await fleet.send("train", "boaster")
     assert reply.error.reason == (
         "its reply has 1099511627776 bytes, and the limit for each reply is 1000 "
@@ -267,12 +268,12 @@ async def test_the_size_of_replies_is_limited_before_allocation(fleet, net):
     )
 
 
-async def test_a_device_refuses_messages_above_the_jobs_limit(net, make_job, tmp_path):
+async def test_a_device_refuses_messages_above_the_jobs_limit(network, make_job, tmp_path):
     (tmp_path / "app.py").write_text(APP)
-    link = await net.listen()
+    link = await network.listen()
     job = make_job('federated.flower.app="app.py:app"', "federated.flower.max_bytes=100")
-    net.call(Agent(Participant(name="a", regime="federated"), None), "a")
-    await net.until(lambda: "a" in link.peers)
+    network.dial(Agent(Participant(name="a", regime="federated"), None), "a")
+    await wait_until(lambda: "a" in link.peers)
     opening = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base=str(tmp_path))
     await link.ask("a", link_pb2.Request(id="1", open=opening))
     payload = bytearray(101)

@@ -35,14 +35,14 @@ class InProcessGrid:
         self.app = app
         self.broken = set(broken)
         self.nodes = {
-            2 + place: messages.Context(
+            2 + deployment: messages.Context(
                 run_id=1,
-                node_id=2 + place,
-                node_config={"name": "abcdef"[place]},
+                node_id=2 + deployment,
+                node_config={"name": "abcdef"[deployment]},
                 state=messages.RecordDict(),
                 run_config=config,
             )
-            for place in range(nodes)
+            for deployment in range(nodes)
         }
 
     def get_node_ids(self):
@@ -78,15 +78,15 @@ def run_apps(write_task, tmp_path):
     return run
 
 
-async def test_the_apps_train_the_same_model_as_isthmus_devices(run_apps, place, tmp_path):
+async def test_the_apps_train_the_same_model_as_isthmus_devices(run_apps, deployment, tmp_path):
     report, _ = run_apps({"federated.quorum": 3})
-    await place.listen()
+    await deployment.start()
     plain = (
         "federated.secure_aggregation=false",
         "federated.flower.strategy.name=FedAvg",
         "rounds=2",
     )
-    direct, _ = await place.run("direct", *plain)
+    direct, _ = await deployment.run("direct", *plain)
     for hosted, row in zip(report["rounds"], direct["rounds"], strict=True):
         assert hosted["metrics"] == pytest.approx(row["metrics"], rel=1e-5)
     payload = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())

@@ -326,14 +326,16 @@ def test_a_weight_beyond_what_was_declared_is_refused(examples, tmp_path):
 ADAM = 'federated.flower.strategy={name="FedAdam", options={eta=0.05}}'
 
 
-async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(place):
-    await place.listen()
+async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(deployment):
+    await deployment.start()
     plain = ("federated.secure_aggregation=false", ADAM)
-    whole, _ = await place.run("whole", *plain)
-    store = place.create("killed", *plain)
+    whole, _ = await deployment.run("whole", *plain)
+    store = deployment.create_run("killed", *plain)
 
-    again = await place.killed(Coordinator(store, place.link), RoundCommitted, 2)
-    coordinator = Coordinator(again, place.link)
+    again = await deployment.run_until_killed(
+        Coordinator(store, deployment.link), RoundCommitted, 2
+    )
+    coordinator = Coordinator(again, deployment.link)
     moments = coordinator.federated.extension.state.tensors
     assert moments.keys() == {f"{kind}/{name}" for kind in ("m_t", "v_t") for name in PARTS}
     await coordinator.run()
@@ -347,32 +349,32 @@ async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(p
 PARTS = ("bias", "weight")
 
 
-async def test_a_failed_attempt_leaves_the_strategy_as_it_was_committed(place):
-    await place.listen()
+async def test_a_failed_attempt_leaves_the_strategy_as_it_was_committed(deployment):
+    await deployment.start()
     plain = ("federated.secure_aggregation=false", ADAM, "rounds=2")
-    whole, _ = await place.run("whole", *plain)
-    place.faults["a"][2, 1] = "no power"
-    again, _ = await place.run("again", *plain)
+    whole, _ = await deployment.run("whole", *plain)
+    deployment.faults["a"][2, 1] = "no power"
+    again, _ = await deployment.run("again", *plain)
     assert again["rounds"][1]["attempt"] == 2
     assert again["final"]["model_sha256"] == whole["final"]["model_sha256"]
 
 
-async def test_a_strategy_without_a_result_ends_the_run_with_its_reason(place):
-    await place.listen()
-    store = place.create(
+async def test_a_strategy_without_a_result_ends_the_run_with_its_reason(deployment):
+    await deployment.start()
+    store = deployment.create_run(
         "run",
         "federated.secure_aggregation=false",
         'federated.flower.strategy={name="Bulyan", options={num_malicious_nodes=1}}',
         "attempts=1",
     )
     with pytest.raises(UserError, match=r"round 1 failed 1 times; .* Bulyan failed on 3 updates"):
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     (failed,) = read_report(store).to_json()["failed_attempts"]
     assert [receipt["status"] for receipt in failed["receipts"]] == ["accepted"] * 3
 
 
-async def test_datacenter_rounds_between_federated_ones_are_kept(with_ranks):
-    _, coordinator, ranks = await with_ranks(
+async def test_datacenter_rounds_between_federated_ones_are_kept(run_with_datacenter):
+    _, coordinator, datacenter = await run_with_datacenter(
         "federated.secure_aggregation=false",
         'federated.flower.strategy={name="FedAvgM", options={server_momentum=0.9}}',
         "strategy.policy=alternate",
@@ -383,4 +385,4 @@ async def test_datacenter_rounds_between_federated_ones_are_kept(with_ranks):
     await coordinator.run()
     # The devices made no step, and the ranks took 0.05 off, twice.
     torch.testing.assert_close(coordinator.model.vector, before - 0.1)
-    assert ranks.step == 100
+    assert datacenter.step == 100

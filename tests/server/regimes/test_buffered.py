@@ -4,6 +4,8 @@ import threading
 
 import pytest
 import torch
+from tests.server.regimes.replies import update_reply
+from tests.server.waiting import wait_until
 
 from isthmus.errors import JobError
 from isthmus.tensors.exchange_set import TensorLayout
@@ -20,254 +22,269 @@ from isthmus_server.transport import peer
 from isthmus_server.views.report import read_report
 
 LAYOUT = TensorLayout.from_shapes({"weight": (3,)})
-LEASE = 99.0
+LEASE_SECONDS = 99.0
 
 
-class Slow:
-    """Work that ends when the test says so, with an update that says from which round it is."""
+class HeldBackResponse:
+    """Responds once `release` is set, with an update that contains the number of its round."""
 
-    def __init__(self, update, examples=10):
-        self.update = update
-        self.examples = examples
-        self.go = asyncio.Event()
+    def __init__(self):
+        self.examples = 10
+        self.release = asyncio.Event()
         self.rounds = []
+        """Rounds in which it was asked to train."""
 
-    async def __call__(self, guest, request, model):
-        work = request.train_local
-        self.rounds.append(work.round)
-        await self.go.wait()
-        vector = [float(work.round), 1.0, 0.0]
-        return self.update(LAYOUT, vector, examples=self.examples, training={"loss": 2.0})
+    async def __call__(self, participant, request, model):
+        round_ = request.train_local.round
+        self.rounds.append(round_)
+        await self.release.wait()
+        vector = [float(round_), 1.0, 0.0]
+        return update_reply(LAYOUT, vector, examples=self.examples, training={"loss": 2.0})
 
 
-def spec_of(fleet, round_, attempt, blob, cohort):
-    """An attempt with the settings of the fleet's job."""
+def spec_of(regime, round_, attempt, blob, cohort):
+    """An attempt with the settings of the regime's job."""
     return AttemptSpec(
         round=round_,
         attempt=attempt,
         model=blob,
         cohort=cohort,
-        settings=fleet.context.job.federated,
+        settings=regime.context.job.federated,
     )
 
 
+class BufferedRun:
+    """The regime in buffered mode, with devices whose updates a test holds back."""
+
+    def __init__(self, network, regime, devices, participants):
+        self.network = network
+        self.regime = regime
+        self.devices = devices
+        self.participants = participants
+
+    async def train(self, round_, attempt=1):
+        """Run an attempt that may invite all idle devices; the model is the round's number."""
+        payload = LAYOUT.encode(torch.full((3,), float(round_)))
+        blob = describe(payload)
+        self.network.link.publish(blob, payload)
+        try:
+            idle = {name: 10 for name in self.devices if name not in self.regime.busy}
+            return await self.regime.train(spec_of(self.regime, round_, attempt, blob, idle))
+        finally:
+            self.network.link.retract(blob)
+
+    def release(self, names):
+        """Let devices respond."""
+        for name in names:
+            self.devices[name].release.set()
+
+    def asked(self):
+        """Devices that were asked to train, in the order of their names."""
+        return [name for name, device in self.devices.items() if device.rounds]
+
+
 @pytest.fixture
-def begin(net, make_job, update, tmp_path):
-    """A fleet with a buffer, slow devices, and a round's `train(round_)`."""
+async def start(network, make_job, tmp_path):
+    """Start a buffered run under a job with some keys changed; it stops with the test."""
+    runs = []
 
-    async def begin(*overrides, names="abcd"):
-        await net.listen(LEASE)
-        settings = ("federated.mode=buffered", "federated.cohort=2", "federated.quorum=2")
-        fleet = FederatedRegime(
-            FederatedContext(net.link, make_job(*settings, *overrides), "run", LAYOUT, tmp_path)
+    async def start(*overrides, names="abcd"):
+        await network.listen(LEASE_SECONDS)
+        job = make_job(
+            "federated.mode=buffered", "federated.cohort=2", "federated.quorum=2", *overrides
         )
-        devices = {name: Slow(update) for name in names}
-        guests = {name: await net.join(name, work) for name, work in devices.items()}
+        regime = FederatedRegime(FederatedContext(network.link, job, "run", LAYOUT, tmp_path))
+        devices = {name: HeldBackResponse() for name in names}
+        participants = {name: await network.join(name, devices[name]) for name in names}
+        runs.append(BufferedRun(network, regime, devices, participants))
+        return runs[-1]
 
-        async def train(round_, attempt=1):
-            payload = LAYOUT.encode(torch.full((3,), float(round_)))
-            blob = describe(payload)
-            net.link.publish(blob, payload)
-            try:
-                idle = {name: 10 for name in names if name not in fleet.busy}
-                return await fleet.train(spec_of(fleet, round_, attempt, blob, idle))
-            finally:
-                net.link.retract(blob)
-
-        return fleet, devices, guests, train
-
-    return begin
+    yield start
+    for run in runs:
+        await run.regime.stop()
 
 
 def accepted(result):
     return {r.participant: r.staleness for r in result.receipts if r.status == "accepted"}
 
 
-async def test_a_slow_device_delivers_into_a_later_buffer_and_counts_less(begin, net):
-    fleet, devices, guests, train = await begin(
-        "federated.buffer={concurrency=3, staleness_exponent=1}"
-    )
-    devices["a"].examples = 30
-    filling = asyncio.create_task(train(1))
-    await net.until(lambda: sum(bool(one.rounds) for one in devices.values()) == 3)
-    first = [name for name, one in devices.items() if one.rounds]
-    slow, *quick = first
-    for name in quick:
-        devices[name].go.set()
+async def test_the_update_of_a_slow_device_enters_a_later_buffer_with_less_weight(start, network):
+    run = await start("federated.buffer={concurrency=3, staleness_exponent=1}")
+    run.devices["a"].examples = 30
+    filling = asyncio.create_task(run.train(1))
+    await wait_until(lambda: len(run.asked()) == 3)
+    slow, *quick = run.asked()
+    run.release(quick)
     result = await filling
     assert accepted(result) == dict.fromkeys(quick, 0)
     assert result.pseudo_gradient.tolist() == [1.0, 1.0, 0.0]
     assert result.training == {"staleness": 0.0, "loss": 2.0}
-    assert fleet.busy[0] == slow
-    # Round 2 goes on while it is at work; in round 3 its update is two rounds old: a third of it.
-    for one in devices.values():
-        one.go.set() if one is not devices[slow] else None
-    assert slow not in accepted(await train(2))
-    filling = asyncio.create_task(train(3))
-    devices[slow].go.set()
+    assert run.regime.busy[0] == slow
+    # It still trains in round 2; in round 3 its update is two rounds old and counts a third.
+    run.release(set(run.devices) - {slow})
+    assert slow not in accepted(await run.train(2))
+    filling = asyncio.create_task(run.train(3))
+    run.release([slow])
     result = await filling
-    found = accepted(result)
-    assert found.pop(slow) == 2
-    ((other, age),) = found.items()
-    weights = [devices[slow].examples, devices[other].examples]
+    staleness = accepted(result)
+    assert staleness.pop(slow) == 2
+    ((other, age),) = staleness.items()
+    weights = [run.devices[slow].examples, run.devices[other].examples]
     old = torch.tensor([1.0, 1.0, 0.0]) / 3
     newer = torch.tensor([3.0 - age, 1.0, 0.0]) / (1 + age)
     expected = (weights[0] * old + weights[1] * newer) / sum(weights)
     torch.testing.assert_close(result.pseudo_gradient, expected, atol=1e-6, rtol=0)
-    await net.until(lambda: guests[slow].receipts == [(True, "")])
-    await fleet.stop()
+    await wait_until(lambda: run.participants[slow].receipts == [(True, "")])
 
 
-async def test_an_update_that_is_too_old_is_not_used(begin, net):
-    fleet, devices, guests, train = await begin("federated.buffer={max_staleness=1}", names="abc")
-    for name in "bc":
-        devices[name].go.set()
+async def test_an_update_above_the_maximum_staleness_is_refused(start, network):
+    run = await start("federated.buffer={max_staleness=1}", names="abc")
+    run.release("bc")
     for round_ in (1, 2):
-        assert accepted(await train(round_)) == {"b": 0, "c": 0}
-    filling = asyncio.create_task(train(3))
-    devices["a"].go.set()
+        assert accepted(await run.train(round_)) == {"b": 0, "c": 0}
+    filling = asyncio.create_task(run.train(3))
+    run.release(["a"])
     result = await filling
     assert set(accepted(result)) == {"b", "c"}
-    if "a" in fleet.busy:  # the other two were quicker: it is for the next one to see
-        result = await train(5)
+    if "a" in run.regime.busy:  # the other two were quicker, so the next round refuses it
+        result = await run.train(5)
     (late,) = (r for r in result.receipts if r.participant == "a")
     assert late.status == "rejected"
     assert "rounds ago, and at most 1 are taken" in late.reason
-    assert guests["a"].receipts[0][0] is False
-    await fleet.stop()
+    assert run.participants["a"].receipts[0][0] is False
 
 
-async def test_a_device_that_is_lost_is_replaced(begin, net, clock):
-    fleet, devices, guests, train = await begin("federated.buffer={concurrency=2}", names="abc")
-    filling = asyncio.create_task(train(1))
-    await net.until(lambda: sum(bool(one.rounds) for one in devices.values()) == 2)
-    gone, quick = (name for name, one in devices.items() if one.rounds)
+async def test_a_lost_device_is_replaced(start, network, timeouts):
+    run = await start("federated.buffer={concurrency=2}", names="abc")
+    filling = asyncio.create_task(run.train(1))
+    await wait_until(lambda: len(run.asked()) == 2)
+    gone, quick = run.asked()
     (third,) = set("abc") - {gone, quick}
-    await guests[gone].leave()
-    await clock.over(LEASE)
-    devices[quick].go.set()
-    await net.until(lambda: gone not in net.link.peers and devices[third].rounds)
-    devices[third].go.set()
+    await run.participants[gone].disconnect()
+    await timeouts.expire(LEASE_SECONDS)
+    run.release([quick])
+    await wait_until(lambda: gone not in network.link.peers and run.devices[third].rounds)
+    run.release([third])
     result = await filling
     assert set(accepted(result)) == set("abc") - {gone}
     (lost,) = (r for r in result.receipts if r.participant == gone)
     assert (lost.status, "lease" in lost.reason) == ("dropped", True)
-    await fleet.stop()
 
 
-async def test_a_device_without_its_model_when_the_round_ends_is_let_go_and_asked_again(begin, net):
-    fleet, devices, guests, train = await begin("federated.buffer={concurrency=3}", names="abc")
-    wire, port = await net.wire()
-    await guests["c"].leave()
-    await net.until(lambda: net.link.peers["c"].stream is None)
-    await net.join("c", devices["c"], port)
-    await net.until(lambda: net.link.peers["c"].stream is not None)
-    wire.limits["down"] = 0
-    for name in "ab":
-        devices[name].go.set()
-    result = await train(1)
+async def test_a_device_without_the_model_when_the_round_ends_is_cancelled_and_asked_again(
+    start, network
+):
+    run = await start("federated.buffer={concurrency=3}", names="abc")
+    proxy, port = await network.start_proxy()
+    await run.participants["c"].disconnect()
+    await wait_until(lambda: network.link.peers["c"].stream is None)
+    await network.join("c", run.devices["c"], port)
+    await wait_until(lambda: network.link.peers["c"].stream is not None)
+    proxy.limits["down"] = 0
+    run.release("ab")
+    result = await run.train(1)
     assert set(accepted(result)) == {"a", "b"}
     (late,) = (r for r in result.receipts if r.participant == "c")
     assert (late.status, late.started) == ("dropped", False)
     assert late.reason == "the round was over before it had the model"
-    assert fleet.busy == []
-    wire.cut()
-    devices["a"].go.clear()
-    devices["c"].go.set()
-    assert set(accepted(await train(2))) == {"b", "c"}
-    await fleet.stop()
+    assert run.regime.busy == []
+    proxy.cut()
+    run.devices["a"].release.clear()
+    run.release(["c"])
+    assert set(accepted(await run.train(2))) == {"b", "c"}
 
 
-async def test_a_buffer_that_does_not_fill_fails_and_leaves_them_at_work(begin, net, clock):
-    fleet, devices, guests, train = await begin("time.round_seconds=77", names="ab")
-    devices["a"].go.set()
-    filling = asyncio.create_task(train(1))
-    await net.until(lambda: guests["a"].receipts and devices["b"].rounds)
-    await clock.over(77)
+async def test_an_attempt_that_does_not_fill_its_buffer_fails_and_devices_continue(
+    start, network, timeouts
+):
+    run = await start("time.round_seconds=77", names="ab")
+    run.release(["a"])
+    filling = asyncio.create_task(run.train(1))
+    await wait_until(lambda: run.participants["a"].receipts and run.devices["b"].rounds)
+    await timeouts.expire(77)
     with pytest.raises(AttemptFailed, match="1 updates came into the buffer and the quorum is 2"):
         await filling
-    assert fleet.busy == ["b"]
-    devices["b"].go.set()
-    again = await train(1, attempt=2)
+    assert run.regime.busy == ["b"]
+    run.release(["b"])
+    again = await run.train(1, attempt=2)
     assert accepted(again) == {"a": 0, "b": 0}
-    await fleet.stop()
 
 
-async def test_an_update_that_is_being_added_when_the_time_is_over_does_not_count(
-    begin, net, monkeypatch
+async def test_an_update_that_is_being_added_at_the_deadline_does_not_count(
+    start, network, monkeypatch
 ):
-    fleet, devices, guests, train = await begin(names="ab")
-    adding, go_on = threading.Event(), threading.Event()
+    run = await start(names="ab")
+    adding, unblock = threading.Event(), threading.Event()
     write = StreamingUpdate.write
 
-    def held_up(*arguments):
+    def write_and_block(*arguments):
         write(*arguments)
         adding.set()
-        assert go_on.wait(100)
+        assert unblock.wait(100)
 
     monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
-    monkeypatch.setattr(StreamingUpdate, "write", held_up)
-    devices["a"].go.set()
-    filling = asyncio.create_task(train(1))
-    await net.until(adding.is_set)
+    monkeypatch.setattr(StreamingUpdate, "write", write_and_block)
+    run.release(["a"])
+    filling = asyncio.create_task(run.train(1))
+    await wait_until(adding.is_set)
     filling.cancel()
-    go_on.set()
+    unblock.set()
     with pytest.raises(asyncio.CancelledError):
         await filling
-    assert fleet.buffered.current.total.weight == 0
-    (receipt,) = (r for r in fleet.cancelled("the time is over") if r.participant == "a")
+    assert run.regime.buffered.current.total.weight == 0
+    (receipt,) = (r for r in run.regime.cancelled("the time is over") if r.participant == "a")
     why = "the round's time was over before its update was here"
     assert (receipt.status, receipt.reason) == ("dropped", why)
-    await net.until(lambda: guests["a"].receipts == [(False, why)])
-    await fleet.stop()
+    await wait_until(lambda: run.participants["a"].receipts == [(False, why)])
 
 
-async def test_a_secure_sum_ends_with_the_round_that_its_buffer_began(begin, monkeypatch):
+async def test_a_secure_sum_has_the_deadline_of_the_round_whose_buffer_it_sums(start, monkeypatch):
     secure = "federated={secure_aggregation=true, mode='buffered', cohort=3, quorum=3}"
-    fleet, devices, _, train = await begin(secure, names="abc")
+    run = await start(secure, names="abc")
     deadlines = []
 
-    async def run(attempt, deadline=None):
+    async def record_deadline(attempt, deadline=None):
         deadlines.append(deadline)
-        raise AttemptFailed("nobody agreed", [])
+        raise AttemptFailed("no device agreed", [])
 
-    monkeypatch.setattr(SecureAggregationAttempt, "run", run)
-    for one in devices.values():
-        one.go.set()
+    monkeypatch.setattr(SecureAggregationAttempt, "run", record_deadline)
+    run.release("abc")
     began = asyncio.get_running_loop().time()
-    with pytest.raises(AttemptFailed, match="nobody agreed"):
-        await train(1)
+    with pytest.raises(AttemptFailed, match="no device agreed"):
+        await run.train(1)
     now = asyncio.get_running_loop().time()
-    assert began <= deadlines[0] - fleet.context.job.time.round_seconds <= now
+    assert began <= deadlines[0] - run.regime.context.job.time.round_seconds <= now
 
 
-async def test_whoever_is_at_work_when_the_run_ends_is_told(begin, net):
-    fleet, devices, guests, train = await begin(names="abc")
-    for name in "ab":
-        devices[name].go.set()
-    assert set(accepted(await train(1))) == {"a", "b"}
-    await fleet.stop()
-    await net.until(lambda: len(guests["c"].cancelled) == 1)
-    assert fleet.busy == []
+async def test_devices_that_train_when_the_run_ends_are_cancelled(start, network):
+    run = await start(names="abc")
+    run.release("ab")
+    assert set(accepted(await run.train(1))) == {"a", "b"}
+    await run.regime.stop()
+    await wait_until(lambda: len(run.participants["c"].cancelled) == 1)
+    assert run.regime.busy == []
 
 
-async def test_kept_updates_are_discounted_and_summed_securely(place, net):
+async def test_updates_kept_on_devices_are_discounted_and_summed_securely(deployment, network):
     """Those that began three rounds ago make half of the step they would have made then."""
-    await place.listen()
+    await deployment.start()
 
     async def mean(name, mode, round_):
-        coordinator = Coordinator(place.create(name, f"federated.mode={mode}"), place.link)
-        fleet, blob = coordinator.federated, coordinator.model.blob
-        place.link.publish(blob, coordinator.model.payload)
+        store = deployment.create_run(name, f"federated.mode={mode}")
+        coordinator = Coordinator(store, deployment.link)
+        regime, blob = coordinator.federated, coordinator.model.blob
+        deployment.link.publish(blob, coordinator.model.payload)
         coordinator.roster.start()
-        await net.until(lambda: len(coordinator.roster.clients) == 3)
+        await wait_until(lambda: len(coordinator.roster.clients) == 3)
         work = link_pb2.TrainLocal(
-            run_id=fleet.context.run_id, round=1, attempt=1, model=blob, keep=True
+            run_id=regime.context.run_id, round=1, attempt=1, model=blob, keep=True
         )
-        if fleet.buffered is not None:
-            for device in place.names:
-                fleet.buffered.start(device, 0, 1, work)
-        result = await fleet.train(spec_of(fleet, round_, 1, blob, dict.fromkeys(place.names, 0)))
+        if regime.buffered is not None:
+            for device in deployment.names:
+                regime.buffered.start(device, 0, 1, work)
+        result = await regime.train(
+            spec_of(regime, round_, 1, blob, dict.fromkeys(deployment.names, 0))
+        )
         await coordinator.roster.stop(finished=False)
         return result
 
@@ -280,25 +297,25 @@ async def test_kept_updates_are_discounted_and_summed_securely(place, net):
 
 
 @pytest.mark.parametrize("secure", ["true", "false"])
-async def test_a_whole_run_in_buffers(place, secure):
+async def test_a_buffered_run_asks_all_devices_and_learns(deployment, secure):
     """Six real devices, three in a buffer: all are asked, none twice at once, and it learns.
 
     The last two of the five that are asked in the first round train until it is over.
     """
     names = tuple("abcdef")
-    asked, over = itertools.count(1), asyncio.Event()
+    trainings, first_round_over = itertools.count(1), asyncio.Event()
 
-    async def hold():
-        if next(asked) in (4, 5):
-            await over.wait()
+    async def wait_for_the_first_round():
+        if next(trainings) in (4, 5):
+            await first_round_over.wait()
 
     def end_waits(event):
         if isinstance(event, RoundCommitted):
-            over.set()
+            first_round_over.set()
 
-    place.hold = hold
-    await place.listen(names=names)
-    store = place.create(
+    deployment.before_training = wait_for_the_first_round
+    await deployment.start(names=names)
+    store = deployment.create_run(
         "run",
         "federated.mode=buffered",
         f"federated.secure_aggregation={secure}",
@@ -306,7 +323,7 @@ async def test_a_whole_run_in_buffers(place, secure):
         "rounds=6",
         "federated.local_epochs=2",
     )
-    coordinator = Coordinator(store, place.link)
+    coordinator = Coordinator(store, deployment.link)
     coordinator.events.subscribe(end_waits)
     await coordinator.run()
     report = read_report(store).to_json()
@@ -322,14 +339,14 @@ async def test_a_whole_run_in_buffers(place, secure):
     assert all("loss" in row["training"]["federated"] for row in rows)
 
 
-async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
-    await place.listen(names=tuple("abcdef"))
+async def test_a_crash_loses_updates_in_progress_and_no_committed_round(deployment):
+    await deployment.start(names=tuple("abcdef"))
     settings = ("federated.mode=buffered", "federated.secure_aggregation=false", "rounds=4")
-    store = place.create("run", *settings)
+    store = deployment.create_run("run", *settings)
 
-    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 3)
+    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 3)
     before = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
-    await Coordinator(again, place.link).run()
+    await Coordinator(again, deployment.link).run()
     rows = read_report(again).to_json()["rounds"]
     assert [row["model_sha256"] for row in rows[:2]] == before
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
@@ -347,7 +364,7 @@ async def test_a_crash_loses_what_was_at_work_and_no_committed_round(place):
         (["federated.buffer.size=3"], "unknown key federated.buffer.size"),
     ],
 )
-def test_what_does_not_go_with_a_buffer_is_refused(make_job, overrides, sentence):
+def test_settings_that_do_not_fit_a_buffer_are_refused(make_job, overrides, sentence):
     with pytest.raises(JobError) as caught:
         make_job("federated.mode=buffered", *overrides)
     assert sentence in str(caught.value)

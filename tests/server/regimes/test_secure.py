@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
 from isthmus.job import Job
@@ -56,8 +57,8 @@ class Device:
 
 
 class Place:
-    def __init__(self, net, job: Job, directory):
-        self.net, self.job = net, job
+    def __init__(self, network, job: Job, directory):
+        self.network, self.job = network, job
         self.directory = directory
         self.devices = {}
 
@@ -65,8 +66,8 @@ class Place:
         turn = asyncio.Lock()
         for name in NAMES:
             self.devices[name] = Device(name, turn)
-            self.net.call(self.devices[name], name)
-        await self.net.until(lambda: set(NAMES) <= self.net.link.peers.keys())
+            self.network.dial(self.devices[name], name)
+        await wait_until(lambda: set(NAMES) <= self.network.link.peers.keys())
         for name in NAMES:
             work = link_pb2.OpenRun(
                 run_id="run",
@@ -74,17 +75,17 @@ class Place:
                 base=str(self.directory),
                 layout=LAYOUT.header,
             )
-            request = link_pb2.Request(id=self.net.link.new_id(), open=work)
-            reply = await self.net.link.ask(name, request)
+            request = link_pb2.Request(id=self.network.link.new_id(), open=work)
+            reply = await self.network.link.ask(name, request)
             assert reply.opened.examples == 0  # not even how much data it has
 
     async def train(self, job=None, attempt=1):
         """One attempt from a fixed model."""
         self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
         blob = describe(self.model)
-        self.net.link.publish(blob, self.model)
+        self.network.link.publish(blob, self.model)
         fleet = FederatedRegime(
-            FederatedContext(self.net.link, job or self.job, "run", LAYOUT, self.directory)
+            FederatedContext(self.network.link, job or self.job, "run", LAYOUT, self.directory)
         )
         spec = AttemptSpec(
             round=1,
@@ -108,9 +109,9 @@ class Place:
 
 
 @pytest.fixture
-async def place(net, make_job, write_task, tmp_path):
+async def place(network, make_job, write_task, tmp_path):
     write_task()
-    await net.listen()
+    await network.listen()
     job = make_job(
         "federated.cohort=5",
         "federated.quorum=4",
@@ -118,7 +119,7 @@ async def place(net, make_job, write_task, tmp_path):
         "time.round_seconds=6000",  # no deadline passes here but where a test has it pass
         "time.lease_seconds=2000",
     )
-    place = Place(net, job, tmp_path)
+    place = Place(network, job, tmp_path)
     await place.gather()
     return place
 
@@ -209,18 +210,18 @@ async def test_below_the_quorum_the_attempt_ends_with_a_reason_and_the_next_one_
 
 
 async def test_who_was_never_reached_has_not_started(place):
-    place.net.link.disconnect("c", "it left just before")
+    place.network.link.disconnect("c", "it left just before")
     result = await place.train()
     started = {receipt.participant: receipt.started for receipt in result.receipts}
     assert started == {name: name != "c" for name in NAMES}
 
 
 async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
-    peers = place.net.link.peers
+    peers = place.network.link.peers
     for device in place.devices.values():
         device.silent_at = "train_local"
     attempt = asyncio.create_task(place.train())
-    await place.net.until(lambda: all(peers[name].pending for name in NAMES))
+    await wait_until(lambda: all(peers[name].pending for name in NAMES))
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
@@ -229,19 +230,19 @@ async def test_an_attempt_that_is_cancelled_leaves_nobody_at_work(place):
 
 async def test_an_attempt_that_is_cancelled_lets_devices_drop_their_vectors(place, monkeypatch):
     sending = set()
-    before = [set(peer.unacknowledged) for peer in place.net.link.peers.values()]
+    before = [set(peer.unacknowledged) for peer in place.network.link.peers.values()]
 
     async def never(name, blob, write):
         sending.add(name)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(place.net.link, "fetch", never)
+    monkeypatch.setattr(place.network.link, "fetch", never)
     attempt = asyncio.create_task(place.train())
-    await place.net.until(lambda: sending == set(NAMES))
+    await wait_until(lambda: sending == set(NAMES))
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    assert [peer.unacknowledged for peer in place.net.link.peers.values()] == before
+    assert [peer.unacknowledged for peer in place.network.link.peers.values()] == before
 
 
 async def test_an_attempt_ends_at_the_deadline_that_it_is_given(place, monkeypatch):

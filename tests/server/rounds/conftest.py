@@ -5,7 +5,7 @@ from tests.server.rounds.policies import FOLLOWS_PLANS, write_policy
 
 
 @pytest.fixture
-def planned(place, tmp_path):
+def planned(deployment, tmp_path):
     """Job keys of a policy that returns these plans, one for each round."""
     written = []
 

@@ -36,11 +36,17 @@ def invited_devices(report):
     ]
 
 
-def training_requests(ranks):
+def training_requests(datacenter):
     """The requests to train that a datacenter received."""
-    return [request.train_steps for request in ranks.asked if request.HasField("train_steps")]
+    return [
+        request.train_steps for request in datacenter.requests if request.HasField("train_steps")
+    ]
 
 
-def gradient_requests(ranks):
+def gradient_requests(datacenter):
     """The requests for a gradient that a datacenter received."""
-    return [request.mean_gradient for request in ranks.asked if request.HasField("mean_gradient")]
+    return [
+        request.mean_gradient
+        for request in datacenter.requests
+        if request.HasField("mean_gradient")
+    ]

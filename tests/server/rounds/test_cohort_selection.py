@@ -1,6 +1,7 @@
 """Which devices are invited: hours, caps on participation, and selection by utility."""
 
 from tests.server.rounds.results import invited_devices
+from tests.server.waiting import wait_until
 
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
@@ -31,10 +32,10 @@ class Jumping(Clock):
             self.waits.append(seconds)
 
 
-async def test_a_run_asks_each_device_within_its_hours_and_cap(place):
-    await place.listen(names=("day-1", "day-2", "day-3", "night-1", "night-2", "night-3"))
+async def test_a_run_asks_each_device_within_its_hours_and_cap(deployment):
+    await deployment.start(names=("day-1", "day-2", "day-3", "night-1", "night-2", "night-3"))
     clock = Jumping()
-    report, _ = await place.run(
+    report, _ = await deployment.run(
         "run",
         "rounds=4",
         "federated.participation={rounds=1, hours=20}",
@@ -54,33 +55,33 @@ async def test_a_run_asks_each_device_within_its_hours_and_cap(place):
     assert clock.waits == [13 * HOUR, 10 * HOUR, 14 * HOUR]
 
 
-async def test_a_device_says_itself_when_it_may_be_asked(place, net):
-    await place.listen(names=())
+async def test_a_device_says_itself_when_it_may_be_asked(deployment, network):
+    await deployment.start(names=())
     for name in ("a", "b", "c", "d"):
         hours = ["20:00-06:00"] if name == "d" else []
-        net.call(Agent(Participant(name=name, regime="federated"), None, hours=hours), name)
-    await net.until(lambda: len(place.link.peers) == 4)
+        network.dial(Agent(Participant(name=name, regime="federated"), None, hours=hours), name)
+    await wait_until(lambda: len(deployment.link.peers) == 4)
     wants_four = ("federated.cohort=4", "federated.quorum=3")
-    report, _ = await place.run("run", "rounds=1", *wants_four, clock=Jumping())
+    report, _ = await deployment.run("run", "rounds=1", *wants_four, clock=Jumping())
     assert invited_devices(report) == [["a", "b", "c"]]
     wrong = Agent(Participant(name="e", regime="federated"), None, hours=["at night"])
-    net.call(wrong, "e")
-    await net.until(lambda: len(place.link.peers) == 5)
-    report, _ = await place.run("again", "rounds=1", clock=Jumping())
+    network.dial(wrong, "e")
+    await wait_until(lambda: len(deployment.link.peers) == 5)
+    report, _ = await deployment.run("again", "rounds=1", clock=Jumping())
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
     assert declined["reason"].startswith("the hours 'at night' are not of the form")
 
 
-async def test_a_run_ends_when_nobody_may_be_asked_any_more(place):
-    await place.listen()
-    report, _ = await place.run("run", "federated.participation={rounds=2}", "rounds=5")
+async def test_a_run_ends_when_nobody_may_be_asked_any_more(deployment):
+    await deployment.start()
+    report, _ = await deployment.run("run", "federated.participation={rounds=2}", "rounds=5")
     assert invited_devices(report) == [["a", "b", "c"]] * 2
     assert report["reason"].startswith("0 devices may be invited and the quorum is 3; 3 are")
 
 
-async def test_guided_selection_is_the_same_after_a_crash(place):
+async def test_guided_selection_is_the_same_after_a_crash(deployment):
     names = tuple(f"d{i}" for i in range(6))
-    await place.listen(names=names)
+    await deployment.start(names=names)
     settings = (
         "federated.selection=utility",
         "federated.utility={exploration=0.5, slowness=0}",  # times here are real
@@ -88,18 +89,18 @@ async def test_guided_selection_is_the_same_after_a_crash(place):
         "rounds=4",
         "federated.clients=6",
     )
-    whole, _ = await place.run("whole", *settings)
+    whole, _ = await deployment.run("whole", *settings)
     assert all(r["loss"] > 0 for row in whole["rounds"] for r in row["receipts"])
 
-    store = place.create("killed", *settings)
-    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 3)
-    await Coordinator(again, place.link).run()
+    store = deployment.create_run("killed", *settings)
+    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 3)
+    await Coordinator(again, deployment.link).run()
     assert invited_devices(read_report(again).to_json()) == invited_devices(whole)
     assert len({tuple(cohort) for cohort in invited_devices(whole)}) > 1
 
 
-async def test_the_cohort_of_a_plan_wins(place, planned):
-    await place.listen(names=tuple("abcdef"))
-    report, _ = await place.run("run", *planned([{"cohort": 5}, {}]))
+async def test_the_cohort_of_a_plan_wins(deployment, planned):
+    await deployment.start(names=tuple("abcdef"))
+    report, _ = await deployment.run("run", *planned([{"cohort": 5}, {}]))
     assert [row["participants"]["invited"] for row in report["rounds"]] == [5, 3]
     assert [row["cost"]["price"] for row in report["rounds"]] == [5.0, 3.0]

@@ -3,9 +3,10 @@
 import statistics
 
 import pytest
-from tests.server.conftest import round_of
+from tests.server.deployment import Killed, round_of
 from tests.server.rounds.policies import COMPARES_MODELS, write_policy
 from tests.server.rounds.results import LAYOUT, read_model
+from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
@@ -21,7 +22,7 @@ MODELS = ("initial", "current", "initial+current")
 
 
 @pytest.fixture
-def asking(place, tmp_path):
+def asking(deployment, tmp_path):
     """Overrides for a policy that asks before the second round."""
 
     def asking(devices=3, models=MODELS):
@@ -52,9 +53,9 @@ class Unable:
 
 
 @pytest.mark.parametrize("secure", ["true", "false"])
-async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path, secure):
-    await place.listen(names=tuple("abcd"))
-    store = place.create("run", *asking(4), f"federated.secure_aggregation={secure}")
+async def test_a_comparison_is_what_it_would_be_by_hand(deployment, asking, tmp_path, secure):
+    await deployment.start(names=tuple("abcd"))
+    store = deployment.create_run("run", *asking(4), f"federated.secure_aggregation={secure}")
     first = {}
 
     def keep_model(event):
@@ -62,7 +63,7 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
             path = store.directory / "checkpoints/model-000001.safetensors"
             first["current"] = read_model(path)
 
-    coordinator = Coordinator(store, place.link)
+    coordinator = Coordinator(store, deployment.link)
     coordinator.events.subscribe(keep_model)
     await coordinator.run()
     first["initial"] = coordinator.model.initial()
@@ -93,10 +94,10 @@ async def test_a_comparison_is_what_it_would_be_by_hand(place, asking, tmp_path,
     assert coordinator.state.spent == pytest.approx(9 + comparison["price"])
 
 
-async def test_a_policy_finds_its_comparison_among_the_past(place, asking):
-    await place.listen()
-    store = place.create("run", *asking())
-    coordinator = Coordinator(store, place.link)
+async def test_a_policy_finds_its_comparison_among_the_past(deployment, asking):
+    await deployment.start()
+    store = deployment.create_run("run", *asking())
+    coordinator = Coordinator(store, deployment.link)
     await coordinator.run()
     past = coordinator._observe().history
     assert [len(one.comparisons) for one in past] == [0, 1, 0]
@@ -104,30 +105,32 @@ async def test_a_policy_finds_its_comparison_among_the_past(place, asking):
 
 
 @pytest.mark.parametrize("when", ["asked", "compared", "planned"])
-async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(place, asking, when):
-    await place.listen(names=tuple("abcde"))
+async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(
+    deployment, asking, when
+):
+    await deployment.start(names=tuple("abcde"))
     settings = ("federated.clients=5", *asking())
-    whole, final = await place.run("whole", *settings)
-    store = place.create("killed", *settings)
+    whole, final = await deployment.run("whole", *settings)
+    store = deployment.create_run("killed", *settings)
 
     def kill(event):
         if event.kind == when and round_of(event) == 2:
-            raise place.Killed
+            raise Killed
 
-    coordinator = Coordinator(store, place.link)
+    coordinator = Coordinator(store, deployment.link)
     coordinator.events.subscribe(kill)
     if when == "asked":
         begin_comparison = store.begin_comparison
 
         def die(*values):
             begin_comparison(*values)
-            raise place.Killed
+            raise Killed
 
         store.begin_comparison = die
-    with pytest.raises(place.Killed):
+    with pytest.raises(Killed):
         await coordinator.run()
-    again = place.reopen(store)
-    resumed = Coordinator(again, place.link)
+    again = deployment.reopen(store)
+    resumed = Coordinator(again, deployment.link)
     assert (await resumed.run()).model_sha256 == final.model_sha256
     rows, others = read_report(again).to_json()["rounds"], whole["rounds"]
     results = [[one["result"] for one in row["comparisons"]] for row in rows]
@@ -137,12 +140,12 @@ async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(pla
     assert attempts == ([2] if when == "asked" else [1])
 
 
-async def test_a_visit_that_fails_is_made_again_and_paid_for(place, asking, net):
-    await place.listen(names=("a", "b"))
-    place.unable = Unable(place.device("c"), 1)
-    net.call(place.unable, "c")
-    await net.until(lambda: "c" in place.link.peers)
-    report, _ = await place.run("run", *asking())
+async def test_a_visit_that_fails_is_made_again_and_paid_for(deployment, asking, network):
+    await deployment.start(names=("a", "b"))
+    deployment.unable = Unable(deployment.device("c"), 1)
+    network.dial(deployment.unable, "c")
+    await wait_until(lambda: "c" in deployment.link.peers)
+    report, _ = await deployment.run("run", *asking())
     one, two = report["rounds"][1]["comparisons"]
     assert (one["number"], one["attempt"], two["attempt"]) == (1, 1, 2)
     assert one["result"] is None
@@ -151,11 +154,11 @@ async def test_a_visit_that_fails_is_made_again_and_paid_for(place, asking, net)
     assert report["rounds"][1]["cost"]["price"] == pytest.approx(3 + one["price"] + two["price"])
 
 
-async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(place, asking, net):
-    await place.listen(names=("a", "b"))
-    net.call(Unable(place.device("c"), -1), "c")
-    await net.until(lambda: "c" in place.link.peers)
-    report, _ = await place.run("run", *asking(), "attempts=2")
+async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(deployment, asking, network):
+    await deployment.start(names=("a", "b"))
+    network.dial(Unable(deployment.device("c"), -1), "c")
+    await wait_until(lambda: "c" in deployment.link.peers)
+    report, _ = await deployment.run("run", *asking(), "attempts=2")
     row = report["rounds"][1]
     assert row["reason"].startswith(
         "devices could not compare the models in 2 tries; the last time because: secure "
@@ -166,14 +169,14 @@ async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(place, asking
     assert report["status"] == "finished"
 
 
-async def test_virtual_devices_compare_models(place, asking, write_task):
+async def test_virtual_devices_compare_models(deployment, asking, write_task):
     write_task()
     link = InProcessLink()
     for device in VirtualFleet(5).devices:
         link.join(device.participant.name, link_pb2.CLIENT, device)
-    place.link = link
+    deployment.link = link
     plain = "federated.secure_aggregation=false"
-    report, _ = await place.run("run", *asking(4), plain)
+    report, _ = await deployment.run("run", *asking(4), plain)
     row = report["rounds"][1]
     assert row["comparisons"][0]["result"]["devices"] == 4
     assert row["reason"] == "devices like current"

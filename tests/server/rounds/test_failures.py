@@ -21,20 +21,20 @@ from isthmus_server.views.progress import ProgressView
 from isthmus_server.views.report import Report, read_report, show
 
 
-async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
-    await place.listen()
-    place.faults["b"][2, 1] = "no power"
+async def test_an_attempt_that_fails_is_made_again_and_paid_for(deployment):
+    await deployment.start()
+    deployment.faults["b"][2, 1] = "no power"
     output = io.StringIO()
     events = EventStream()
     with ProgressView(Console(file=output, width=200)) as view:
         events.subscribe(view)
-        report, final = await place.run("run", events=events)
+        report, final = await deployment.run("run", events=events)
     assert report["status"] == "finished"
     (failed,) = report["failed_attempts"]
     assert (failed["round"], failed["attempt"]) == (2, 1)
     assert "clients_min=3" in failed["error"]
     assert "b: no power" in failed["error"]
-    assert [receipt["participant"] for receipt in failed["receipts"]] == list(place.names)
+    assert [receipt["participant"] for receipt in failed["receipts"]] == list(deployment.names)
     assert [(row["round"], row["attempt"]) for row in report["rounds"]] == [(1, 1), (2, 2), (3, 1)]
     assert failed["cost"]["price"] == 3.0
 
@@ -48,17 +48,17 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(place):
     assert "round 2: b rejected: no power" in page
     assert "cost 12" in page
 
-    place.faults["b"].clear()
-    _, undisturbed = await place.run("undisturbed")
+    deployment.faults["b"].clear()
+    _, undisturbed = await deployment.run("undisturbed")
     assert undisturbed.model_sha256 == final.model_sha256
 
 
-async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
-    await place.listen()
-    place.faults["c"] |= {(1, 1): "no power", (1, 2): "no power"}
-    store = place.create("run", "attempts=2")
+async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(deployment):
+    await deployment.start()
+    deployment.faults["c"] |= {(1, 1): "no power", (1, 2): "no power"}
+    store = deployment.create_run("run", "attempts=2")
     with pytest.raises(UserError) as caught:
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     sentence = str(caught.value)
     assert sentence.startswith("round 1 failed 2 times; the last time because: ")
     assert "c: no power" in sentence
@@ -67,16 +67,16 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(place):
     assert len(report["failed_attempts"]) == 2
     assert store.run_state().spent == 6.0
 
-    again = place.reopen(store)
-    await Coordinator(again, place.link).run()
+    again = deployment.reopen(store)
+    await Coordinator(again, deployment.link).run()
     assert read_report(again).to_json()["status"] == "finished"
     assert read_report(again).to_json()["rounds"][0]["attempt"] == 3
 
 
-async def test_a_run_directory_that_cannot_be_written_is_one_sentence(place):
-    await place.listen()
-    store = place.create("run")
-    coordinator = Coordinator(store, place.link)
+async def test_a_run_directory_that_cannot_be_written_is_one_sentence(deployment):
+    await deployment.start()
+    store = deployment.create_run("run")
+    coordinator = Coordinator(store, deployment.link)
 
     def lose(event):
         if isinstance(event, RoundCommitted):
@@ -89,38 +89,44 @@ async def test_a_run_directory_that_cannot_be_written_is_one_sentence(place):
     assert len(read_report(store).to_json()["rounds"]) == 1
 
 
-async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(with_ranks):
-    store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=2")
-    ranks.fail_exports = 1
+async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(run_with_datacenter):
+    store, coordinator, datacenter = await run_with_datacenter(
+        "strategy.policy=alternate", "rounds=2"
+    )
+    datacenter.failing_exports = 1
     await coordinator.run()
     (failed,) = read_report(store).to_json()["failed_attempts"]
     assert (failed["round"], failed["error"]) == (2, "dc: the disk is full")
     assert read_report(store).to_json()["rounds"][1]["attempt"] == 2
 
 
-async def test_one_regime_that_fails_fails_the_attempt_of_both(with_ranks, place):
-    store, coordinator, ranks = await with_ranks("strategy.policy=hybrid", "rounds=1", "attempts=1")
-    place.faults["a"][1, 1] = "no power"
+async def test_one_regime_that_fails_fails_the_attempt_of_both(run_with_datacenter, deployment):
+    store, coordinator, datacenter = await run_with_datacenter(
+        "strategy.policy=hybrid", "rounds=1", "attempts=1"
+    )
+    deployment.faults["a"][1, 1] = "no power"
     with pytest.raises(UserError, match="a: no power"):
         await coordinator.run()
-    assert not ranks.asked[-1].close.finished  # it can be gone on with
+    assert not datacenter.requests[-1].close.finished  # it can be gone on with
     (failed,) = read_report(store).to_json()["failed_attempts"]
-    assert {receipt["participant"] for receipt in failed["receipts"]} >= set(place.names)
+    assert {receipt["participant"] for receipt in failed["receipts"]} >= set(deployment.names)
 
 
-async def test_no_device_is_asked_where_there_is_no_gradient(with_ranks, planned):
-    store, coordinator, ranks = await with_ranks(*planned([TRANSFER]), "attempts=1")
-    ranks.gradient = torch.full((LAYOUT.size,), float("nan"))
+async def test_no_device_is_asked_where_there_is_no_gradient(run_with_datacenter, planned):
+    store, coordinator, datacenter = await run_with_datacenter(*planned([TRANSFER]), "attempts=1")
+    datacenter.gradient = torch.full((LAYOUT.size,), float("nan"))
     with pytest.raises(UserError, match="its gradient is not finite"):
         await coordinator.run()
     (row,) = read_report(store).to_json()["failed_attempts"]
     assert [receipt["participant"] for receipt in row["receipts"]] == ["dc"]
 
 
-async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp_path, monkeypatch):
-    await place.listen()
+async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(
+    deployment, tmp_path, monkeypatch
+):
+    await deployment.start()
     policy = write_policy(tmp_path, "waits_briefly", WAITS.format(seconds=0.02, until=0.1))
-    store = place.create("run", policy, "budget=9")
+    store = deployment.create_run("run", policy, "budget=9")
     monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
 
     def full(elapsed):
@@ -128,5 +134,5 @@ async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(place, tmp
 
     store.save_elapsed = full
     with pytest.raises(UserError, match="could not be used: database or disk is full; repair it"):
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     assert store.status()[0] == "failed"

@@ -10,8 +10,8 @@ from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.views.report import read_report
 
 
-async def test_a_round_can_start_from_a_model_that_was_kept(place, planned, tmp_path):
-    await place.listen()
+async def test_a_round_can_start_from_a_model_that_was_kept(deployment, planned, tmp_path):
+    await deployment.start()
     plans = planned(
         [
             {"keep": {"warm": "current"}},
@@ -21,14 +21,14 @@ async def test_a_round_can_start_from_a_model_that_was_kept(place, planned, tmp_
             {},
         ]
     )
-    store = place.create("run", *plans)
+    store = deployment.create_run("run", *plans)
     seen = {}
 
     def keep_models(event):
         if isinstance(event, RoundCommitted):
             seen[event.record.round] = stored_models(store)
 
-    coordinator = Coordinator(store, place.link)
+    coordinator = Coordinator(store, deployment.link)
     coordinator.events.subscribe(keep_models)
     await coordinator.run()
     assert {"model-000001.safetensors", "model-000003.safetensors"} <= seen[3].keys()
@@ -41,20 +41,20 @@ async def test_a_round_can_start_from_a_model_that_was_kept(place, planned, tmp_
     assert (third - second).abs().max() > 0.001
 
 
-async def test_a_mix_of_two_models_is_half_of_each(place, planned, tmp_path):
-    await place.listen()
+async def test_a_mix_of_two_models_is_half_of_each(deployment, planned, tmp_path):
+    await deployment.start()
     plans = planned([{"keep": {"warm": "current"}}, {"start": "warm+initial"}])
-    store = place.create("run", *plans, "federated.local_steps=0")
-    coordinator = Coordinator(store, place.link)
+    store = deployment.create_run("run", *plans, "federated.local_steps=0")
+    coordinator = Coordinator(store, deployment.link)
     coordinator.model.vector.add_(1.0)  # so that the first round does not end where it began
     await coordinator.run()
     torch.testing.assert_close(coordinator.model.vector, initial_model(tmp_path) + 0.5)
 
 
-async def test_the_served_average_is_evaluated_and_handed_out(place):
-    await place.listen()
-    store = place.create("run", "strategy.served_average=0.9")
-    coordinator = Coordinator(store, place.link)
+async def test_the_served_average_is_evaluated_and_handed_out(deployment):
+    await deployment.start()
+    store = deployment.create_run("run", "strategy.served_average=0.9")
+    coordinator = Coordinator(store, deployment.link)
     final = await coordinator.run()
     written = (store.directory / "model.safetensors").read_bytes()
     assert final.model_sha256 == hashlib.sha256(written).hexdigest()
@@ -63,13 +63,13 @@ async def test_the_served_average_is_evaluated_and_handed_out(place):
     torch.testing.assert_close(LAYOUT.decode(bytearray(written)), coordinator.model.served_vector)
 
 
-async def test_with_a_served_average_the_datacenter_hands_back(with_ranks):
-    store, coordinator, ranks = await with_ranks(
+async def test_with_a_served_average_the_datacenter_hands_back(run_with_datacenter):
+    store, coordinator, datacenter = await run_with_datacenter(
         "strategy.policy=datacenter", "strategy.served_average=0.5", "rounds=2"
     )
     start = coordinator.model.initial()
     await coordinator.run()
-    work = training_requests(ranks)
+    work = training_requests(datacenter)
     assert [(one.hand_back, one.evaluate) for one in work] == [(True, False)] * 2
     assert [one.HasField("model") for one in work] == [True, False]
     torch.testing.assert_close(coordinator.model.served_vector, start - 0.075)

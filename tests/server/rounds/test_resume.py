@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 import torch
+from tests.server.deployment import Killed
 from tests.server.rounds.policies import TRANSFER, WAITS, write_policy
 from tests.server.rounds.results import LAYOUT, gradient_requests
+from tests.server.waiting import wait_until
 
 from isthmus.wire import link_pb2
 from isthmus_server.rounds import coordinator as coordinator_module
@@ -24,71 +26,75 @@ from isthmus_server.views.report import read_report
     ("kind", "round_"),
     [(RoundPlanned, 1), (RoundCommitted, 1), (RoundPlanned, 2), (RoundCommitted, 3)],
 )
-async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(place, kind, round_):
-    await place.listen()
+async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(deployment, kind, round_):
+    await deployment.start()
     momentum = (
         "strategy.server_optimizer.name=Adam",
         "strategy.server_optimizer.options={lr=0.05}",
     )
-    whole, final = await place.run("whole", *momentum)
+    whole, final = await deployment.run("whole", *momentum)
 
-    store = place.create("killed", *momentum)
-    again = await place.killed(Coordinator(store, place.link), kind, round_)
+    store = deployment.create_run("killed", *momentum)
+    again = await deployment.run_until_killed(Coordinator(store, deployment.link), kind, round_)
     assert again.status()[0] == "running"
     assert again.run_state().round == round_ - (kind is RoundPlanned)
-    resumed = await Coordinator(again, place.link).run()
+    resumed = await Coordinator(again, deployment.link).run()
     assert resumed.model_sha256 == final.model_sha256
     rows = read_report(again).to_json()["rounds"]
     assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
 
 
-async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(place):
+async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(deployment):
     """The datacenter has let go of its checkpoints by then."""
-    await place.listen()
-    store = place.create("run", "rounds=1")
-    final = await Coordinator(store, place.link).run()
-    again = place.reopen(store)
-    place.link.peers.clear()
-    assert await Coordinator(again, place.link).run() == final
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=1")
+    final = await Coordinator(store, deployment.link).run()
+    again = deployment.reopen(store)
+    deployment.link.peers.clear()
+    assert await Coordinator(again, deployment.link).run() == final
     assert read_report(again).to_json()["status"] == "finished"
 
 
-async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(with_ranks, place):
-    _, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
-    again = await place.killed(coordinator, RoundCommitted, 1)
+async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(
+    run_with_datacenter, deployment
+):
+    _, coordinator, _ = await run_with_datacenter("strategy.policy=alternate", "rounds=2")
+    again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
     assert again.run_state().model_in_datacenter
-    await Coordinator(again, place.link).run()
+    await Coordinator(again, deployment.link).run()
     assert [row["regime"] for row in read_report(again).to_json()["rounds"]] == [
         "datacenter",
         "federated",
     ]
 
 
-async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(with_ranks, place, net):
+async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(
+    run_with_datacenter, deployment, network
+):
     """After a restart of the server it may be back long after the devices."""
-    _, coordinator, ranks = await with_ranks(
+    _, coordinator, datacenter = await run_with_datacenter(
         "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
     )
-    again = await place.killed(coordinator, RoundCommitted, 1)
-    place.link.disconnect("dc", "it is away")
+    again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
+    deployment.link.disconnect("dc", "it is away")
     published = []
-    resumed = Coordinator(again, place.link)
+    resumed = Coordinator(again, deployment.link)
     resumed.events.subscribe(published.append)
     running = asyncio.create_task(resumed.run())
     waiting = WaitingForParticipants(clients=0, datacenters=1)
-    await net.until(lambda: waiting in published or running.done())
-    await net.join("dc", ranks.work, role=link_pb2.DATACENTER)
+    await wait_until(lambda: waiting in published or running.done())
+    await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
     final = await running
     assert read_report(again).to_json()["rounds"][1]["attempt"] == 1
     assert final.model_sha256 == read_report(again).to_json()["rounds"][1]["model_sha256"]
 
 
 async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(
-    place, net, monkeypatch
+    deployment, network, monkeypatch
 ):
     """They may have unmasked its sum, and refuse another one of nearly the same devices."""
     names = ("a", "b", "c", "d")
-    await place.listen(names=names)
+    await deployment.start(names=names)
     fewer = (
         "seed=3",
         "federated.clients=0",
@@ -96,72 +102,74 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
         "federated.quorum=3",
         "attempts=1",
     )
-    store = place.create("run", *fewer)
-    coordinator = Coordinator(store, place.link)
+    store = deployment.create_run("run", *fewer)
+    coordinator = Coordinator(store, deployment.link)
 
     async def require(regime):
         assert await coordinator.roster.wait_for(devices=names)
 
     def die(*_, **fields):
-        raise place.Killed
+        raise Killed
 
     monkeypatch.setattr(coordinator.roster, "require", require)
     with monkeypatch.context() as patched:
         patched.setattr(AttemptLog, "commit", die)  # the sum is unmasked by then
-        with pytest.raises(place.Killed):
+        with pytest.raises(Killed):
             await coordinator.run()
-    place.link.disconnect("d", "it is away")
+    deployment.link.disconnect("d", "it is away")
     published = []
-    again = Coordinator(place.reopen(store), place.link)
+    again = Coordinator(deployment.reopen(store), deployment.link)
     again.events.subscribe(published.append)
     running = asyncio.create_task(again.run())
     waiting = WaitingForParticipants(clients=4, datacenters=0)
-    await net.until(lambda: waiting in published or running.done())
-    net.call(place.device("e"), "e")  # nor is another one asked instead
-    net.call(place.device("f"), "f")
-    await net.until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())
-    net.call(place.device("d"), "d")
+    await wait_until(lambda: waiting in published or running.done())
+    network.dial(deployment.device("e"), "e")  # nor is another one asked instead
+    network.dial(deployment.device("f"), "f")
+    await wait_until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())
+    network.dial(deployment.device("d"), "d")
     await running
     receipts = read_report(again.store).to_json()["rounds"][0]["receipts"]
     assert [receipt["participant"] for receipt in receipts] == list(names)
 
 
 @pytest.mark.parametrize("at", [2, 3])
-async def test_kept_models_and_the_served_average_survive_a_crash(place, planned, at):
-    await place.listen()
+async def test_kept_models_and_the_served_average_survive_a_crash(deployment, planned, at):
+    await deployment.start()
     plans = planned([{"keep": {"warm": "served"}}, {}, {"start": "warm"}, {}])
     settings = (*plans, "strategy.served_average=0.9")
-    whole, final = await place.run("whole", *settings)
+    whole, final = await deployment.run("whole", *settings)
 
-    store = place.create("killed", *settings)
-    again = await place.killed(Coordinator(store, place.link), RoundCommitted, at)
-    resumed = await Coordinator(again, place.link).run()
+    store = deployment.create_run("killed", *settings)
+    again = await deployment.run_until_killed(
+        Coordinator(store, deployment.link), RoundCommitted, at
+    )
+    resumed = await Coordinator(again, deployment.link).run()
     assert resumed.model_sha256 == final.model_sha256
     shas = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
     assert shas == [row["model_sha256"] for row in whole["rounds"]]
 
 
-async def test_a_run_with_transfers_goes_on_after_a_crash(with_ranks, planned, place):
+async def test_a_run_with_transfers_goes_on_after_a_crash(run_with_datacenter, planned, deployment):
     plans = planned([TRANSFER, TRANSFER])
-    _, coordinator, ranks = await with_ranks(*plans)
-    ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
+    _, coordinator, datacenter = await run_with_datacenter(*plans)
+    datacenter.gradient = torch.linspace(-2, 3, LAYOUT.size)
     final = await coordinator.run()
 
-    store = place.create("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
-    again = await place.killed(Coordinator(store, place.link), RoundPlanned, 2)
-    resumed = await Coordinator(again, place.link).run()
+    store = deployment.create_run("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
+    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 2)
+    resumed = await Coordinator(again, deployment.link).run()
     assert resumed.model_sha256 == final.model_sha256
-    assert [one.from_step for one in gradient_requests(ranks)] == [0, 50, 0, 50]
+    assert [one.from_step for one in gradient_requests(datacenter)] == [0, 50, 0, 50]
 
 
 async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw(
-    place, tmp_path, monkeypatch
+    deployment, tmp_path, monkeypatch
 ):
-    await place.listen()
+    await deployment.start()
     policy = write_policy(tmp_path, "waits", WAITS.format(seconds=3600.0, until=50))
-    store = place.create("run", policy, "budget=9")
+    store = deployment.create_run("run", policy, "budget=9")
     monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
-    coordinator = Coordinator(store, place.link)
+    coordinator = Coordinator(store, deployment.link)
     now = coordinator.clock.now
     coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
     waiting = asyncio.Event()
@@ -173,8 +181,8 @@ async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw
     await noted.wait()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    again = place.reopen(store)
-    await Coordinator(again, place.link).run()
+    again = deployment.reopen(store)
+    await Coordinator(again, deployment.link).run()
     (stopped,) = [
         event for event in read_report(again).to_json()["events"] if event["kind"] == "stopped"
     ]

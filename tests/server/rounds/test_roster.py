@@ -5,6 +5,7 @@ import re
 
 import pytest
 from tests.server.rounds.results import invited_devices
+from tests.server.waiting import wait_until
 
 from isthmus.errors import UpdateError, UserError
 from isthmus.wire import link_pb2
@@ -16,14 +17,14 @@ from isthmus_server.storage.events import (
 from isthmus_server.views.report import read_report
 
 
-async def test_too_few_devices_are_one_sentence(place, net, clock):
-    await place.listen(names=("a",))
-    store = place.create("run", "federated.clients=3", "time.join_seconds=77")
-    coordinator = Coordinator(store, place.link)
+async def test_too_few_devices_are_one_sentence(deployment, network, timeouts):
+    await deployment.start(names=("a",))
+    store = deployment.create_run("run", "federated.clients=3", "time.join_seconds=77")
+    coordinator = Coordinator(store, deployment.link)
     running = asyncio.create_task(coordinator.run())
-    await net.until(lambda: coordinator.roster.clients)
-    await clock.over(77)  # for all that this machine starts
-    await clock.over(77)  # for those that the round needs
+    await wait_until(lambda: coordinator.roster.clients)
+    await timeouts.expire(77)  # for all that this machine starts
+    await timeouts.expire(77)  # for those that the round needs
     with pytest.raises(UserError) as caught:
         await running
     assert str(caught.value) == (
@@ -33,20 +34,20 @@ async def test_too_few_devices_are_one_sentence(place, net, clock):
     assert read_report(store).to_json()["status"] == "failed"
 
 
-async def test_a_device_that_declines_says_why(place):
-    await place.listen("""
+async def test_a_device_that_declines_says_why(deployment):
+    await deployment.start("""
         def local_data(self, participant):
             return rows(0 if participant.name == "b" else 20, seed=1)
     """)
-    store = place.create("run")
+    store = deployment.create_run("run")
     with pytest.raises(UserError, match=r"; b declined: local_data\(\) of b is empty"):
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     (event,) = (event for event in store.events() if isinstance(event, ParticipantDeclined))
     assert event.participant == "b"
 
 
-async def test_a_device_with_another_frozen_base_does_not_train(place):
-    await place.listen("""
+async def test_a_device_with_another_frozen_base_does_not_train(deployment):
+    await deployment.start("""
         def model(self):
             import os
 
@@ -59,17 +60,17 @@ async def test_a_device_with_another_frozen_base_does_not_train(place):
         "has other values here than there; is it loaded from the same file"
     )
     with pytest.raises(UserError, match=sentence):
-        await Coordinator(place.create("run"), place.link).run()
+        await Coordinator(deployment.create_run("run"), deployment.link).run()
 
 
-async def test_what_all_devices_decline_for_is_said_once_and_at_once(place):
-    await place.listen("""
+async def test_what_all_devices_decline_for_is_said_once_and_at_once(deployment):
+    await deployment.start("""
         def local_data(self, participant):
             raise OSError("the camera is off")
     """)
-    store = place.create("run", "federated.clients=3")
+    store = deployment.create_run("run", "federated.clients=3")
     with pytest.raises(UserError) as caught:
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     said = r"0 edge clients are ready .*quorum\); a, b, c declined: local_data\(\) .*camera is off"
     assert re.fullmatch(said, str(caught.value))
 
@@ -80,13 +81,13 @@ def test_hours_are_bounded_before_they_are_read(hours):
         _hours(link_pb2.Opened(hours=hours))
 
 
-async def test_examples_beside_which_nobody_else_s_would_count_are_refused(place, net):
-    async def work(guest, request, model):
+async def test_examples_beside_which_nobody_else_s_would_count_are_refused(deployment, network):
+    async def work(participant, request, model):
         return link_pb2.Reply(opened=link_pb2.Opened(examples=1 << 62)), None
 
-    await place.listen()
-    await net.join("liar", work)
-    report, _ = await place.run("run", "rounds=1")
+    await deployment.start()
+    await network.join("liar", work)
+    report, _ = await deployment.run("run", "rounds=1")
     assert invited_devices(report) == [["a", "b", "c"]]
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
     assert declined["participant"] == "liar"

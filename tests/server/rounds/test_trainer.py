@@ -25,36 +25,38 @@ PLAIN = "federated.secure_aggregation=false"
 BUFFERED = (PLAIN, "federated.mode=buffered", "federated.buffer={concurrency=3}")
 
 
-async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(with_ranks):
-    store, coordinator, ranks = await with_ranks("strategy.policy=alternate", "rounds=5")
+async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(run_with_datacenter):
+    store, coordinator, datacenter = await run_with_datacenter(
+        "strategy.policy=alternate", "rounds=5"
+    )
     final = await coordinator.run()
     report = read_report(store).to_json()
     regimes = [row["regime"] for row in report["rounds"]]
     assert regimes == ["datacenter", "federated", "datacenter", "federated", "datacenter"]
     assert [row["model_sha256"] is None for row in report["rounds"]] == [True, False] * 2 + [True]
-    asked = [request.WhichOneof("work") for request in ranks.asked]
+    asked = [request.WhichOneof("work") for request in datacenter.requests]
     assert asked == ["open", *["train_steps", "export"] * 3, "close"]
-    work = training_requests(ranks)
+    work = training_requests(datacenter)
     assert [(one.from_step, one.until_step) for one in work] == [(0, 50), (50, 100), (100, 150)]
     assert all(one.HasField("model") for one in work)
     assert not any(one.hand_back for one in work)
-    assert torch.equal(coordinator.model.vector, ranks.vector)
+    assert torch.equal(coordinator.model.vector, datacenter.vector)
     assert final.metrics == {"loss": 0.75, "accuracy": 0.5}
     assert report["rounds"][0]["cost"]["price"] == 0.5
-    assert ranks.asked[-1].close.finished
+    assert datacenter.requests[-1].close.finished
 
 
-async def test_datacenter_rounds_in_a_row_move_no_model(with_ranks):
-    store, coordinator, ranks = await with_ranks("strategy.policy=datacenter")
+async def test_datacenter_rounds_in_a_row_move_no_model(run_with_datacenter):
+    store, coordinator, datacenter = await run_with_datacenter("strategy.policy=datacenter")
     await coordinator.run()
-    work = training_requests(ranks)
+    work = training_requests(datacenter)
     assert [one.HasField("model") for one in work] == [True, False, False]
-    assert [request.WhichOneof("work") for request in ranks.asked].count("export") == 1
+    assert [request.WhichOneof("work") for request in datacenter.requests].count("export") == 1
     assert len(read_report(store).to_json()["rounds"]) == 3
 
 
-async def test_a_hybrid_round_merges_both_pseudo_gradients(with_ranks):
-    store, coordinator, _ = await with_ranks(
+async def test_a_hybrid_round_merges_both_pseudo_gradients(run_with_datacenter):
+    store, coordinator, _ = await run_with_datacenter(
         "strategy.policy=hybrid",
         "rounds=1",
         "strategy.datacenter_weight=0.25",
@@ -70,11 +72,11 @@ async def test_a_hybrid_round_merges_both_pseudo_gradients(with_ranks):
     assert row["training"].keys() == {"federated", "datacenter"}
 
 
-async def test_spilling_a_large_model_does_not_change_the_result(place, monkeypatch):
+async def test_spilling_a_large_model_does_not_change_the_result(deployment, monkeypatch):
     """Sent from its checkpoint, or in the first round from a file, and with failures."""
-    await place.listen()
-    place.faults["b"][2, 1] = "no power"
-    _, final = await place.run("small")
+    await deployment.start()
+    deployment.faults["b"][2, 1] = "no power"
+    _, final = await deployment.run("small")
     spills = []
     monkeypatch.setattr(trainer, "LARGE_BYTES", 0)
     monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
@@ -82,47 +84,47 @@ async def test_spilling_a_large_model_does_not_change_the_result(place, monkeypa
     monkeypatch.setattr(
         GlobalModel, "spill", lambda model, scratch: (spill(model, scratch), spills.append(1))
     )
-    report, same = await place.run("large")
+    report, same = await deployment.run("large")
     assert same.model_sha256 == final.model_sha256
     assert [row["attempt"] for row in report["rounds"]] == [1, 2, 1]
     assert len(spills) == 4
 
 
-async def test_the_optimizer_is_reset_where_a_plan_says_so(place, planned):
-    await place.listen()
+async def test_the_optimizer_is_reset_where_a_plan_says_so(deployment, planned):
+    await deployment.start()
     momentum = "strategy.server_optimizer.options={lr=1.0, momentum=0.9}"
     finals = []
     for name, plans in (
         ("kept", [{}, {}]),
         ("reset", [{}, {"reset_optimizer": True}]),
     ):
-        _, final = await place.run(name, *planned(plans), momentum)
+        _, final = await deployment.run(name, *planned(plans), momentum)
         finals.append(final.model_sha256)
-    _, without = await place.run("plain", *planned([{}, {}]))
+    _, without = await deployment.run("plain", *planned([{}, {}]))
     assert finals[0] != finals[1] == without.model_sha256
 
 
-async def test_the_step_is_scaled(place, planned, tmp_path):
-    await place.listen()
+async def test_the_step_is_scaled(deployment, planned, tmp_path):
+    await deployment.start()
     moved = []
     for name, scale in (("whole", 1.0), ("half", 0.5)):
-        store = place.create(name, *planned([{"step_scale": scale}]))
-        await Coordinator(store, place.link).run()
+        store = deployment.create_run(name, *planned([{"step_scale": scale}]))
+        await Coordinator(store, deployment.link).run()
         moved.append(stored_models(store)["model-000001.safetensors"] - initial_model(tmp_path))
     torch.testing.assert_close(moved[0] * 0.5, moved[1])
     assert moved[0].abs().max() > 0.01
 
 
-async def test_rounds_say_how_far_they_went(place):
-    await place.listen()
-    report, _ = await place.run("run", "rounds=1")
+async def test_rounds_say_how_far_they_went(deployment):
+    await deployment.start()
+    report, _ = await deployment.run("run", "rounds=1")
     (row,) = report["rounds"]
     assert row["norms"].keys() == {"federated"}
     assert row["norms"]["federated"] > 0
     assert row["cosine"] is None
 
 
-async def test_a_datacenter_round_hands_back_what_the_server_needs(with_ranks, planned):
+async def test_a_datacenter_round_hands_back_what_the_server_needs(run_with_datacenter, planned):
     plans = planned(
         [
             {"regime": "datacenter", "datacenter_steps": 10},
@@ -131,9 +133,9 @@ async def test_a_datacenter_round_hands_back_what_the_server_needs(with_ranks, p
             {"regime": "datacenter", "start": "warm"},
         ]
     )
-    store, coordinator, ranks = await with_ranks(*plans)
+    store, coordinator, datacenter = await run_with_datacenter(*plans)
     await coordinator.run()
-    work = training_requests(ranks)
+    work = training_requests(datacenter)
     assert [(one.from_step, one.until_step) for one in work] == [
         (0, 10),
         (10, 60),
@@ -151,18 +153,20 @@ async def test_a_datacenter_round_hands_back_what_the_server_needs(with_ranks, p
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, planned, sign):
+async def test_projecting_takes_out_what_points_against_the_fleet(
+    run_with_datacenter, planned, sign
+):
     plans = planned(
         [
             {"regime": "hybrid", "merge": "weighted"},
             {"regime": "hybrid", "merge": "projected", "start": "initial"},
         ]
     )
-    store, coordinator, ranks = await with_ranks(*plans)
-    ranks.rate = sign * torch.linspace(-0.001, 0.002, LAYOUT.size)
+    store, coordinator, datacenter = await run_with_datacenter(*plans)
+    datacenter.rate = sign * torch.linspace(-0.001, 0.002, LAYOUT.size)
     await coordinator.run()
     start, ends = coordinator.model.initial(), stored_models(store)
-    theirs = 50 * ranks.rate
+    theirs = 50 * datacenter.rate
     weighted = start - ends["model-000001.safetensors"]
     fleet = (weighted - 0.25 * theirs) / 0.75
     expected = 0.75 * fleet + 0.25 * merge.remove_conflict(theirs.clone(), fleet)
@@ -175,7 +179,7 @@ async def test_projecting_takes_out_what_points_against_the_fleet(with_ranks, pl
 
 
 @pytest.mark.parametrize("how", [(), (PLAIN,), BUFFERED], ids=["secure", "plain", "buffered"])
-async def test_devices_take_the_datacenters_gradient_along(with_ranks, planned, how):
+async def test_devices_take_the_datacenters_gradient_along(run_with_datacenter, planned, how):
     """By hand: with plain descent at rate 0.1, a device goes 0.1 x weight x gradient further."""
     plans = planned(
         [
@@ -185,8 +189,10 @@ async def test_devices_take_the_datacenters_gradient_along(with_ranks, planned, 
             {"regime": "datacenter"},
         ]
     )
-    store, coordinator, ranks = await with_ranks(*plans, *how, "strategy.transfer_weight=0.25")
-    ranks.gradient = torch.linspace(-2, 3, LAYOUT.size)
+    store, coordinator, datacenter = await run_with_datacenter(
+        *plans, *how, "strategy.transfer_weight=0.25"
+    )
+    datacenter.gradient = torch.linspace(-2, 3, LAYOUT.size)
     seen = {}
 
     def keep_model(event):
@@ -198,15 +204,17 @@ async def test_devices_take_the_datacenters_gradient_along(with_ranks, planned, 
     await coordinator.run()
     for round_, weight in ((2, 0.5), (3, 0.25)):
         further = seen[1] - seen[round_]
-        torch.testing.assert_close(further, 0.1 * weight * ranks.gradient, atol=2e-6, rtol=1e-5)
-    asked = gradient_requests(ranks)
+        torch.testing.assert_close(
+            further, 0.1 * weight * datacenter.gradient, atol=2e-6, rtol=1e-5
+        )
+    asked = gradient_requests(datacenter)
     assert [(one.from_step, one.until_step) for one in asked] == [(0, 7), (7, 57)]
-    (trained,) = training_requests(ranks)
+    (trained,) = training_requests(datacenter)
     assert (trained.from_step, trained.HasField("model")) == (0, True)
     rows = read_report(store).to_json()["rounds"]
     assert [row["cost"]["price"] for row in rows] == pytest.approx([3, 3.07, 3.5, 0.5])
     assert [row["participants"]["accepted"] for row in rows] == [3, 4, 4, 1]
-    assert rows[1]["norms"]["datacenter"] == pytest.approx(float(0.5 * ranks.gradient.norm()))
+    assert rows[1]["norms"]["datacenter"] == pytest.approx(float(0.5 * datacenter.gradient.norm()))
     assert rows[1]["training"]["datacenter"] == {"loss": 1.0}
     devices = [row for row in rows[1]["receipts"] if row["regime"] == "federated"]
     assert {device["bytes_out"] for device in devices} == {2 * LAYOUT.nbytes}

@@ -126,9 +126,9 @@ def test_a_subscriber_that_raises_is_dropped_with_a_warning(caplog):
     assert "this view is broken" in caplog.text
 
 
-async def test_a_view_that_fails_does_not_end_a_run(place):
-    await place.listen()
+async def test_a_view_that_fails_does_not_end_a_run(deployment):
+    await deployment.start()
     events = EventStream()
     events.subscribe(lambda event: 1 / 0)
-    report, _ = await place.run("run", "rounds=1", events=events)
+    report, _ = await deployment.run("run", "rounds=1", events=events)
     assert report["status"] == "finished"

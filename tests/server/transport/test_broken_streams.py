@@ -5,7 +5,14 @@ import threading
 
 import pytest
 from tests.server.listeners import attached
-from tests.server.work import answering, pattern, payload_of, train, waiting
+from tests.server.scripted_participant import (
+    delayed,
+    pattern,
+    payload_of,
+    replying,
+    training_request,
+)
+from tests.server.waiting import wait_until
 
 from isthmus.transport.blobs import CHUNK_BYTES, describe, into
 from isthmus.transport.stream import Stream
@@ -32,7 +39,7 @@ class HeldWrite:
         self.written.append(offset)
 
 
-async def test_an_aborted_stream_ends_even_if_grpc_reports_an_error(net, monkeypatch):
+async def test_an_aborted_stream_ends_even_if_grpc_reports_an_error(network, monkeypatch):
     received = Stream.receive
 
     async def swallowing(*arguments, **named):
@@ -42,75 +49,79 @@ async def test_an_aborted_stream_ends_even_if_grpc_reports_an_error(net, monkeyp
             raise asyncio.InvalidStateError("the call is over") from None
 
     monkeypatch.setattr(Stream, "receive", swallowing)
-    await net.listen()
-    guest = await net.join("a", answering(examples=1))
-    guest.link.cancel()
-    await asyncio.wait([guest.link])
-    assert guest.link.cancelled()
+    await network.listen()
+    participant = await network.join("a", replying(examples=1))
+    participant.connection.cancel()
+    await asyncio.wait([participant.connection])
+    assert participant.connection.cancelled()
 
 
-async def test_a_participant_that_does_not_read_does_not_delay_others(net, monkeypatch):
+async def test_a_participant_that_does_not_read_does_not_delay_others(network, monkeypatch):
     monkeypatch.setattr(limits, "ABORT_SECONDS", 0.1)
-    link = await net.listen()
-    async with net.raw(options=[("grpc.http2.lookahead_bytes", 0)]) as (_, send, receive):
+    link = await network.listen()
+    async with network.raw_stream(options=[("grpc.http2.lookahead_bytes", 0)]) as (
+        _,
+        send,
+        receive,
+    ):
         await receive("welcome")
         stream = link.peers["raw"].stream
-        asked = train(link)
+        asked = training_request(link)
         asked.train_local.secure = bytes(2 << 20)
         asking = asyncio.create_task(link.ask("raw", asked))
-        await net.until(stream._sending.locked)
+        await wait_until(stream._sending.locked)
         asking.cancel()
         done, _ = await asyncio.wait([asking], timeout=100)
         assert done
         await send(progress=link_pb2.Progress())
         link.disconnect("raw", "revoked")
-        await net.until(lambda: not link._streams)  # it is not waited for either
+        await wait_until(lambda: not link._streams)  # it is not waited for either
 
 
-async def test_an_interrupted_model_transfer_resumes_at_its_chunk(net):
-    link = await net.listen()
+async def test_an_interrupted_model_transfer_resumes_at_its_chunk(network):
+    link = await network.listen()
     payload = payload_of(5 * CHUNK_BYTES)
     blob = describe(payload)
     link.publish(blob, payload)
-    wire, port = await net.wire()
-    wire.next["down"] = 5 * CHUNK_BYTES // 2
-    guest = await net.join("a", answering(), port)
-    asking = asyncio.create_task(link.ask("a", train(link, blob)))
-    await wire.stalled.wait()
+    proxy, port = await network.start_proxy()
+    proxy.next_limits["down"] = 5 * CHUNK_BYTES // 2
+    participant = await network.join("a", replying(), port)
+    asking = asyncio.create_task(link.ask("a", training_request(link, blob)))
+    await proxy.stalled.wait()
     arrived = 2 * CHUNK_BYTES
-    await net.until(lambda: guest.buffers[0][:arrived] == payload[:arrived])
-    wire.cut()
+    await wait_until(lambda: participant.buffers[0][:arrived] == payload[:arrived])
+    proxy.cut()
     reply = await asking
     assert reply.WhichOneof("outcome") == "trained"
-    assert guest.buffers == [payload]
-    assert len(guest.asked) == 1
-    assert wire.carried[1]["down"] < 3.5 * CHUNK_BYTES
+    assert participant.buffers == [payload]
+    assert len(participant.requests) == 1
+    assert proxy.carried[1]["down"] < 3.5 * CHUNK_BYTES
 
 
-async def test_an_interrupted_result_transfer_resumes_at_its_chunk(net):
-    link = await net.listen()
+async def test_an_interrupted_result_transfer_resumes_at_its_chunk(network):
+    link = await network.listen()
     payload = payload_of(5 * CHUNK_BYTES)
-    wire, port = await net.wire()
-    wire.next["up"] = 5 * CHUNK_BYTES // 2
-    guest = await net.join("a", answering(payload), port)
-    reply = await link.ask("a", train(link))
+    proxy, port = await network.start_proxy()
+    proxy.next_limits["up"] = 5 * CHUNK_BYTES // 2
+    participant = await network.join("a", replying(payload), port)
+    reply = await link.ask("a", training_request(link))
     back = bytearray(len(payload))
     fetching = asyncio.create_task(link.fetch("a", reply.trained.result, into(back)))
-    await wire.stalled.wait()
-    await net.until(lambda: link.peers["a"].bytes_in >= 2 * CHUNK_BYTES)
-    wire.cut()
+    await proxy.stalled.wait()
+    await wait_until(lambda: link.peers["a"].bytes_in >= 2 * CHUNK_BYTES)
+    proxy.cut()
     await fetching
     assert back == payload
-    assert len(guest.asked) == 1
-    assert wire.carried[1]["up"] < 3.5 * CHUNK_BYTES
+    assert len(participant.requests) == 1
+    assert proxy.carried[1]["up"] < 3.5 * CHUNK_BYTES
 
 
-async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
+async def test_nothing_is_written_after_a_fetch_has_ended(network, monkeypatch):
     monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
-    link = await net.listen()
+    link = await network.listen()
     payload = payload_of(3 * CHUNK_BYTES)
-    await net.join("a", answering(payload))
-    reply = await link.ask("a", train(link))
+    await network.join("a", replying(payload))
+    reply = await link.ask("a", training_request(link))
     held = HeldWrite()
     fetching = asyncio.create_task(link.fetch("a", reply.trained.result, held))
     await held.begun.wait()
@@ -123,20 +134,20 @@ async def test_nothing_is_written_after_a_fetch_has_ended(net, monkeypatch):
     assert held.written == [0]
 
 
-async def test_a_blob_is_not_sent_further_after_its_acknowledgement(net, monkeypatch):
+async def test_a_blob_is_not_sent_further_after_its_acknowledgement(network, monkeypatch):
     monkeypatch.setattr(peer, "THREAD_CHUNK_BYTES", 1)
-    link = await net.listen()
+    link = await network.listen()
     payload = pattern(64 * CHUNK_BYTES)  # more than is ever on its way at once
-    guest = await net.join("a", answering(payload))
-    reply = await link.ask("a", train(link))
+    participant = await network.join("a", replying(payload))
+    reply = await link.ask("a", training_request(link))
     held = HeldWrite()
     fetching = asyncio.create_task(link.fetch("a", reply.trained.result, held))
     await held.begun.wait()
     link.acknowledge("a", reply.id, True)
-    await net.until(lambda: guest.receipts)
+    await wait_until(lambda: participant.receipts)
     held.released.set()
     for _ in range(64):  # replies and chunks take turns
-        asked = train(link)
+        asked = training_request(link)
         await link.ask("a", asked)
         link.acknowledge("a", asked.id, True)
     fetching.cancel()
@@ -144,131 +155,133 @@ async def test_a_blob_is_not_sent_further_after_its_acknowledgement(net, monkeyp
     assert 0 < len(held.written) < 32
 
 
-async def test_work_continues_while_the_stream_is_broken_and_runs_once(net):
-    link = await net.listen()
+async def test_work_continues_while_the_stream_is_broken_and_runs_once(network):
+    link = await network.listen()
     released = asyncio.Event()
-    wire, port = await net.wire()
-    guest = await net.join("a", waiting(answering(examples=3), released), port)
+    proxy, port = await network.start_proxy()
+    participant = await network.join("a", delayed(replying(examples=3), released), port)
     listener = attached(link)
-    asking = asyncio.create_task(link.ask("a", train(link)))
-    await net.until(lambda: guest.asked)
-    wire.cut(for_good=True)
-    await net.until(lambda: link.peers["a"].stream is None)
+    asking = asyncio.create_task(link.ask("a", training_request(link)))
+    await wait_until(lambda: participant.requests)
+    proxy.cut(for_good=True)
+    await wait_until(lambda: link.peers["a"].stream is None)
     released.set()
-    wire.refusing = False
+    proxy.refusing = False
     reply = await asking
     assert reply.trained.examples == 3
-    assert len(guest.asked) == 1
+    assert len(participant.requests) == 1
     assert listener.left_reasons == []
 
 
-async def test_a_participant_without_a_stream_for_a_lease_drops_its_requests(net, clock):
-    link = await net.listen(LONG)
-    wire, port = await net.wire()
-    guest = await net.join("a", answering(b"result"), port)
-    await link.ask("a", train(link))  # never acknowledged
-    wire.cut(for_good=True)
-    await clock.over(LONG)
+async def test_a_participant_without_a_stream_for_a_lease_drops_its_requests(network, timeouts):
+    link = await network.listen(LONG)
+    proxy, port = await network.start_proxy()
+    participant = await network.join("a", replying(b"result"), port)
+    await link.ask("a", training_request(link))  # never acknowledged
+    proxy.cut(for_good=True)
+    await timeouts.expire(LONG)
     assert "a" not in link.peers
-    wire.refusing = False
-    await net.until(lambda: guest.receipts)
-    assert guest.receipts == [(False, "the server did not hear of this participant for too long")]
-    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+    proxy.refusing = False
+    await wait_until(lambda: participant.receipts)
+    assert participant.receipts == [
+        (False, "the server did not hear of this participant for too long")
+    ]
+    assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"
 
 
-async def test_a_restarted_server_gets_replies_to_its_own_requests_only(net):
-    link = await net.listen()
+async def test_a_restarted_server_gets_replies_to_its_own_requests_only(network):
+    link = await network.listen()
     released = asyncio.Event()
-    wire, port = await net.wire()
-    guest = await net.join("a", answering(examples=3), port)
-    done = train(link)
+    proxy, port = await network.start_proxy()
+    participant = await network.join("a", replying(examples=3), port)
+    done = training_request(link)
     await link.ask("a", done)  # never acknowledged
-    guest.answer = waiting(answering(examples=4), released)
-    running = train(link)
+    participant.respond = delayed(replying(examples=4), released)
+    running = training_request(link)
     asking = asyncio.create_task(link.ask("a", running))
-    await net.until(lambda: len(guest.asked) == 2)
-    wire.cut(for_good=True)
+    await wait_until(lambda: len(participant.requests) == 2)
+    proxy.cut(for_good=True)
     asking.cancel()
     await link.stop()
 
-    again = await net.listen()
-    wire.target = net.port
-    wire.refusing = False
-    await net.until(lambda: "a" in again.peers)
-    await net.until(lambda: guest.cancelled == [running.id])
-    assert guest.receipts == [(False, "the server was started anew")]
+    again = await network.listen()
+    proxy.target = network.port
+    proxy.refusing = False
+    await wait_until(lambda: "a" in again.peers)
+    await wait_until(lambda: participant.cancelled == [running.id])
+    assert participant.receipts == [(False, "the server was started anew")]
     released.set()
-    await net.until(lambda: len(guest.receipts) == 2)
-    guest.answer = answering(examples=5)
-    for request in (train(again), train(again)):
+    await wait_until(lambda: len(participant.receipts) == 2)
+    participant.respond = replying(examples=5)
+    for request in (training_request(again), training_request(again)):
         assert request.id not in (done.id, running.id)
         assert (await again.ask("a", request)).trained.examples == 5
-    assert len(guest.asked) == 4
+    assert len(participant.requests) == 4
 
 
-async def test_a_request_made_while_the_stream_is_broken_is_sent_on_the_next_stream(net):
-    link = await net.listen()
-    wire, port = await net.wire()
-    guest = await net.join("a", answering(b"result"), port)
-    await link.ask("a", train(link))
-    wire.cut(for_good=True)
-    await net.until(lambda: link.peers["a"].stream is None)
-    asking = asyncio.create_task(link.ask("a", train(link)))
+async def test_a_request_made_while_the_stream_is_broken_is_sent_on_the_next_stream(network):
+    link = await network.listen()
+    proxy, port = await network.start_proxy()
+    participant = await network.join("a", replying(b"result"), port)
+    await link.ask("a", training_request(link))
+    proxy.cut(for_good=True)
+    await wait_until(lambda: link.peers["a"].stream is None)
+    asking = asyncio.create_task(link.ask("a", training_request(link)))
     back = bytearray(6)
     fetching = asyncio.create_task(link.fetch("a", describe(b"result"), into(back)))
-    wire.refusing = False
+    proxy.refusing = False
     await asking
     await fetching
     assert back == b"result"
-    assert len(guest.asked) == 2
+    assert len(participant.requests) == 2
 
 
 @pytest.mark.parametrize("break_", ["while it is told", "before it is told"])
-async def test_a_receipt_is_delivered_across_a_broken_stream_exactly_once(net, break_):
-    link = await net.listen(60.0)
-    wire, port = await net.wire()
-    guest = await net.join("a", answering(b"result"), port)
-    requests = [train(link) for _ in range(3)]
+async def test_a_receipt_is_delivered_across_a_broken_stream_exactly_once(network, break_):
+    link = await network.listen(60.0)
+    proxy, port = await network.start_proxy()
+    participant = await network.join("a", replying(b"result"), port)
+    requests = [training_request(link) for _ in range(3)]
     for request in requests:
         await link.ask("a", request)
     if break_ == "before it is told":
-        wire.cut(for_good=True)
-        await net.until(lambda: link.peers["a"].stream is None)
+        proxy.cut(for_good=True)
+        await wait_until(lambda: link.peers["a"].stream is None)
     else:
-        wire.limits["down"] = wire.carried[0]["down"] + 10  # and then they are swallowed
+        proxy.limits["down"] = proxy.carried[0]["down"] + 10  # and then they are swallowed
     link.acknowledge("a", requests[0].id, True)
     link.acknowledge("a", requests[1].id, False, "out of step")
     if break_ == "while it is told":
-        await wire.stalled.wait()
-    assert guest.receipts == []
-    wire.cut()
-    await net.until(lambda: len(guest.receipts) == 2)
-    wire.cut()
+        await proxy.stalled.wait()
+    assert participant.receipts == []
+    proxy.cut()
+    await wait_until(lambda: len(participant.receipts) == 2)
+    proxy.cut()
     link.acknowledge("a", requests[2].id, True)
-    await net.until(lambda: len(guest.receipts) == 3)
-    assert guest.receipts == [(True, ""), (False, "out of step"), (True, "")]
-    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+    await wait_until(lambda: len(participant.receipts) == 3)
+    assert participant.receipts == [(True, ""), (False, "out of step"), (True, "")]
+    assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["waits for its model", "has replied"])
-async def test_a_request_cancelled_while_the_stream_is_broken_is_released(net, done):
-    link = await net.listen(60.0)
+async def test_a_request_cancelled_while_the_stream_is_broken_is_released(network, done):
+    link = await network.listen(60.0)
     payload = payload_of(2 * CHUNK_BYTES)
     blob = describe(payload)
     link.publish(blob, payload)
     released = asyncio.Event()
-    wire, port = await net.wire()
+    proxy, port = await network.start_proxy()
     if not done:
-        wire.next["down"] = CHUNK_BYTES
-    guest = await net.join("a", waiting(answering(b"result"), released), port)
-    asking = asyncio.create_task(link.ask("a", train(link, blob)))
-    await net.until(lambda: guest.asked if done else guest.buffers)
-    wire.cut(for_good=True)
-    await net.until(lambda: link.peers["a"].stream is None)
+        proxy.next_limits["down"] = CHUNK_BYTES
+    participant = await network.join("a", delayed(replying(b"result"), released), port)
+    asking = asyncio.create_task(link.ask("a", training_request(link, blob)))
+    await wait_until(lambda: participant.requests if done else participant.buffers)
+    proxy.cut(for_good=True)
+    await wait_until(lambda: link.peers["a"].stream is None)
     released.set()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    wire.refusing = False
-    await net.until(lambda: guest.receipts)  # whatever it took for the request can go
-    assert len(guest.asked) == done
-    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+    proxy.refusing = False
+    await wait_until(lambda: participant.receipts)  # whatever it took for the request can go
+    assert len(participant.requests) == done
+    assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"

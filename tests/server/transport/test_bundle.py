@@ -10,14 +10,16 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.transport.bundle import published
 
 
-async def test_a_full_disk_is_an_error_and_does_not_kill_the_process(net, tmp_path, monkeypatch):
+async def test_a_full_disk_is_an_error_and_does_not_kill_the_process(
+    network, tmp_path, monkeypatch
+):
     """Where a page of a mapped file cannot be written, the kernel ends the process."""
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    link, layout = await net.listen(), TensorLayout.from_shapes({"weight": (4,)})
+    link, layout = await network.listen(), TensorLayout.from_shapes({"weight": (4,)})
     with pytest.raises(OSError, match="No space left"):
         async with published(link, layout, tmp_path, [torch.ones(4)], 1):
             raise AssertionError("unreachable")

@@ -3,9 +3,15 @@
 import asyncio
 
 import pytest
-from tests.server.conftest import Guest
 from tests.server.listeners import attached
-from tests.server.work import answering, payload_of, train, waiting
+from tests.server.scripted_participant import (
+    ScriptedParticipant,
+    delayed,
+    payload_of,
+    replying,
+    training_request,
+)
+from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost
 from isthmus.transport import backoff, uplink
@@ -19,110 +25,110 @@ LONG = 99.0
 """Is over when the test says so."""
 
 
-async def test_a_participant_with_a_broken_stream_is_lost_after_a_lease(net, clock):
-    link = await net.listen(LONG)
+async def test_a_participant_with_a_broken_stream_is_lost_after_a_lease(network, timeouts):
+    link = await network.listen(LONG)
     payload = payload_of(3 * CHUNK_BYTES)
-    wire, port = await net.wire()
-    guest = await net.join("a", answering(payload), port)
+    proxy, port = await network.start_proxy()
+    participant = await network.join("a", replying(payload), port)
     listener = attached(link)
-    reply = await link.ask("a", train(link))
-    wire.limits["up"] = 0
+    reply = await link.ask("a", training_request(link))
+    proxy.limits["up"] = 0
     fetching = asyncio.create_task(
         link.fetch("a", reply.trained.result, into(bytearray(len(payload))))
     )
-    guest.answer = waiting(answering(), asyncio.Event())
-    asking = asyncio.create_task(link.ask("a", train(link)))
-    await net.until(lambda: len(guest.asked) == 2)
-    wire.cut(for_good=True)
-    await clock.over(LONG)
+    participant.respond = delayed(replying(), asyncio.Event())
+    asking = asyncio.create_task(link.ask("a", training_request(link)))
+    await wait_until(lambda: len(participant.requests) == 2)
+    proxy.cut(for_good=True)
+    await timeouts.expire(LONG)
     for pending in (asking, fetching):
         with pytest.raises(ParticipantLost, match=r"^lost: silent for longer than the lease of 99"):
             await pending
-    await net.until(lambda: listener.left_reasons)
+    await wait_until(lambda: listener.left_reasons)
     assert listener.left_reasons == [("a", "lost: silent for longer than the lease of 99 s")]
     assert link.peers == {}
 
 
-async def test_a_participant_that_is_connected_and_silent_is_lost(net):
-    link = await net.listen(LEASE)
-    async with net.raw() as (_, _, receive):
+async def test_a_participant_that_is_connected_and_silent_is_lost(network):
+    link = await network.listen(LEASE)
+    async with network.raw_stream() as (_, _, receive):
         await receive("welcome")
-        asking = asyncio.create_task(link.ask("raw", train(link)))
+        asking = asyncio.create_task(link.ask("raw", training_request(link)))
         await receive("request")
         with pytest.raises(ParticipantLost, match="silent for longer than the lease"):
             await asking
 
 
-async def test_pings_keep_both_sides_alive(net):
-    link = await net.listen(LEASE)
+async def test_pings_keep_both_sides_alive(network):
+    link = await network.listen(LEASE)
     released = asyncio.Event()
     listener = attached(link)
-    guest = await net.join("a", waiting(answering(), released))
+    participant = await network.join("a", delayed(replying(), released))
     peer = link.peers["a"]
     stream = peer.stream
-    asking = asyncio.create_task(link.ask("a", train(link)))
+    asking = asyncio.create_task(link.ask("a", training_request(link)))
     asyncio.get_running_loop().call_later(2 * LEASE, released.set)
     await asking
     assert listener.left_reasons == []
     assert peer.stream is stream
-    assert len(guest.asked) == 1
+    assert len(participant.requests) == 1
 
 
-async def test_a_participant_reconnects_to_a_silent_server(net):
-    link = await net.listen(LEASE)
-    wire, port = await net.wire()
-    await net.join("a", answering(), port)
-    await link.ask("a", train(link))  # it has had its welcome
-    wire.limits["down"] = 0
-    await net.until(lambda: len(wire.carried) >= 2)
-    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+async def test_a_participant_reconnects_to_a_silent_server(network):
+    link = await network.listen(LEASE)
+    proxy, port = await network.start_proxy()
+    await network.join("a", replying(), port)
+    await link.ask("a", training_request(link))  # it has had its welcome
+    proxy.limits["down"] = 0
+    await wait_until(lambda: len(proxy.carried) >= 2)
+    assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"
 
 
-async def test_a_participant_reconnects_to_a_server_that_never_replied(net, monkeypatch):
+async def test_a_participant_reconnects_to_a_server_that_never_replied(network, monkeypatch):
     monkeypatch.setattr(uplink, "_WELCOME_SECONDS", LEASE)
-    link = await net.listen(LEASE)
-    wire, port = await net.wire()
-    wire.next["down"] = 20  # less than what gRPC wants to hear first
-    await net.join("a", answering(), port)
-    assert len(wire.carried) >= 2
-    assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
+    link = await network.listen(LEASE)
+    proxy, port = await network.start_proxy()
+    proxy.next_limits["down"] = 20  # less than what gRPC wants to hear first
+    await network.join("a", replying(), port)
+    assert len(proxy.carried) >= 2
+    assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"
 
 
-async def test_a_participant_reconnects_at_once_after_each_of_many_breaks(net, monkeypatch):
+async def test_a_participant_reconnects_at_once_after_each_of_many_breaks(network, monkeypatch):
     monkeypatch.setattr(backoff, "STABLE_SECONDS", 0.0)
-    link = await net.listen()
-    wire, port = await net.wire()
-    guest = Guest(answering())
-    dialling = Uplink(f"127.0.0.1:{port}", "a", link_pb2.CLIENT, guest, longest_pause=60.0)
-    net.guests.append(asyncio.create_task(dialling.run()))
+    link = await network.listen()
+    proxy, port = await network.start_proxy()
+    participant = ScriptedParticipant(replying())
+    dialling = Uplink(f"127.0.0.1:{port}", "a", link_pb2.CLIENT, participant, longest_pause=60.0)
+    network.connections.append(asyncio.create_task(dialling.run()))
     for breaks in range(12):
-        await net.until(lambda breaks=breaks: len(wire.carried) > breaks and "a" in link.peers)
-        assert (await link.ask("a", train(link))).WhichOneof("outcome") == "trained"
-        wire.cut()
+        await wait_until(lambda breaks=breaks: len(proxy.carried) > breaks and "a" in link.peers)
+        assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"
+        proxy.cut()
 
 
-async def test_a_participant_restarted_as_a_new_process_has_lost_its_work(net):
-    link = await net.listen()
-    guest = await net.join("a", waiting(answering(), asyncio.Event()))
+async def test_a_participant_restarted_as_a_new_process_has_lost_its_work(network):
+    link = await network.listen()
+    participant = await network.join("a", delayed(replying(), asyncio.Event()))
     listener = attached(link)
-    asking = asyncio.create_task(link.ask("a", train(link)))
-    await net.until(lambda: guest.asked)
-    await guest.leave()
-    await net.until(lambda: link.peers["a"].stream is None)
-    await net.join("a", answering(examples=5))
+    asking = asyncio.create_task(link.ask("a", training_request(link)))
+    await wait_until(lambda: participant.requests)
+    await participant.disconnect()
+    await wait_until(lambda: link.peers["a"].stream is None)
+    await network.join("a", replying(examples=5))
     with pytest.raises(ParticipantLost, match=r"^lost: its process ended, and a new one has come"):
         await asking
-    await net.until(lambda: listener.joined_instances)
+    await wait_until(lambda: listener.joined_instances)
     assert len(listener.left_reasons) == len(listener.joined_instances) == 1
-    assert (await link.ask("a", train(link))).trained.examples == 5
+    assert (await link.ask("a", training_request(link))).trained.examples == 5
 
 
-async def test_a_repeated_reply_is_used_once(net):
+async def test_a_repeated_reply_is_used_once(network):
     # As when a participant finishes just while the server, after a break, asks again.
-    link = await net.listen()
-    async with net.raw() as (_, send, receive):
+    link = await network.listen()
+    async with network.raw_stream() as (_, send, receive):
         await receive("welcome")
-        request = train(link)
+        request = training_request(link)
         asking = asyncio.create_task(link.ask("raw", request))
         await receive("request")
         reply = link_pb2.Reply(id=request.id, trained=link_pb2.Trained(result=describe(b"x")))
@@ -139,27 +145,29 @@ async def test_a_repeated_reply_is_used_once(net):
         assert not (await receive("receipt")).accepted
 
 
-async def test_an_abandoned_download_does_not_disturb_the_next(net):
-    link = await net.listen()
+async def test_an_abandoned_download_does_not_disturb_the_next(network):
+    link = await network.listen()
     payload = payload_of(5 * CHUNK_BYTES)
     blob = describe(payload)
     link.publish(blob, payload)
-    wire, port = await net.wire()
-    wire.next["down"] = CHUNK_BYTES // 2
-    guest = await net.join("a", answering(), port)
-    first = asyncio.create_task(link.ask("a", train(link, blob)))
-    await wire.stalled.wait()
-    await net.until(lambda: guest.buffers)
-    wire.cut(for_good=True)
-    await net.until(lambda: link.peers["a"].stream is None)
+    proxy, port = await network.start_proxy()
+    proxy.next_limits["down"] = CHUNK_BYTES // 2
+    participant = await network.join("a", replying(), port)
+    first = asyncio.create_task(link.ask("a", training_request(link, blob)))
+    await proxy.stalled.wait()
+    await wait_until(lambda: participant.buffers)
+    proxy.cut(for_good=True)
+    await wait_until(lambda: link.peers["a"].stream is None)
     first.cancel()
-    wire.next["down"] = 5 * CHUNK_BYTES // 2
-    wire.stalled.clear()
-    wire.refusing = False
-    second = asyncio.create_task(link.ask("a", train(link, blob)))
-    await wire.stalled.wait()
-    await net.until(lambda: guest.buffers[-1][: 2 * CHUNK_BYTES] == payload[: 2 * CHUNK_BYTES])
-    wire.cut()
+    proxy.next_limits["down"] = 5 * CHUNK_BYTES // 2
+    proxy.stalled.clear()
+    proxy.refusing = False
+    second = asyncio.create_task(link.ask("a", training_request(link, blob)))
+    await proxy.stalled.wait()
+    await wait_until(
+        lambda: participant.buffers[-1][: 2 * CHUNK_BYTES] == payload[: 2 * CHUNK_BYTES]
+    )
+    proxy.cut()
     await second
-    assert len(guest.asked) == 1
-    assert len(wire.carried) == 3
+    assert len(participant.requests) == 1
+    assert len(proxy.carried) == 3

@@ -5,7 +5,9 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from tests.server.work import answering, train
+from tests.server.loopback import refusal
+from tests.server.scripted_participant import replying, training_request
+from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused
 from isthmus.transport import uplink
@@ -22,37 +24,37 @@ LEASE = 99.0
 _NAMES = "a hello needs a name and an instance of 1 to 128 characters each"
 
 
-async def test_a_name_is_taken_while_its_participant_is_connected(net):
-    link = await net.listen()
-    first = await net.join("a", answering(examples=1))
-    async with net.raw(name="a", instance="another") as (call, _, _):
-        code, sentence = await net.refusal(call)
+async def test_a_name_is_taken_while_its_participant_is_connected(network):
+    link = await network.listen()
+    first = await network.join("a", replying(examples=1))
+    async with network.raw_stream(name="a", instance="another") as (call, _, _):
+        code, sentence = await refusal(call)
         assert code == grpc.StatusCode.ABORTED
         assert sentence == "a participant named 'a' is connected"
-    assert (await link.ask("a", train(link))).trained.examples == 1
+    assert (await link.ask("a", training_request(link))).trained.examples == 1
     mine = link.peers["a"].instance
-    second = await net.join("a", answering(examples=2))  # keeps trying
-    await first.leave()
-    await net.until(lambda: link.peers["a"].instance != mine)
-    assert (await link.ask("a", train(link))).trained.examples == 2
-    assert len(second.asked) == 1
+    second = await network.join("a", replying(examples=2))  # keeps trying
+    await first.disconnect()
+    await wait_until(lambda: link.peers["a"].instance != mine)
+    assert (await link.ask("a", training_request(link))).trained.examples == 2
+    assert len(second.requests) == 1
 
 
-async def test_an_unsupported_link_version_is_refused_permanently(net, monkeypatch):
-    await net.listen()
+async def test_an_unsupported_link_version_is_refused_permanently(network, monkeypatch):
+    await network.listen()
     monkeypatch.setattr(uplink, "VERSION", 9)
     monkeypatch.setattr(uplink, "OLDEST_VERSION", 8)
     with pytest.raises(AdmissionRefused) as caught:
-        await net.call(None, "a")
+        await network.dial(None, "a")
     assert str(caught.value) == (
         "the server refused 'a': it supports link versions 8 to 9 and this server supports "
         "version 2; upgrade the older side"
     )
 
 
-async def test_a_newer_participant_that_supports_this_version_is_accepted(net, monkeypatch):
-    await net.listen()
-    async with net.raw(version_max=3) as (_, _, receive):
+async def test_a_newer_participant_that_supports_this_version_is_accepted(network, monkeypatch):
+    await network.listen()
+    async with network.raw_stream(version_max=3) as (_, _, receive):
         assert (await receive("welcome")).version == 2
 
 
@@ -68,10 +70,10 @@ async def test_a_newer_participant_that_supports_this_version_is_accepted(net, m
         ({"version_min": 3, "version_max": 2}, "it supports link versions 3 to 2 and this server"),
     ],
 )
-async def test_an_invalid_hello_is_refused(net, hello, sentence):
-    link = await net.listen()
-    async with net.raw(**hello) as (call, _, _):
-        code, told = await net.refusal(call)
+async def test_an_invalid_hello_is_refused(network, hello, sentence):
+    link = await network.listen()
+    async with network.raw_stream(**hello) as (call, _, _):
+        code, told = await refusal(call)
         assert code == grpc.StatusCode.FAILED_PRECONDITION
         assert told.startswith(sentence)
     assert link.peers == {}
@@ -85,61 +87,61 @@ async def test_an_invalid_hello_is_refused(net, hello, sentence):
         (None, "the received data is not a message of this link"),
     ],
 )
-async def test_a_first_message_other_than_a_hello_is_refused(net, first, sentence):
-    link = await net.listen()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{net.port}") as channel:
+async def test_a_first_message_other_than_a_hello_is_refused(network, first, sentence):
+    link = await network.listen()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{network.port}") as channel:
         call = channel.stream_stream(METHOD)()
         await call.write(b"\xff\xff\xff" if first is None else first.SerializeToString())
-        assert (await net.refusal(call))[1] == sentence
+        assert (await refusal(call))[1] == sentence
     assert link.peers == {}
 
 
-async def test_invalid_bytes_end_only_their_own_stream(net, clock):
-    link = await net.listen(LEASE)
-    await net.join("a", answering(examples=4))
-    async with net.raw() as (call, _, receive):
+async def test_invalid_bytes_end_only_their_own_stream(network, timeouts):
+    link = await network.listen(LEASE)
+    await network.join("a", replying(examples=4))
+    async with network.raw_stream() as (call, _, receive):
         await receive("welcome")
         await call.write(b"\xff\xff\xff")
-        code, sentence = await net.refusal(call)
+        code, sentence = await refusal(call)
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         assert sentence == "the received data is not a message of this link"
-        await clock.over(LEASE)
+        await timeouts.expire(LEASE)
         assert "raw" not in link.peers
-    assert (await link.ask("a", train(link))).trained.examples == 4
+    assert (await link.ask("a", training_request(link))).trained.examples == 4
 
 
-async def test_a_new_stream_of_a_process_replaces_its_older_ones(net):
-    link = await net.listen()
+async def test_a_new_stream_of_a_process_replaces_its_older_ones(network):
+    link = await network.listen()
     payload = bytearray(1000)
     link.publish(describe(payload), payload)
-    async with net.raw() as (before, _, receive):
+    async with network.raw_stream() as (before, _, receive):
         await receive("welcome")
-        async with net.raw() as (_, send, receive):
+        async with network.raw_stream() as (_, send, receive):
             await receive("welcome")
-            assert await net.refusal(before) == (
+            assert await refusal(before) == (
                 grpc.StatusCode.ABORTED,
                 "this process has opened another stream",
             )
-            await net.until(lambda: link._streams == {b"": 1})
+            await wait_until(lambda: link._streams == {b"": 1})
             await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
             assert len((await receive("chunk")).data) == 1000
 
 
-async def test_a_reply_to_an_unknown_request_is_not_stored(net):
-    link = await net.listen()
-    async with net.raw() as (call, send, receive):
+async def test_a_reply_to_an_unknown_request_is_not_stored(network):
+    link = await network.listen()
+    async with network.raw_stream() as (call, send, receive):
         await receive("welcome")
         await send(reply=link_pb2.Reply(id="x" * 1000))
-        assert await net.refusal(call) == (
+        assert await refusal(call) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             "it replied to a request that was never sent",
         )
         assert not link.peers["raw"].outbox
 
 
-async def test_chunks_and_replies_that_were_not_requested_are_ignored(net):
-    link = await net.listen()
-    async with net.raw() as (_, send, receive):
+async def test_chunks_and_replies_that_were_not_requested_are_ignored(network):
+    link = await network.listen()
+    async with network.raw_stream() as (_, send, receive):
         await receive("welcome")
         await send(chunk=link_pb2.Chunk(sha256=b"x" * 32, data=b"y" * 1000))
         await send(ping=link_pb2.Ping())
@@ -161,12 +163,12 @@ async def test_chunks_and_replies_that_were_not_requested_are_ignored(net):
     ],
     ids=lambda body: next(iter(body)),
 )
-async def test_a_server_message_from_a_participant_ends_its_stream(net, body):
-    await net.listen()
-    async with net.raw() as (call, send, receive):
+async def test_a_server_message_from_a_participant_ends_its_stream(network, body):
+    await network.listen()
+    async with network.raw_stream() as (call, send, receive):
         await receive("welcome")
         await send(**body)
-        code, sentence = await net.refusal(call)
+        code, sentence = await refusal(call)
         assert code == grpc.StatusCode.PERMISSION_DENIED
         assert sentence == f"a client may not send '{next(iter(body))}'"
 
@@ -181,11 +183,11 @@ async def test_a_server_message_from_a_participant_ends_its_stream(net, body):
     ],
     ids=lambda outcome: next(iter(outcome), "nothing"),
 )
-async def test_a_reply_of_another_kind_is_a_failure(net, outcome):
-    link = await net.listen()
-    async with net.raw() as (_, send, receive):
+async def test_a_reply_of_another_kind_is_a_failure(network, outcome):
+    link = await network.listen()
+    async with network.raw_stream() as (_, send, receive):
         await receive("welcome")
-        asking = asyncio.create_task(link.ask("raw", train(link)))
+        asking = asyncio.create_task(link.ask("raw", training_request(link)))
         request = await receive("request")
         await send(reply=link_pb2.Reply(id=request.id, **outcome))
         reply = await asking
@@ -199,14 +201,14 @@ def test_every_kind_of_request_has_permitted_replies():
     assert set().union(*REPLY_KINDS.values()) == known - {"failure"}
 
 
-async def test_concurrent_transfers_of_a_participant_are_limited(net):
-    link = await net.listen()
+async def test_concurrent_transfers_of_a_participant_are_limited(network):
+    link = await network.listen()
     payloads = [
         bytearray([number]) * (4 << 20) for number in range(MAX_TRANSFERS_PER_PARTICIPANT + 1)
     ]
     for payload in payloads:
         link.publish(describe(payload), payload)
-    async with net.raw() as (_, send, receive):
+    async with network.raw_stream() as (_, send, receive):
         await receive("welcome")
         for payload in payloads:  # and nothing is read: all of them are under way
             await send(pull=link_pb2.Pull(sha256=describe(payload).sha256))
@@ -215,13 +217,13 @@ async def test_concurrent_transfers_of_a_participant_are_limited(net):
         assert caught.value.details() == "more than 4 transfers were requested at a time"
 
 
-async def test_a_message_that_is_too_large_is_not_read(net):
-    link = await net.listen()
-    async with net.raw() as (_, send, receive):
+async def test_a_message_that_is_too_large_is_not_read(network):
+    link = await network.listen()
+    async with network.raw_stream() as (_, send, receive):
         await receive("welcome")
         await send(chunk=link_pb2.Chunk(sha256=bytes(32), data=bytes(MAX_MESSAGE_BYTES)))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await receive("chunk")
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    await net.join("a", answering(examples=4))
-    assert (await link.ask("a", train(link))).trained.examples == 4
+    await network.join("a", replying(examples=4))
+    assert (await link.ask("a", training_request(link))).trained.examples == 4

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from tests.server.listeners import attached
-from tests.server.work import answering, payload_of, train, waiting
+from tests.server.scripted_participant import delayed, payload_of, replying, training_request
+from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
 from isthmus.transport.blobs import CHUNK_BYTES, InFile, describe, into
@@ -14,25 +15,25 @@ from isthmus_server.transport.link import Link
 # -- asking --------------------------------------------------------------------------------------
 
 
-async def test_a_request_gets_its_reply(net):
-    link = await net.listen()
-    guest = await net.join("a", answering(examples=7))
-    request = train(link)
+async def test_a_request_gets_its_reply(network):
+    link = await network.listen()
+    participant = await network.join("a", replying(examples=7))
+    request = training_request(link)
     reply = await link.ask("a", request)
     assert reply.id == request.id
     assert reply.trained.examples == 7
-    assert guest.asked == [request]
+    assert participant.requests == [request]
 
 
-async def test_concurrent_requests_get_their_own_replies(net):
-    link = await net.listen()
+async def test_concurrent_requests_get_their_own_replies(network):
+    link = await network.listen()
 
-    async def echo(guest, request, model):
+    async def echo(participant, request, model):
         return link_pb2.Reply(trained=link_pb2.Trained(examples=request.train_local.round)), None
 
     for name in "abc":
-        await net.join(name, echo)
-    requests = [train(link) for _ in range(30)]
+        await network.join(name, echo)
+    requests = [training_request(link) for _ in range(30)]
     for number, request in enumerate(requests):
         request.train_local.round = number
     asked = [link.ask("abc"[n % 3], request) for n, request in enumerate(requests)]
@@ -40,10 +41,10 @@ async def test_concurrent_requests_get_their_own_replies(net):
     assert [reply.trained.examples for reply in replies] == list(range(30))
 
 
-async def test_a_request_to_an_unconnected_participant_fails(net):
-    link = await net.listen()
+async def test_a_request_to_an_unconnected_participant_fails(network):
+    link = await network.listen()
     with pytest.raises(ParticipantLost, match=r"^nobody is not connected$"):
-        await link.ask("nobody", train(link))
+        await link.ask("nobody", training_request(link))
     with pytest.raises(ParticipantLost, match=r"^nobody is not connected$"):
         await link.fetch("nobody", describe(b"x"), into(bytearray(1)))
     link.acknowledge("nobody", "r1", True)
@@ -56,14 +57,14 @@ async def test_a_request_to_an_unconnected_participant_fails(net):
         (KeyError("x"), "internal error: KeyError: 'x'"),
     ],
 )
-async def test_an_error_of_the_worker_is_a_reply(net, error, sentence):
-    link = await net.listen()
+async def test_an_error_of_the_worker_is_a_reply(network, error, sentence):
+    link = await network.listen()
 
-    async def work(guest, request, model):
+    async def work(participant, request, model):
         raise error
 
-    await net.join("a", work)
-    reply = await link.ask("a", train(link))
+    await network.join("a", work)
+    reply = await link.ask("a", training_request(link))
     assert reply.failure.reason == sentence
 
 
@@ -75,47 +76,47 @@ async def test_an_error_of_the_worker_is_a_reply(net, error, sentence):
         (MemoryError(), "no room for its model: MemoryError()"),
     ],
 )
-async def test_a_model_that_the_worker_cannot_allocate_is_a_failure(net, error, sentence):
-    link = await net.listen()
-    guest = await net.join("a", answering())
+async def test_a_model_that_the_worker_cannot_allocate_is_a_failure(network, error, sentence):
+    link = await network.listen()
+    participant = await network.join("a", replying())
 
     def refuse(request, size):
         raise error
 
-    guest.buffer = refuse
-    reply = await link.ask("a", train(link, describe(b"model")))
+    participant.buffer = refuse
+    reply = await link.ask("a", training_request(link, describe(b"model")))
     assert reply.failure.reason == sentence
-    assert guest.asked == []
-    assert not guest.link.done()
+    assert participant.requests == []
+    assert not participant.connection.done()
 
 
-async def test_an_abandoned_request_is_cancelled_and_its_late_reply_refused(net):
-    link = await net.listen()
+async def test_an_abandoned_request_is_cancelled_and_its_late_reply_refused(network):
+    link = await network.listen()
     released = asyncio.Event()
-    guest = await net.join("a", waiting(answering(), released))
-    request = train(link)
+    participant = await network.join("a", delayed(replying(), released))
+    request = training_request(link)
     asking = asyncio.create_task(link.ask("a", request))
-    await net.until(lambda: guest.asked)
+    await wait_until(lambda: participant.requests)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await net.until(lambda: guest.cancelled == [request.id])
+    await wait_until(lambda: participant.cancelled == [request.id])
     released.set()
-    await net.until(lambda: guest.receipts)
-    assert guest.receipts == [(False, "too late: the request has ended")]
+    await wait_until(lambda: participant.receipts)
+    assert participant.receipts == [(False, "too late: the request has ended")]
 
 
-async def test_progress_arrives(net):
-    link = await net.listen()
+async def test_progress_arrives(network):
+    link = await network.listen()
     listener = attached(link)
 
-    async def work(guest, request, model):
+    async def work(participant, request, model):
         for step in range(1, 100):
-            await asyncio.to_thread(guest.progress, link_pb2.Progress(steps=step, loss=0.5))
+            await asyncio.to_thread(participant.progress, link_pb2.Progress(steps=step, loss=0.5))
         return link_pb2.Reply(trained=link_pb2.Trained()), None
 
-    await net.join("a", work)
-    await link.ask("a", train(link))
-    await net.until(lambda: listener.progress)
+    await network.join("a", work)
+    await link.ask("a", training_request(link))
+    await wait_until(lambda: listener.progress)
     name, progress = listener.progress[0]  # the others came too soon after it
     assert (name, progress.steps, progress.loss) == ("a", 1, 0.5)
 
@@ -124,63 +125,63 @@ async def test_progress_arrives(net):
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 1])
-async def test_blobs_are_transferred_in_both_directions(net, size):
-    link = await net.listen()
+async def test_blobs_are_transferred_in_both_directions(network, size):
+    link = await network.listen()
     payload = payload_of(size)
 
-    async def reverse(guest, request, model):
+    async def reverse(participant, request, model):
         result = bytearray(reversed(model or b""))
         return link_pb2.Reply(trained=link_pb2.Trained(result=describe(result))), result
 
-    guest = await net.join("a", reverse)
+    participant = await network.join("a", reverse)
     blob = describe(payload)
     link.publish(blob, payload)
-    request = train(link, blob)
+    request = training_request(link, blob)
     reply = await link.ask("a", request)
-    assert [bytes(buffer) for buffer in guest.buffers] == ([bytes(payload)] if size else [])
+    assert [bytes(buffer) for buffer in participant.buffers] == ([bytes(payload)] if size else [])
     back = bytearray(reply.trained.result.size)
     await link.fetch("a", reply.trained.result, into(back))
     assert back == bytes(reversed(payload))
     link.acknowledge("a", request.id, True)
-    await net.until(lambda: guest.receipts == [(True, "")])
+    await wait_until(lambda: participant.receipts == [(True, "")])
 
 
-async def test_one_blob_is_sent_to_many_participants(net):
-    link = await net.listen()
+async def test_one_blob_is_sent_to_many_participants(network):
+    link = await network.listen()
     payload = payload_of(2 * CHUNK_BYTES)
     blob = describe(payload)
     link.publish(blob, payload)
-    guests = [await net.join(name, answering()) for name in "abcd"]
-    await asyncio.gather(*(link.ask(name, train(link, blob)) for name in "abcd"))
-    assert all(guest.buffers == [payload] for guest in guests)
+    participants = [await network.join(name, replying()) for name in "abcd"]
+    await asyncio.gather(*(link.ask(name, training_request(link, blob)) for name in "abcd"))
+    assert all(participant.buffers == [payload] for participant in participants)
 
 
-async def test_a_blob_that_the_server_does_not_have_is_a_failure(net):
-    link = await net.listen()
+async def test_a_blob_that_the_server_does_not_have_is_a_failure(network):
+    link = await network.listen()
     payload = bytearray(b"model")
-    await net.join("a", answering())
+    await network.join("a", replying())
     link.publish(describe(payload), payload)
     link.retract(describe(payload))
-    reply = await link.ask("a", train(link, describe(payload)))
+    reply = await link.ask("a", training_request(link, describe(payload)))
     assert reply.failure.reason == "the server no longer has the model"
 
 
-async def test_a_blob_whose_file_cannot_be_read_is_a_failure(net, tmp_path):
-    link = await net.listen()
-    await net.join("a", answering())
+async def test_a_blob_whose_file_cannot_be_read_is_a_failure(network, tmp_path):
+    link = await network.listen()
+    await network.join("a", replying())
     blob = describe(bytes(CHUNK_BYTES))
     with (tmp_path / "blob").open("wb+") as file:
         link.publish(blob, InFile(file, blob.size))
-        reply = await link.ask("a", train(link, blob))
+        reply = await link.ask("a", training_request(link, blob))
     assert reply.failure.reason == "the server no longer has the model"
 
 
-async def test_retracting_a_blob_fails_its_unfinished_transfers(net):
-    link = await net.listen()
+async def test_retracting_a_blob_fails_its_unfinished_transfers(network):
+    link = await network.listen()
     payload = bytearray(64 * CHUNK_BYTES)  # more than is ever on its way at once
     blob = describe(payload)
     link.publish(blob, payload)
-    async with net.raw() as (_, send, receive):
+    async with network.raw_stream() as (_, send, receive):
         await send(pull=link_pb2.Pull(sha256=blob.sha256))
         assert (await receive("chunk")).data
         link.retract(blob)
@@ -192,22 +193,22 @@ async def test_retracting_a_blob_fails_its_unfinished_transfers(net):
         assert not link.peers["raw"].last_blob
 
 
-async def test_a_blob_that_the_participant_does_not_have_is_refused(net):
-    link = await net.listen()
-    await net.join("a", answering(b"held"))
-    await link.ask("a", train(link))
+async def test_a_blob_that_the_participant_does_not_have_is_refused(network):
+    link = await network.listen()
+    await network.join("a", replying(b"held"))
+    await link.ask("a", training_request(link))
     with pytest.raises(UpdateError, match=r"^a does not hold the blob it named$"):
         await link.fetch("a", describe(b"other"), into(bytearray(5)))
 
 
-async def test_a_blob_that_does_not_match_its_digest_is_refused(net):
-    link = await net.listen()
+async def test_a_blob_that_does_not_match_its_digest_is_refused(network):
+    link = await network.listen()
 
-    async def lie(guest, request, model):
+    async def lie(participant, request, model):
         return link_pb2.Reply(trained=link_pb2.Trained(result=describe(b"named"))), b"other"
 
-    await net.join("a", lie)
-    reply = await link.ask("a", train(link))
+    await network.join("a", lie)
+    reply = await link.ask("a", training_request(link))
     with pytest.raises(UpdateError, match=r"does not match its SHA-256"):
         await link.fetch("a", reply.trained.result, into(bytearray(5)))
 
@@ -215,13 +216,13 @@ async def test_a_blob_that_does_not_match_its_digest_is_refused(net):
 # -- listening -----------------------------------------------------------------------------------
 
 
-async def test_a_port_in_use_is_reported_in_one_sentence(net):
-    await net.listen()
+async def test_a_port_in_use_is_reported_in_one_sentence(network):
+    await network.listen()
     other = Link(10.0)
     with pytest.raises(
-        UserError, match=rf"^cannot listen on 127\.0\.0\.1:{net.port}; the port may be in use"
+        UserError, match=rf"^cannot listen on 127\.0\.0\.1:{network.port}; the port may be in use"
     ):
-        await other.start(port=net.port)
+        await other.start(port=network.port)
     await other.stop()
 
 
@@ -231,11 +232,11 @@ async def test_an_address_reachable_from_other_machines_requires_encryption(host
         await Link(10.0).start(host)
 
 
-async def test_stopping_the_link_fails_pending_requests(net):
-    link = await net.listen()
-    guest = await net.join("a", waiting(answering(), asyncio.Event()))
-    asking = asyncio.create_task(link.ask("a", train(link)))
-    await net.until(lambda: guest.asked)
+async def test_stopping_the_link_fails_pending_requests(network):
+    link = await network.listen()
+    participant = await network.join("a", delayed(replying(), asyncio.Event()))
+    asking = asyncio.create_task(link.ask("a", training_request(link)))
+    await wait_until(lambda: participant.requests)
     await link.stop()
     with pytest.raises(ParticipantLost, match=r"^the server is stopping$"):
         await asking

@@ -40,13 +40,13 @@ def why_output(*arguments):
 
 
 @pytest.fixture
-async def curious_run(place, tmp_path):
+async def curious_run(deployment, tmp_path):
     """A run with a refused comparison, a cohort that was raised, a failed attempt and an end."""
     (tmp_path / "curious.py").write_text(CURIOUS)
-    await place.listen()
-    place.faults["b"][2, 1] = "no power"
-    store = place.create("run", "strategy.policy=curious:Mine", "budget=10", "rounds=8")
-    await Coordinator(store, place.link).run()
+    await deployment.start()
+    deployment.faults["b"][2, 1] = "no power"
+    store = deployment.create_run("run", "strategy.policy=curious:Mine", "budget=10", "rounds=8")
+    await Coordinator(store, deployment.link).run()
     return store
 
 

@@ -46,27 +46,27 @@ def test_a_run_that_just_began_has_a_valid_report(validate, make_job, tmp_path):
     assert (report["status"], report["rounds"], report["final"]) == ("running", [], None)
 
 
-async def test_reports_of_runs_with_failed_attempts_are_valid(validate, place):
-    await place.listen()
-    place.faults["b"][2, 1] = "no power"
-    report, _ = await place.run("run", "rounds=2")
+async def test_reports_of_runs_with_failed_attempts_are_valid(validate, deployment):
+    await deployment.start()
+    deployment.faults["b"][2, 1] = "no power"
+    report, _ = await deployment.run("run", "rounds=2")
     validate(report)
     assert len(report["failed_attempts"]) == 1
     assert Report.from_json(report).to_json() == report
 
 
-async def test_the_report_of_a_run_that_failed_is_valid(validate, place):
-    await place.listen(names=("a",))
-    store = place.create("run", "federated.clients=3", "time.join_seconds=0.1")
+async def test_the_report_of_a_run_that_failed_is_valid(validate, deployment):
+    await deployment.start(names=("a",))
+    store = deployment.create_run("run", "federated.clients=3", "time.join_seconds=0.1")
     with pytest.raises(UserError):
-        await Coordinator(store, place.link).run()
+        await Coordinator(store, deployment.link).run()
     report = read_report(store).to_json()
     validate(report)
     assert (report["status"], report["final"]) == ("failed", None)
 
 
-async def test_the_report_of_a_run_with_a_datacenter_is_valid(validate, with_ranks):
-    store, coordinator, _ = await with_ranks("strategy.policy=alternate", "rounds=2")
+async def test_the_report_of_a_run_with_a_datacenter_is_valid(validate, run_with_datacenter):
+    store, coordinator, _ = await run_with_datacenter("strategy.policy=alternate", "rounds=2")
     await coordinator.run()
     report = read_report(store).to_json()
     validate(report)

@@ -1,0 +1,183 @@
+"""Whole runs in one process: devices, a simulated datacenter, and run directories."""
+
+import asyncio
+import hashlib
+
+import pytest
+import torch
+from tests.server.waiting import wait_until
+
+from isthmus.errors import TaskError
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_clients.device.agent import Agent
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.store import Store
+from isthmus_server.views.report import read_report
+
+NAMES = ("a", "b", "c")
+
+
+class Killed(BaseException):
+    """Ends a coordinator as a signal would: nothing catches it."""
+
+
+def round_of(event):
+    """The number of the round that an event is about; None for other events."""
+    return getattr(getattr(event, "record", event), "round", None)
+
+
+class FaultyDevice:
+    """An edge client in this process: the real agent, made to fail in some attempts.
+
+    All devices of a process share PyTorch's random state, so `training_lock` lets one work at a
+    time. Before it trains each device awaits `before_training()`.
+    """
+
+    def __init__(self, name, training_lock, faults, before_training):
+        """`faults`: the reason of the failure by (round, attempt)."""
+        self.agent = Agent(Participant(name=name, regime="federated"), None)
+        self.training_lock = training_lock
+        self.faults = faults
+        self.before_training = before_training
+        self.buffer, self.acknowledged, self.cancel = (
+            self.agent.buffer,
+            self.agent.acknowledged,
+            self.agent.cancel,
+        )
+        self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
+
+    async def work(self, request, model, progress):
+        training = request.train_local
+        if reason := self.faults.get((training.round, training.attempt)):
+            raise TaskError(reason)
+        if request.WhichOneof("work") == "train_local":
+            await self.before_training()
+        async with self.training_lock:
+            return await self.agent.work(request, model, progress)
+
+
+class SimulatedDatacenter:
+    """A datacenter without ranks: every step subtracts `rate` from every parameter."""
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.vector = None
+        self.step = 0
+        self.rate = 0.001
+        self.gradient = torch.zeros(layout.size)
+        self.requests = []
+        self.failing_exports = 0
+        """How many of the next exports fail."""
+
+    async def respond(self, participant, request, model):
+        kind = request.WhichOneof("work")
+        self.requests.append(request)
+        if kind == "open":
+            return link_pb2.Reply(opened=link_pb2.Opened(examples=100)), None
+        if kind == "close":
+            return link_pb2.Reply(closed=link_pb2.Closed()), None
+        if kind == "export":
+            if self.failing_exports:
+                self.failing_exports -= 1
+                raise TaskError("the disk is full")
+            assert request.export.step == self.step
+            return self._reply(self.vector, exported=True)
+        if kind == "mean_gradient":
+            return self._reply(self.gradient)
+        training = request.train_steps
+        if model is not None:
+            self.vector = self.layout.decode(model).clone()
+        assert model is not None or training.from_step == self.step
+        self.step = training.until_step
+        self.vector -= self.rate * (training.until_step - training.from_step)
+        return self._reply(self.vector if training.hand_back else None, evaluate=training.evaluate)
+
+    def _reply(self, vector, exported=False, evaluate=False):
+        payload = self.layout.encode(vector) if vector is not None else None
+        blob = link_pb2.Blob()
+        if payload is not None:
+            blob.sha256, blob.size = hashlib.sha256(payload).digest(), len(payload)
+        if exported:
+            return link_pb2.Reply(exported=link_pb2.Exported(model=blob)), payload
+        trained = link_pb2.Trained(result=blob, examples=1, steps=50, training={"loss": 1.0})
+        if evaluate:
+            trained.evaluation.update({"loss": 0.75, "accuracy": 0.5})
+        return link_pb2.Reply(trained=trained), payload
+
+
+async def never_delayed():
+    """Does not wait."""
+
+
+class Deployment:
+    """A link with devices in this process, and the runs that use it; all have the same task."""
+
+    names = NAMES
+
+    def __init__(self, network, make_job, write_task, folder):
+        self.network = network
+        self.faults = {name: {} for name in NAMES}
+        """By device: the reason of the failure by (round, attempt)."""
+        self.before_training = never_delayed
+        """What a device awaits before it trains; looked up each time."""
+        self.link = None
+        self._make_job = make_job
+        self._write_task = write_task
+        self._folder = folder
+        self._training_lock = asyncio.Lock()
+        self._stores = []
+
+    async def start(self, methods="pass", names=NAMES):
+        """Write the task, with some methods replaced, and connect devices of these names."""
+        self._write_task(methods)
+        self.link = await self.network.listen()
+        for name in names:
+            self.network.dial(self.device(name), name)
+        await wait_until(lambda: set(names) <= self.link.peers.keys())
+
+    def device(self, name):
+        """A device that is not connected."""
+        faults = self.faults.setdefault(name, {})
+        return FaultyDevice(name, self._training_lock, faults, lambda: self.before_training())
+
+    def create_run(self, name, *overrides):
+        """The store of a new run: three rounds on three devices, with secure aggregation."""
+        job = self._make_job(
+            "strategy.policy=federated",
+            f"federated.clients={len(self.link.peers)}",
+            "federated.cohort=3",
+            "federated.quorum=3",
+            "federated.secure_aggregation=true",
+            "rounds=3",
+            *overrides,
+        )
+        self._stores.append(Store.create(self._folder / name, job, self._folder))
+        return self._stores[-1]
+
+    def reopen(self, store):
+        """The run opened again, as after a restart of the server."""
+        self._stores.append(Store.open(store.directory))
+        return self._stores[-1]
+
+    async def run(self, name, *overrides, **options):
+        """Run a new job to its end; returns the report and the final model."""
+        store = self.create_run(name, *overrides)
+        final = await Coordinator(store, self.link, **options).run()
+        return read_report(store).to_json(), final
+
+    async def run_until_killed(self, coordinator, kind, round_):
+        """Run until an event of that kind and round, which kills it; the store, opened again."""
+
+        def kill(event):
+            if isinstance(event, kind) and round_of(event) == round_:
+                raise Killed
+
+        coordinator.events.subscribe(kill)
+        with pytest.raises(Killed):
+            await coordinator.run()
+        return self.reopen(coordinator.store)
+
+    def close(self):
+        for store in self._stores:
+            store.close()
