@@ -359,7 +359,10 @@ async def test_a_crash_loses_updates_in_progress_and_no_committed_round(deployme
             ["federated.over_selection=1.5"],
             "over_selection=1.5 cannot be used with mode='buffered'",
         ),
-        (["federated.flower={strategy={name='Krum'}}"], "flower.strategy.name='Krum' works on"),
+        (
+            ["federated.flower={strategy={name='Krum'}}"],
+            "flower.strategy.name='Krum' aggregates rounds",
+        ),
         (["federated.buffer.concurrency=0"], "federated.buffer.concurrency=0"),
         (["federated.buffer.size=3"], "unknown key federated.buffer.size"),
     ],
