@@ -1,4 +1,4 @@
-"""What Isthmus takes for granted of the parts of flwr that flwr does not promise."""
+"""Flower's messages and records, and internals of flwr that Isthmus relies on."""
 
 import importlib
 import json
@@ -167,7 +167,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4)
 
 @given(RANGES)
 def test_every_received_byte_belongs_to_exactly_one_array(ranges):
-    """Else a header alone could ask for any number of copies of one array."""
+    """Otherwise a small message could request any number of copies of one array."""
     entries = [[str(i), "float32", [], "mine", start, end] for i, (start, end) in enumerate(ranges)]
     header = json.dumps([["a", "arrays", entries]]).encode()
     payload = len(header).to_bytes(8, "little") + header + bytes(30)

@@ -32,7 +32,7 @@ def package(folder):
 
 
 def rewritten(package, change):
-    """The same package with another list of entries: (name, data, how it is stored)."""
+    """The same package with other entries: (name, data, compression method)."""
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         entries = [(name, archive.read(name), zipfile.ZIP_STORED) for name in archive.namelist()]
     out = io.BytesIO()
@@ -144,7 +144,7 @@ def test_a_package_that_was_changed_is_refused(package, change, sentence):
 
 @given(st.data())
 def test_every_change_of_signed_bytes_is_detected(data):
-    """Of bytes in a file, in the manifest or in the signature; of the zip's own, some may."""
+    """Bytes of files, manifest and signature are covered; some bytes of the zip format are not."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w"):
         pass
@@ -213,7 +213,7 @@ def test_an_author_s_key_is_made_once_and_is_private(tmp_path):
 
 
 def test_a_public_key_is_refused_as_a_signing_key(tmp_path):
-    """It is as long as a private one, which it was once taken for."""
+    """A public key is as long as a private one, so its length does not distinguish them."""
     public = tmp_path / "author.pub"
     public.write_text(new_author(tmp_path / "author.key").hex() + "\n")
     public.chmod(0o600)

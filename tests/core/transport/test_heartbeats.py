@@ -16,7 +16,7 @@ NEWS = link_pb2.Envelope(cancel=link_pb2.Cancel(id="x"))
 
 
 class Clock:
-    """Goes on only when nothing else is left to do, and then to the next moment waited for."""
+    """A clock that advances to the next timer when no other work is left."""
 
     def __init__(self, loop):
         self.now = loop.time()
@@ -34,7 +34,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 async def clock(monkeypatch):
-    """The time of everything here: nothing in these tests waits for anybody else."""
+    """The clock of all streams and timers in a test."""
     loop = asyncio.get_running_loop()
     clock = Clock(loop)
     monkeypatch.setattr(loop._selector, "select", clock.select)
@@ -119,7 +119,7 @@ async def test_time_without_a_pending_receive_does_not_count_as_silence():
 
 
 async def test_time_in_which_this_process_was_stalled_does_not_count(clock):
-    """As on a machine that is overloaded: the pings have come, and nobody could read them."""
+    """On an overloaded machine, pings have arrived but could not be read yet."""
     ours, theirs = wires()
     tasks = [
         asyncio.create_task(listen(Heartbeats(LEASE, 4), Stream(ours))),

@@ -1,4 +1,4 @@
-"""A server with an authority of its own, over real TLS on loopback, and those who joined it."""
+"""A server with its own authority, over real TLS on loopback, and its participants."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 
 
 class Fleet:
-    """One server, listening, and the helpers to get at it."""
+    """A listening server, with helpers to join it and to connect to it."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -59,7 +59,7 @@ class Fleet:
         return self.server
 
     def registry(self):
-        """As a command that the operator types in another terminal would open it."""
+        """The registry, opened as by an operator's command in another process."""
         registry = Registry(self.state)
         self.stack.callback(registry.close)
         return registry
@@ -71,11 +71,11 @@ class Fleet:
         return token
 
     async def member(self, name, kind="client"):
-        """Somebody who has joined."""
+        """The membership of a new participant."""
         return await joining.join(self.url, self.token(name, kind), self.folder / name, kind)
 
     def dial(self, member, worker=None, **more):
-        """Start to hold a link; returns the task."""
+        """Start an uplink; returns its task."""
         uplink = Uplink(
             self.address,
             member.name,
@@ -90,7 +90,7 @@ class Fleet:
         return task
 
     async def join(self, name, work, kind="client"):
-        """Somebody who has joined, has dialled and is there."""
+        """A participant that has joined and is connected."""
         participant = ScriptedParticipant(work)
         member = await self.member(name, kind)
         participant.connection = self.dial(member, participant)
@@ -99,7 +99,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def raw(self, credentials, **hello):
-        """A stream with any certificate, on which only the test speaks."""
+        """A stream with any certificate, on which the test sends messages itself."""
         if isinstance(credentials, Membership):
             member = credentials
             credentials = member.channel_credentials()
@@ -136,7 +136,7 @@ class Fleet:
 
 @pytest.fixture
 async def fleet(tmp_path):
-    """A fleet without anybody in it; `await fleet.listen()` first."""
+    """A server without participants; call `await fleet.listen()` first."""
     fleet = Fleet(tmp_path)
     yield fleet
     await fleet.close()
@@ -174,7 +174,7 @@ async def operated(fleet, make_job):
         await wait_until(lambda: set("abc") <= fleet.link.peers.keys())
 
     async def ask(method, reply, asked, member=None):
-        """As a command does it, in a process of its own."""
+        """Call a method as a command does, on another thread."""
         directory = (member or fleet.me).directory
         return await asyncio.to_thread(lambda: OperatorClient(directory).call(method, asked, reply))
 

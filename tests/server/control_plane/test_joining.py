@@ -24,7 +24,7 @@ from isthmus_server.control_plane.server import ControlPlaneServer
 
 
 async def ask(fleet, request):
-    """The answer to a request to join, over TLS with the right authority."""
+    """The reply to a join request, over TLS with the right authority."""
     roots = tls.pem(fleet.server.members.certificate_authority.certificate)
     credentials = grpc.ssl_channel_credentials(roots)
     async with grpc.aio.secure_channel(fleet.url, credentials) as channel:
@@ -33,7 +33,7 @@ async def ask(fleet, request):
 
 
 def request_of(member, token, **changes):
-    """What a device sends, with a new key, and changed afterwards."""
+    """A device's join request with a new key, modified after it was signed."""
     csr = tls.signing_request(tls.new_key())
     said = joining.statement(token.fingerprint, "client", token.secret, csr)
     fields = {
@@ -108,7 +108,7 @@ async def test_a_token_is_refused_for_another_kind(fleet):
 async def test_a_server_of_another_authority_does_not_receive_the_token(
     fleet, tmp_path, monkeypatch
 ):
-    """As when somebody answers in the server's place, with a certificate for its name."""
+    """An impostor replies with a certificate for the server's name."""
     await fleet.listen()
     initialise(tmp_path / "thief", ["localhost", "127.0.0.1"])
     thief = ControlPlaneServer(tmp_path / "thief")

@@ -1,4 +1,4 @@
-"""Who is let in on the link, and who is not. Every test is over real TLS."""
+"""Admission to the link by certificates. Every test uses real TLS."""
 
 import asyncio
 import datetime
@@ -26,7 +26,7 @@ from isthmus_server.transport.link import Link
 
 
 def issue(fleet, key, member, authority=None, **changes):
-    """A certificate that the registry knows nothing of, and credentials with it."""
+    """A certificate that is not in the registry, and credentials with it."""
     fields = {"kind": member.kind, "name": member.name, "identity": member.identity_public}
     authority = authority or fleet.server.members.certificate_authority
     pem, _ = authority.issue(tls.signing_request(key), **{**fields, **changes})
@@ -39,7 +39,7 @@ async def to_the_end(call):
 
 
 async def refusal(call):
-    """How the server ended a call, whatever it said before."""
+    """Status and details with which the server ended a call."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await to_the_end(call)
     return caught.value.code(), caught.value.details()
@@ -139,7 +139,7 @@ async def test_a_certificate_of_another_authority_is_refused(fleet):
 
 
 async def test_a_signed_certificate_that_is_not_in_the_registry_is_refused(fleet):
-    """As after a leak of the authority's key, or from an old copy of the state directory."""
+    """This happens if the authority's key leaks, or with an old copy of the state directory."""
     await fleet.listen()
     member = await fleet.member("phone-0")
     hello = {"role": link_pb2.CLIENT, "identity": member.identity_public}
@@ -211,7 +211,7 @@ async def test_a_certificate_that_expires_ends_the_open_stream(fleet, monkeypatc
 
 
 async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, monkeypatch):
-    """New connections meet the new one, on both ports; those that are open stay."""
+    """New connections on both ports get the new certificate; open ones continue."""
 
     def shown(port):
         return asyncio.to_thread(joining._presented, "localhost", port)

@@ -1,4 +1,4 @@
-"""A server with a queue of jobs, and operators who use it from elsewhere."""
+"""The operators' service: submit, list, follow and cancel jobs on a server with a queue."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from isthmus_server.storage.store import Store
 
 
 async def test_the_log_of_a_long_run_is_read_in_small_parts(operated, make_job, monkeypatch):
-    """The link has nothing else to do it with: what is read at once, all others wait for."""
+    """Reading blocks the event loop, which all connections share."""
     entry = operated.runner.queue.submit(make_job(), "me", "long")
     operated.runner.queue.mark(entry, "finished")
     read = []

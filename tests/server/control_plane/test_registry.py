@@ -215,7 +215,7 @@ def test_a_name_that_would_not_fit_into_a_certificate_is_refused(registry, name)
 
 
 def elsewhere(folder, line):
-    """What an operator's command prints that does one thing with the registry of a live server."""
+    """Execute one registry operation in another process; returns its output."""
     code = f"""
 from pathlib import Path
 from isthmus_server.control_plane.registry import Registry
@@ -227,7 +227,7 @@ registry.close()
 
 
 def test_processes_see_each_other_s_changes_and_lose_none(tmp_path, registry):
-    """As when SQLite's locks on the file are lost, and each process has a log of its own."""
+    """If SQLite's locks on the file were lost, each process would have its own log."""
     second = Registry(tmp_path)  # as the server has two, one of them for writing
     for name in ("a", "b"):
         registry.revoked_identities()

@@ -1,4 +1,4 @@
-"""What one who was let in may not do with its stream. Every test is over real TLS."""
+"""Misuse of a stream by an admitted participant. Every test uses real TLS."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from isthmus.wire import link_pb2
 
 
 async def test_replaying_a_recorded_stream_has_no_effect(fleet):
-    """The same bytes, sent a second time by the participant itself: nobody else can send them."""
+    """The participant itself sends the same bytes again; others could not, because of TLS."""
     await fleet.listen()
     member = await fleet.member("phone-0")
     payload = payload_of(300_000)

@@ -1,4 +1,4 @@
-"""What a list of receipts comes down to in one line."""
+"""The summary of a list of receipts in one line."""
 
 from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
 

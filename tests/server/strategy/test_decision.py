@@ -1,4 +1,4 @@
-"""How a round is decided, and what of it a policy sees."""
+"""Decisions on rounds, and the observations that policies receive."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ JUST_SO = ("current", "served")
 
 
 class VirtualClock:
-    """Time that goes by when the decision pauses."""
+    """Simulated time that advances when the decision pauses."""
 
     def __init__(self):
         self.time = 0.0
@@ -45,7 +45,7 @@ class VirtualClock:
 
 
 class Scripted:
-    """Answers what it was told to, by what it sees."""
+    """A policy whose `plan` is the given function."""
 
     def __init__(self, answer):
         self.plan = answer
@@ -53,22 +53,22 @@ class Scripted:
 
 @pytest.fixture
 def ask():
-    """Decide a round; `look(comparisons, clock)` sees, `visit(models)` gives differences."""
+    """Decide a round; `look` returns observations, `compare_models` the differences of models."""
 
-    async def ask(answer, look=lambda made, clock: observe(comparisons=made), visit=None):
+    async def ask(answer, look=lambda made, clock: observe(comparisons=made), compare_models=None):
         clock, made = VirtualClock(), []
 
-        async def go(compare):
-            found = visit(compare.models)
-            if isinstance(found, str):
-                raise RoundFailed(found)
-            made.append(comparison_of(compare.models, found))
+        async def run_comparison(request):
+            differences = compare_models(request.models)
+            if isinstance(differences, str):
+                raise RoundFailed(differences)
+            made.append(comparison_of(request.models, differences))
 
         decision = await decide(
             Scripted(answer),
             "mine",
             lambda: look(tuple(made), clock),
-            go,
+            run_comparison,
             clock.pause,
         )
         return decision, clock
@@ -90,7 +90,7 @@ async def test_a_comparison_is_observed_in_the_same_round(ask):
             return Compare(JUST_SO, 4, "to know")
         return Plan("federated", f"served is {seen.comparisons[0].difference['served']:+}")
 
-    decision, _ = await ask(answer, visit=lambda models: [-0.25])
+    decision, _ = await ask(answer, compare_models=lambda models: [-0.25])
     assert decision.answer.reason == "served is -0.25"
     assert decision.requested == [
         RequestedComparison(models=JUST_SO, devices=4, reason="to know", refused=None)
@@ -105,7 +105,7 @@ async def test_a_comparison_that_cannot_be_made_is_refused_with_the_reason(ask):
     decision, _ = await ask(answer)
     assert decision.answer == Stop("9 devices are to be asked and 8 are ready")
     devices = 4
-    decision, _ = await ask(answer, visit=lambda models: "1 of 4 answered")
+    decision, _ = await ask(answer, compare_models=lambda models: "1 of 4 answered")
     assert decision.answer == Stop("1 of 4 answered")
     assert decision.requested[0].refused == "1 of 4 answered"
 
@@ -122,7 +122,8 @@ async def test_a_comparison_is_not_made_if_the_run_ends(ask):
 async def test_a_policy_that_repeats_a_refused_request_is_named(ask):
     with pytest.raises(JobError, match=r"the policy 'mine' answered .* refused .* 1 of 4 answered"):
         await ask(
-            lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: "1 of 4 answered"
+            lambda seen: Compare(JUST_SO, 4, "to know"),
+            compare_models=lambda models: "1 of 4 answered",
         )
 
 
@@ -130,7 +131,7 @@ async def test_a_policy_with_too_many_requests_is_named(ask):
     with pytest.raises(
         JobError, match=rf"'mine' asked for more than {MAX_COMPARISONS} comparisons"
     ):
-        await ask(lambda seen: Compare(JUST_SO, 4, "to know"), visit=lambda models: [0.0])
+        await ask(lambda seen: Compare(JUST_SO, 4, "to know"), compare_models=lambda models: [0.0])
 
 
 async def test_a_round_waits_for_its_window(ask):
@@ -155,7 +156,7 @@ async def test_a_policy_may_request_a_comparison_again_after_a_wait(ask):
         return Wait(60, "they are busy") if seen.refused else Compare(JUST_SO, 4, "to know")
 
     busy = ["1 of 4 answered"]
-    decision, clock = await ask(answer, visit=lambda models: busy.pop() if busy else [0.0])
+    decision, clock = await ask(answer, compare_models=lambda models: busy.pop() if busy else [0.0])
     assert (decision.answer, clock.now()) == (Stop("enough"), 60)
 
 
@@ -244,7 +245,7 @@ plain = (str, int, float, bool, type(None))
 
 
 def only_plain(value):
-    """Numbers, words, and tables of them: nothing that leads anywhere else."""
+    """Check that data consists of numbers, text, and lists and tables of them."""
     if dataclasses.is_dataclass(value):
         return all(only_plain(getattr(value, f.name)) for f in dataclasses.fields(value))
     if isinstance(value, Mapping):
@@ -294,7 +295,7 @@ def test_a_policy_that_modifies_its_observation_has_no_effect():
 
 
 class Watched(list):
-    """A history that counts how many of its rounds were looked at."""
+    """A history that counts the accesses to its rounds."""
 
     looked_at = 0
 
@@ -321,7 +322,7 @@ def test_the_cost_of_an_observation_is_independent_of_the_history():
 @settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
 def test_a_policy_recreated_each_round_decides_the_same(policy, random):
-    """`simulate` makes it anew and takes its state through JSON; here one object lives on."""
+    """`simulate` recreates it with its state from JSON; here one object is kept."""
     strategy = StrategySection(policy=policy, schedule=[{"regime": "federated"}])
     losses = [random.uniform(0.5, 2) for _ in range(24)]
     verdicts = {models: random.uniform(-1, 1) for models in ("initial", "warm", "day")}

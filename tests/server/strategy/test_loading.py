@@ -8,7 +8,7 @@ from isthmus_server.strategy.answer_checks import checked_answer
 
 
 def plans(strategy, rounds, **changes):
-    """What a policy answers round after round, its state going through JSON."""
+    """The answers of a policy in consecutive rounds; its state passes through JSON."""
     policy, state = load_policy(strategy), {}
     for round_ in range(1, rounds + 1):
         plan = checked_answer(policy, strategy.policy, observe(round_, state=state, **changes))

@@ -1,4 +1,4 @@
-"""Windows as forecasts, against a minute-by-minute reading of the same hours."""
+"""Forecasts of windows, compared with a minute-by-minute simulation."""
 
 import datetime
 

@@ -1,4 +1,4 @@
-"""The link when streams break, stall, or what is on its way is not wanted any more."""
+"""The link when streams break or stall, and when requests are abandoned during a transfer."""
 
 import asyncio
 import threading
@@ -20,13 +20,13 @@ from isthmus.wire import link_pb2
 from isthmus_server.transport import limits, peer
 
 LEASE = 2.0
-"""Passes in real time, where the test is about the clock of the link itself."""
+"""Seconds of real time, in tests of the link's own clock."""
 LONG = 99.0
-"""Is over when the test says so."""
+"""Seconds of simulated time, which the test advances."""
 
 
 class HeldWrite:
-    """Where arriving bytes go, in a thread that is kept there until it is released."""
+    """A destination of received bytes that blocks its thread until it is released."""
 
     def __init__(self):
         self.begun, self.released = asyncio.Event(), threading.Event()

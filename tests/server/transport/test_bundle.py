@@ -13,7 +13,7 @@ from isthmus_server.transport.bundle import published
 async def test_a_full_disk_is_an_error_and_does_not_kill_the_process(
     network, tmp_path, monkeypatch
 ):
-    """Where a page of a mapped file cannot be written, the kernel ends the process."""
+    """The kernel kills a process that writes to a mapped file on a full disk."""
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

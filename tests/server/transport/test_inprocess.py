@@ -10,7 +10,7 @@ from isthmus_server.transport.inprocess import InProcessLink
 
 
 class Echo:
-    """A worker that hands the model back, each byte one higher."""
+    """A worker that returns the model with 1 added to each byte."""
 
     def __init__(self):
         self.acknowledgements = []

@@ -1,4 +1,4 @@
-"""Leases, pings and processes that come back on the link."""
+"""Leases, pings and reconnecting processes on the link."""
 
 import asyncio
 
@@ -20,9 +20,9 @@ from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 
 LEASE = 2.0
-"""Passes in real time, where the test is about the clock of the link itself."""
+"""Seconds of real time, in tests of the link's own clock."""
 LONG = 99.0
-"""Is over when the test says so."""
+"""Seconds of simulated time, which the test advances."""
 
 
 async def test_a_participant_with_a_broken_stream_is_lost_after_a_lease(network, timeouts):

@@ -1,4 +1,4 @@
-"""Who may come into the link, and what each may say there."""
+"""Admission to the link, and limits on what each participant may send."""
 
 import asyncio
 

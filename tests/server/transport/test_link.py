@@ -1,4 +1,4 @@
-"""The link as it is used: questions, answers, contents, and its port."""
+"""The link in normal use: requests, replies, blobs and ports."""
 
 import asyncio
 
