@@ -152,7 +152,7 @@ def test_a_failed_withdrawal_makes_the_mean_fail(tmp_path):
         pass
     with pytest.raises(ValueError, match="closed file"):
         update.withdraw()
-    with pytest.raises(OSError, match="could not be taken out of the sum"):
+    with pytest.raises(OSError, match="could not be subtracted from the sum"):
         total.mean()
 
 
