@@ -8,8 +8,8 @@ from isthmus_server.rounds.clock import Clock
 HOUR = 3600.0
 
 
-async def test_hours_go_by_what_the_clock_shows_and_durations_do_not(monkeypatch):
-    """Somebody sets the machine's clock in the middle of a long run."""
+async def test_hours_follow_the_wall_clock_and_durations_do_not(monkeypatch):
+    """The machine's clock is set in the middle of a long run."""
     clock, shown, naps = Clock(), [time.time()], []
 
     async def nap(seconds):

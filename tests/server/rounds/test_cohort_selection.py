@@ -14,8 +14,8 @@ HOUR = 3600.0
 MONDAY = 4 * 24 * HOUR
 
 
-class Jumping(Clock):
-    """Virtual time in which a round takes no time and waiting takes what it takes."""
+class VirtualClock(Clock):
+    """Virtual time that passes only in waits."""
 
     def __init__(self):
         self.time = MONDAY + 7 * HOUR
@@ -32,9 +32,9 @@ class Jumping(Clock):
             self.waits.append(seconds)
 
 
-async def test_a_run_asks_each_device_within_its_hours_and_cap(deployment):
+async def test_devices_are_invited_within_their_hours_and_cap(deployment):
     await deployment.start(names=("day-1", "day-2", "day-3", "night-1", "night-2", "night-3"))
-    clock = Jumping()
+    clock = VirtualClock()
     report, _ = await deployment.run(
         "run",
         "rounds=4",
@@ -55,24 +55,24 @@ async def test_a_run_asks_each_device_within_its_hours_and_cap(deployment):
     assert clock.waits == [13 * HOUR, 10 * HOUR, 14 * HOUR]
 
 
-async def test_a_device_says_itself_when_it_may_be_asked(deployment, network):
+async def test_devices_declare_their_own_hours(deployment, network):
     await deployment.start(names=())
     for name in ("a", "b", "c", "d"):
         hours = ["20:00-06:00"] if name == "d" else []
         network.dial(Agent(Participant(name=name, regime="federated"), None, hours=hours), name)
     await wait_until(lambda: len(deployment.link.peers) == 4)
     wants_four = ("federated.cohort=4", "federated.quorum=3")
-    report, _ = await deployment.run("run", "rounds=1", *wants_four, clock=Jumping())
+    report, _ = await deployment.run("run", "rounds=1", *wants_four, clock=VirtualClock())
     assert invited_devices(report) == [["a", "b", "c"]]
     wrong = Agent(Participant(name="e", regime="federated"), None, hours=["at night"])
     network.dial(wrong, "e")
     await wait_until(lambda: len(deployment.link.peers) == 5)
-    report, _ = await deployment.run("again", "rounds=1", clock=Jumping())
+    report, _ = await deployment.run("again", "rounds=1", clock=VirtualClock())
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
     assert declined["reason"].startswith("the hours 'at night' are not of the form")
 
 
-async def test_a_run_ends_when_nobody_may_be_asked_any_more(deployment):
+async def test_a_run_ends_when_no_device_may_be_invited_any_more(deployment):
     await deployment.start()
     report, _ = await deployment.run("run", "federated.participation={rounds=2}", "rounds=5")
     assert invited_devices(report) == [["a", "b", "c"]] * 2
@@ -89,17 +89,17 @@ async def test_guided_selection_is_the_same_after_a_crash(deployment):
         "rounds=4",
         "federated.clients=6",
     )
-    whole, _ = await deployment.run("whole", *settings)
-    assert all(r["loss"] > 0 for row in whole["rounds"] for r in row["receipts"])
+    uninterrupted, _ = await deployment.run("whole", *settings)
+    assert all(r["loss"] > 0 for row in uninterrupted["rounds"] for r in row["receipts"])
 
     store = deployment.create_run("killed", *settings)
     again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 3)
     await Coordinator(again, deployment.link).run()
-    assert invited_devices(read_report(again).to_json()) == invited_devices(whole)
-    assert len({tuple(cohort) for cohort in invited_devices(whole)}) > 1
+    assert invited_devices(read_report(again).to_json()) == invited_devices(uninterrupted)
+    assert len({tuple(cohort) for cohort in invited_devices(uninterrupted)}) > 1
 
 
-async def test_the_cohort_of_a_plan_wins(deployment, planned):
+async def test_the_cohort_of_a_plan_replaces_that_of_the_job(deployment, planned):
     await deployment.start(names=tuple("abcdef"))
     report, _ = await deployment.run("run", *planned([{"cohort": 5}, {}]))
     assert [row["participants"]["invited"] for row in report["rounds"]] == [5, 3]

@@ -22,18 +22,18 @@ MODELS = ("initial", "current", "initial+current")
 
 
 @pytest.fixture
-def asking(deployment, tmp_path):
-    """Overrides for a policy that asks before the second round."""
+def comparing(deployment, tmp_path):
+    """Job keys of a policy that compares models before the second round."""
 
-    def asking(devices=3, models=MODELS):
+    def comparing(devices=3, models=MODELS):
         source = COMPARES_MODELS.format(devices=devices, models=models)
         return (write_policy(tmp_path, "compares", source),)
 
-    return asking
+    return comparing
 
 
-class Unable:
-    """Fails when it is asked to score, so many times."""
+class FailsToScore:
+    """A device that fails its first `times` requests to score; always if negative."""
 
     def __init__(self, device, times):
         self.device = device
@@ -53,9 +53,11 @@ class Unable:
 
 
 @pytest.mark.parametrize("secure", ["true", "false"])
-async def test_a_comparison_is_what_it_would_be_by_hand(deployment, asking, tmp_path, secure):
+async def test_a_comparison_equals_the_scores_computed_directly(
+    deployment, comparing, tmp_path, secure
+):
     await deployment.start(names=tuple("abcd"))
-    store = deployment.create_run("run", *asking(4), f"federated.secure_aggregation={secure}")
+    store = deployment.create_run("run", *comparing(4), f"federated.secure_aggregation={secure}")
     first = {}
 
     def keep_model(event):
@@ -77,40 +79,40 @@ async def test_a_comparison_is_what_it_would_be_by_hand(deployment, asking, tmp_
 
     row = read_report(store).to_json()["rounds"][1]
     (comparison,) = row["comparisons"]
-    found = comparison["result"]
-    assert (found["devices"], tuple(found["models"])) == (4, MODELS)
+    result = comparison["result"]
+    assert (result["devices"], tuple(result["models"])) == (4, MODELS)
     for name in MODELS:
         differences = [b - a for a, b in zip(by_model["initial"], by_model[name], strict=True)]
         error = statistics.stdev(differences) / 4**0.5
-        assert found["score"][name] == pytest.approx(statistics.mean(by_model[name]), abs=1e-6)
-        assert found["difference"][name] == pytest.approx(statistics.mean(differences), abs=1e-6)
-        assert found["standard_error"][name] == pytest.approx(error, abs=1e-4)
+        assert result["score"][name] == pytest.approx(statistics.mean(by_model[name]), abs=1e-6)
+        assert result["difference"][name] == pytest.approx(statistics.mean(differences), abs=1e-6)
+        assert result["standard_error"][name] == pytest.approx(error, abs=1e-4)
     assert row["reason"] == "devices like current"
     assert [receipt["status"] for receipt in comparison["receipts"]] == ["accepted"] * 4
     # Four devices scored three models, which came as two vectors.
-    assert comparison["price"] == found["price"] == pytest.approx(4 * 3 * 0.02)
+    assert comparison["price"] == result["price"] == pytest.approx(4 * 3 * 0.02)
     assert row["cost"]["price"] == pytest.approx(3 + comparison["price"])
     assert comparison["receipts"][0]["bytes_out"] == 2 * LAYOUT.nbytes
     assert coordinator.state.spent == pytest.approx(9 + comparison["price"])
 
 
-async def test_a_policy_finds_its_comparison_among_the_past(deployment, asking):
+async def test_a_policy_observes_its_past_comparisons(deployment, comparing):
     await deployment.start()
-    store = deployment.create_run("run", *asking())
+    store = deployment.create_run("run", *comparing())
     coordinator = Coordinator(store, deployment.link)
     await coordinator.run()
     past = coordinator._observe().history
-    assert [len(one.comparisons) for one in past] == [0, 1, 0]
+    assert [len(round_.comparisons) for round_ in past] == [0, 1, 0]
     assert past[1].comparisons[0].models == MODELS
 
 
 @pytest.mark.parametrize("when", ["asked", "compared", "planned"])
-async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(
-    deployment, asking, when
+async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
+    deployment, comparing, when
 ):
     await deployment.start(names=tuple("abcde"))
-    settings = ("federated.clients=5", *asking())
-    whole, final = await deployment.run("whole", *settings)
+    settings = ("federated.clients=5", *comparing())
+    uninterrupted, final = await deployment.run("whole", *settings)
     store = deployment.create_run("killed", *settings)
 
     def kill(event):
@@ -132,33 +134,39 @@ async def test_a_run_that_was_killed_around_a_visit_ends_with_the_same_bytes(
     again = deployment.reopen(store)
     resumed = Coordinator(again, deployment.link)
     assert (await resumed.run()).model_sha256 == final.model_sha256
-    rows, others = read_report(again).to_json()["rounds"], whole["rounds"]
-    results = [[one["result"] for one in row["comparisons"]] for row in rows]
-    assert results == [[one["result"] for one in row["comparisons"]] for row in others]
-    assert resumed.state.spent == pytest.approx(sum(row["cost"]["price"] for row in others))
+    rows, expected_rows = read_report(again).to_json()["rounds"], uninterrupted["rounds"]
+    results = [[comparison["result"] for comparison in row["comparisons"]] for row in rows]
+    assert results == [
+        [comparison["result"] for comparison in row["comparisons"]] for row in expected_rows
+    ]
+    assert resumed.state.spent == pytest.approx(sum(row["cost"]["price"] for row in expected_rows))
     attempts = [comparison["attempt"] for comparison in rows[1]["comparisons"]]
     assert attempts == ([2] if when == "asked" else [1])
 
 
-async def test_a_visit_that_fails_is_made_again_and_paid_for(deployment, asking, network):
+async def test_a_failed_comparison_is_repeated_and_paid_for(deployment, comparing, network):
     await deployment.start(names=("a", "b"))
-    deployment.unable = Unable(deployment.device("c"), 1)
+    deployment.unable = FailsToScore(deployment.device("c"), 1)
     network.dial(deployment.unable, "c")
     await wait_until(lambda: "c" in deployment.link.peers)
-    report, _ = await deployment.run("run", *asking())
-    one, two = report["rounds"][1]["comparisons"]
-    assert (one["number"], one["attempt"], two["attempt"]) == (1, 1, 2)
-    assert one["result"] is None
-    assert "c: the battery is empty" in one["error"]
-    assert [receipt["participant"] for receipt in one["receipts"]] == ["a", "b", "c"]
-    assert report["rounds"][1]["cost"]["price"] == pytest.approx(3 + one["price"] + two["price"])
+    report, _ = await deployment.run("run", *comparing())
+    failed, repeated = report["rounds"][1]["comparisons"]
+    assert (failed["number"], failed["attempt"], repeated["attempt"]) == (1, 1, 2)
+    assert failed["result"] is None
+    assert "c: the battery is empty" in failed["error"]
+    assert [receipt["participant"] for receipt in failed["receipts"]] == ["a", "b", "c"]
+    assert report["rounds"][1]["cost"]["price"] == pytest.approx(
+        3 + failed["price"] + repeated["price"]
+    )
 
 
-async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(deployment, asking, network):
+async def test_a_comparison_that_keeps_failing_is_refused_to_the_policy(
+    deployment, comparing, network
+):
     await deployment.start(names=("a", "b"))
-    network.dial(Unable(deployment.device("c"), -1), "c")
+    network.dial(FailsToScore(deployment.device("c"), -1), "c")
     await wait_until(lambda: "c" in deployment.link.peers)
-    report, _ = await deployment.run("run", *asking(), "attempts=2")
+    report, _ = await deployment.run("run", *comparing(), "attempts=2")
     row = report["rounds"][1]
     assert row["reason"].startswith(
         "devices could not compare the models in 2 tries; the last time because: secure "
@@ -169,14 +177,14 @@ async def test_a_visit_that_keeps_failing_is_refused_to_the_policy(deployment, a
     assert report["status"] == "finished"
 
 
-async def test_virtual_devices_compare_models(deployment, asking, write_task):
+async def test_virtual_devices_compare_models(deployment, comparing, write_task):
     write_task()
     link = InProcessLink()
     for device in VirtualFleet(5).devices:
         link.join(device.participant.name, link_pb2.CLIENT, device)
     deployment.link = link
     plain = "federated.secure_aggregation=false"
-    report, _ = await deployment.run("run", *asking(4), plain)
+    report, _ = await deployment.run("run", *comparing(4), plain)
     row = report["rounds"][1]
     assert row["comparisons"][0]["result"]["devices"] == 4
     assert row["reason"] == "devices like current"

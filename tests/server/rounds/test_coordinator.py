@@ -32,7 +32,7 @@ async def test_a_federated_run_from_start_to_end(deployment, tmp_path):
     assert final.model_sha256 == report["rounds"][-1]["model_sha256"]
 
 
-async def test_the_report_has_the_keys_programs_rely_on(deployment):
+async def test_the_report_has_the_documented_keys(deployment):
     await deployment.start()
     report, _ = await deployment.run("run", "rounds=1")
     assert json.loads(json.dumps(report)) == report
@@ -78,7 +78,7 @@ async def test_a_budget_ends_the_run_before_it_is_overdrawn(deployment):
     assert len(report["rounds"]) == 2
 
 
-async def test_attempts_that_fail_do_not_overdraw_it(deployment):
+async def test_failed_attempts_do_not_overdraw_the_budget(deployment):
     await deployment.start()
     deployment.faults["b"][2, 1] = "no power"
     report, _ = await deployment.run("run", "budget=8")
@@ -88,20 +88,20 @@ async def test_attempts_that_fail_do_not_overdraw_it(deployment):
     assert (len(report["rounds"]), len(report["failed_attempts"])) == (1, 1)
 
 
-async def test_a_budget_for_nothing_still_gives_a_model(deployment):
+async def test_a_budget_below_one_round_still_gives_a_model(deployment):
     await deployment.start()
     report, final = await deployment.run("run", "budget=0.5")
     assert report["rounds"] == []
     assert final.metrics.keys() == {"accuracy", "loss"}
 
 
-async def test_evaluation_happens_when_the_job_says_so(deployment):
+async def test_the_model_is_evaluated_every_n_rounds_and_in_the_last(deployment):
     await deployment.start()
     report, _ = await deployment.run("run", "evaluation.every=2")
     assert [bool(row["metrics"]) for row in report["rounds"]] == [False, True, True]
 
 
-async def test_a_policy_may_lie_beside_the_task(deployment, tmp_path):
+async def test_a_policy_may_be_in_the_folder_of_the_task(deployment, tmp_path):
     await deployment.start()
     (tmp_path / "policy_beside_the_task.py").write_text(
         "from isthmus_server.strategy import Plan\n"

@@ -21,7 +21,7 @@ from isthmus_server.views.progress import ProgressView
 from isthmus_server.views.report import Report, read_report, show
 
 
-async def test_an_attempt_that_fails_is_made_again_and_paid_for(deployment):
+async def test_a_failed_attempt_is_repeated_and_paid_for(deployment):
     await deployment.start()
     deployment.faults["b"][2, 1] = "no power"
     output = io.StringIO()
@@ -38,9 +38,9 @@ async def test_an_attempt_that_fails_is_made_again_and_paid_for(deployment):
     assert [(row["round"], row["attempt"]) for row in report["rounds"]] == [(1, 1), (2, 2), (3, 1)]
     assert failed["cost"]["price"] == 3.0
 
-    said = output.getvalue()
-    assert "round 2, try 1 failed" in said
-    assert f"sha256  {final.model_sha256}" in said
+    progress = output.getvalue()
+    assert "round 2, try 1 failed" in progress
+    assert f"sha256  {final.model_sha256}" in progress
     output = io.StringIO()
     show(Report.from_json(report), Console(file=output, width=200))
     page = output.getvalue()
@@ -100,19 +100,21 @@ async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(run
     assert read_report(store).to_json()["rounds"][1]["attempt"] == 2
 
 
-async def test_one_regime_that_fails_fails_the_attempt_of_both(run_with_datacenter, deployment):
+async def test_a_failure_of_one_regime_fails_the_hybrid_attempt(run_with_datacenter, deployment):
     store, coordinator, datacenter = await run_with_datacenter(
         "strategy.policy=hybrid", "rounds=1", "attempts=1"
     )
     deployment.faults["a"][1, 1] = "no power"
     with pytest.raises(UserError, match="a: no power"):
         await coordinator.run()
-    assert not datacenter.requests[-1].close.finished  # it can be gone on with
+    assert not datacenter.requests[-1].close.finished  # the run can be resumed
     (failed,) = read_report(store).to_json()["failed_attempts"]
     assert {receipt["participant"] for receipt in failed["receipts"]} >= set(deployment.names)
 
 
-async def test_no_device_is_asked_where_there_is_no_gradient(run_with_datacenter, planned):
+async def test_devices_are_not_asked_to_train_without_a_usable_gradient(
+    run_with_datacenter, planned
+):
     store, coordinator, datacenter = await run_with_datacenter(*planned([TRANSFER]), "attempts=1")
     datacenter.gradient = torch.full((LAYOUT.size,), float("nan"))
     with pytest.raises(UserError, match="its gradient is not finite"):
@@ -121,9 +123,7 @@ async def test_no_device_is_asked_where_there_is_no_gradient(run_with_datacenter
     assert [receipt["participant"] for receipt in row["receipts"]] == ["dc"]
 
 
-async def test_a_run_whose_time_cannot_be_written_down_does_not_go_on(
-    deployment, tmp_path, monkeypatch
-):
+async def test_a_run_whose_elapsed_time_cannot_be_stored_fails(deployment, tmp_path, monkeypatch):
     await deployment.start()
     policy = write_policy(tmp_path, "waits_briefly", WAITS.format(seconds=0.02, until=0.1))
     store = deployment.create_run("run", policy, "budget=9")

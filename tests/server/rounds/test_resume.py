@@ -26,13 +26,13 @@ from isthmus_server.views.report import read_report
     ("kind", "round_"),
     [(RoundPlanned, 1), (RoundCommitted, 1), (RoundPlanned, 2), (RoundCommitted, 3)],
 )
-async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(deployment, kind, round_):
+async def test_a_killed_run_resumes_to_the_same_bytes(deployment, kind, round_):
     await deployment.start()
     momentum = (
         "strategy.server_optimizer.name=Adam",
         "strategy.server_optimizer.options={lr=0.05}",
     )
-    whole, final = await deployment.run("whole", *momentum)
+    uninterrupted, final = await deployment.run("whole", *momentum)
 
     store = deployment.create_run("killed", *momentum)
     again = await deployment.run_until_killed(Coordinator(store, deployment.link), kind, round_)
@@ -41,11 +41,13 @@ async def test_a_run_that_was_killed_goes_on_to_the_same_bytes(deployment, kind,
     resumed = await Coordinator(again, deployment.link).run()
     assert resumed.model_sha256 == final.model_sha256
     rows = read_report(again).to_json()["rounds"]
-    assert [row["model_sha256"] for row in rows] == [row["model_sha256"] for row in whole["rounds"]]
+    assert [row["model_sha256"] for row in rows] == [
+        row["model_sha256"] for row in uninterrupted["rounds"]
+    ]
 
 
-async def test_a_run_that_was_killed_when_it_had_finished_asks_nobody_again(deployment):
-    """The datacenter has let go of its checkpoints by then."""
+async def test_a_run_killed_after_its_last_commit_needs_no_participants(deployment):
+    """The datacenter has deleted its checkpoints by then."""
     await deployment.start()
     store = deployment.create_run("run", "rounds=1")
     final = await Coordinator(store, deployment.link).run()
@@ -68,10 +70,10 @@ async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(
     ]
 
 
-async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(
+async def test_a_resumed_run_waits_for_the_datacenter_that_has_the_model(
     run_with_datacenter, deployment, network
 ):
-    """After a restart of the server it may be back long after the devices."""
+    """After a restart of the server it may return long after the devices."""
     _, coordinator, datacenter = await run_with_datacenter(
         "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
     )
@@ -89,7 +91,7 @@ async def test_a_model_whose_datacenter_comes_back_last_is_waited_for(
     assert final.model_sha256 == read_report(again).to_json()["rounds"][1]["model_sha256"]
 
 
-async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_for(
+async def test_a_resumed_attempt_waits_for_the_devices_that_were_in_it(
     deployment, network, monkeypatch
 ):
     """They may have unmasked its sum, and refuse another one of nearly the same devices."""
@@ -123,7 +125,7 @@ async def test_devices_that_were_in_an_attempt_when_the_server_died_are_waited_f
     running = asyncio.create_task(again.run())
     waiting = WaitingForParticipants(clients=4, datacenters=0)
     await wait_until(lambda: waiting in published or running.done())
-    network.dial(deployment.device("e"), "e")  # nor is another one asked instead
+    network.dial(deployment.device("e"), "e")  # no other device is asked instead
     network.dial(deployment.device("f"), "f")
     await wait_until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())
     network.dial(deployment.device("d"), "d")
@@ -137,7 +139,7 @@ async def test_kept_models_and_the_served_average_survive_a_crash(deployment, pl
     await deployment.start()
     plans = planned([{"keep": {"warm": "served"}}, {}, {"start": "warm"}, {}])
     settings = (*plans, "strategy.served_average=0.9")
-    whole, final = await deployment.run("whole", *settings)
+    uninterrupted, final = await deployment.run("whole", *settings)
 
     store = deployment.create_run("killed", *settings)
     again = await deployment.run_until_killed(
@@ -146,10 +148,12 @@ async def test_kept_models_and_the_served_average_survive_a_crash(deployment, pl
     resumed = await Coordinator(again, deployment.link).run()
     assert resumed.model_sha256 == final.model_sha256
     shas = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
-    assert shas == [row["model_sha256"] for row in whole["rounds"]]
+    assert shas == [row["model_sha256"] for row in uninterrupted["rounds"]]
 
 
-async def test_a_run_with_transfers_goes_on_after_a_crash(run_with_datacenter, planned, deployment):
+async def test_a_run_with_gradient_transfers_resumes_to_the_same_bytes(
+    run_with_datacenter, planned, deployment
+):
     plans = planned([TRANSFER, TRANSFER])
     _, coordinator, datacenter = await run_with_datacenter(*plans)
     datacenter.gradient = torch.linspace(-2, 3, LAYOUT.size)
@@ -159,10 +163,10 @@ async def test_a_run_with_transfers_goes_on_after_a_crash(run_with_datacenter, p
     again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 2)
     resumed = await Coordinator(again, deployment.link).run()
     assert resumed.model_sha256 == final.model_sha256
-    assert [one.from_step for one in gradient_requests(datacenter)] == [0, 50, 0, 50]
+    assert [request.from_step for request in gradient_requests(datacenter)] == [0, 50, 0, 50]
 
 
-async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw(
+async def test_an_interrupted_wait_counts_and_a_stop_records_its_observation(
     deployment, tmp_path, monkeypatch
 ):
     await deployment.start()
@@ -174,11 +178,11 @@ async def test_a_wait_that_a_crash_cuts_short_counts_and_a_stop_says_what_it_saw
     coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
     waiting = asyncio.Event()
     coordinator.events.subscribe(lambda event: waiting.set() if isinstance(event, Paused) else None)
-    noted = asyncio.Event()
+    stored = asyncio.Event()
     save_elapsed = store.save_elapsed
-    store.save_elapsed = lambda elapsed: (save_elapsed(elapsed), waiting.is_set() and noted.set())
+    store.save_elapsed = lambda elapsed: (save_elapsed(elapsed), waiting.is_set() and stored.set())
     running = asyncio.create_task(coordinator.run())
-    await noted.wait()
+    await stored.wait()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     again = deployment.reopen(store)

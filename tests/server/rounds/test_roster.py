@@ -34,7 +34,7 @@ async def test_too_few_devices_are_one_sentence(deployment, network, timeouts):
     assert read_report(store).to_json()["status"] == "failed"
 
 
-async def test_a_device_that_declines_says_why(deployment):
+async def test_the_reason_of_a_device_that_declines_is_reported(deployment):
     await deployment.start("""
         def local_data(self, participant):
             return rows(0 if participant.name == "b" else 20, seed=1)
@@ -63,7 +63,7 @@ async def test_a_device_with_another_frozen_base_does_not_train(deployment):
         await Coordinator(deployment.create_run("run"), deployment.link).run()
 
 
-async def test_what_all_devices_decline_for_is_said_once_and_at_once(deployment):
+async def test_a_reason_shared_by_all_devices_is_reported_once_without_waiting(deployment):
     await deployment.start("""
         def local_data(self, participant):
             raise OSError("the camera is off")
@@ -71,8 +71,10 @@ async def test_what_all_devices_decline_for_is_said_once_and_at_once(deployment)
     store = deployment.create_run("run", "federated.clients=3")
     with pytest.raises(UserError) as caught:
         await Coordinator(store, deployment.link).run()
-    said = r"0 edge clients are ready .*quorum\); a, b, c declined: local_data\(\) .*camera is off"
-    assert re.fullmatch(said, str(caught.value))
+    sentence = (
+        r"0 edge clients are ready .*quorum\); a, b, c declined: local_data\(\) .*camera is off"
+    )
+    assert re.fullmatch(sentence, str(caught.value))
 
 
 @pytest.mark.parametrize("hours", [["20:00-06:00"] * 33, ["20:00-06:00" + " " * 64]])
@@ -81,14 +83,14 @@ def test_hours_are_bounded_before_they_are_read(hours):
         _hours(link_pb2.Opened(hours=hours))
 
 
-async def test_examples_beside_which_nobody_else_s_would_count_are_refused(deployment, network):
+async def test_a_device_that_declares_too_many_examples_is_refused(deployment, network):
     async def work(participant, request, model):
         return link_pb2.Reply(opened=link_pb2.Opened(examples=1 << 62)), None
 
     await deployment.start()
-    await network.join("liar", work)
+    await network.join("boaster", work)
     report, _ = await deployment.run("run", "rounds=1")
     assert invited_devices(report) == [["a", "b", "c"]]
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
-    assert declined["participant"] == "liar"
+    assert declined["participant"] == "boaster"
     assert declined["reason"] == f"it has {1 << 62} examples, and {1 << 30} are the most"

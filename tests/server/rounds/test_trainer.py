@@ -25,7 +25,7 @@ PLAIN = "federated.secure_aggregation=false"
 BUFFERED = (PLAIN, "federated.mode=buffered", "federated.buffer={concurrency=3}")
 
 
-async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(run_with_datacenter):
+async def test_in_alternate_rounds_the_model_is_sent_only_where_it_is_needed(run_with_datacenter):
     store, coordinator, datacenter = await run_with_datacenter(
         "strategy.policy=alternate", "rounds=5"
     )
@@ -34,23 +34,27 @@ async def test_regimes_alternate_and_the_model_goes_where_it_is_needed(run_with_
     regimes = [row["regime"] for row in report["rounds"]]
     assert regimes == ["datacenter", "federated", "datacenter", "federated", "datacenter"]
     assert [row["model_sha256"] is None for row in report["rounds"]] == [True, False] * 2 + [True]
-    asked = [request.WhichOneof("work") for request in datacenter.requests]
-    assert asked == ["open", *["train_steps", "export"] * 3, "close"]
-    work = training_requests(datacenter)
-    assert [(one.from_step, one.until_step) for one in work] == [(0, 50), (50, 100), (100, 150)]
-    assert all(one.HasField("model") for one in work)
-    assert not any(one.hand_back for one in work)
+    kinds = [request.WhichOneof("work") for request in datacenter.requests]
+    assert kinds == ["open", *["train_steps", "export"] * 3, "close"]
+    requests = training_requests(datacenter)
+    assert [(request.from_step, request.until_step) for request in requests] == [
+        (0, 50),
+        (50, 100),
+        (100, 150),
+    ]
+    assert all(request.HasField("model") for request in requests)
+    assert not any(request.hand_back for request in requests)
     assert torch.equal(coordinator.model.vector, datacenter.vector)
     assert final.metrics == {"loss": 0.75, "accuracy": 0.5}
     assert report["rounds"][0]["cost"]["price"] == 0.5
     assert datacenter.requests[-1].close.finished
 
 
-async def test_datacenter_rounds_in_a_row_move_no_model(run_with_datacenter):
+async def test_consecutive_datacenter_rounds_send_no_model(run_with_datacenter):
     store, coordinator, datacenter = await run_with_datacenter("strategy.policy=datacenter")
     await coordinator.run()
-    work = training_requests(datacenter)
-    assert [one.HasField("model") for one in work] == [True, False, False]
+    requests = training_requests(datacenter)
+    assert [request.HasField("model") for request in requests] == [True, False, False]
     assert [request.WhichOneof("work") for request in datacenter.requests].count("export") == 1
     assert len(read_report(store).to_json()["rounds"]) == 3
 
@@ -90,7 +94,7 @@ async def test_spilling_a_large_model_does_not_change_the_result(deployment, mon
     assert len(spills) == 4
 
 
-async def test_the_optimizer_is_reset_where_a_plan_says_so(deployment, planned):
+async def test_a_plan_can_reset_the_optimizer(deployment, planned):
     await deployment.start()
     momentum = "strategy.server_optimizer.options={lr=1.0, momentum=0.9}"
     finals = []
@@ -104,18 +108,18 @@ async def test_the_optimizer_is_reset_where_a_plan_says_so(deployment, planned):
     assert finals[0] != finals[1] == without.model_sha256
 
 
-async def test_the_step_is_scaled(deployment, planned, tmp_path):
+async def test_a_plan_can_scale_the_step(deployment, planned, tmp_path):
     await deployment.start()
-    moved = []
+    steps = []
     for name, scale in (("whole", 1.0), ("half", 0.5)):
         store = deployment.create_run(name, *planned([{"step_scale": scale}]))
         await Coordinator(store, deployment.link).run()
-        moved.append(stored_models(store)["model-000001.safetensors"] - initial_model(tmp_path))
-    torch.testing.assert_close(moved[0] * 0.5, moved[1])
-    assert moved[0].abs().max() > 0.01
+        steps.append(stored_models(store)["model-000001.safetensors"] - initial_model(tmp_path))
+    torch.testing.assert_close(steps[0] * 0.5, steps[1])
+    assert steps[0].abs().max() > 0.01
 
 
-async def test_rounds_say_how_far_they_went(deployment):
+async def test_a_round_records_the_norm_of_its_pseudo_gradient(deployment):
     await deployment.start()
     report, _ = await deployment.run("run", "rounds=1")
     (row,) = report["rounds"]
@@ -124,7 +128,9 @@ async def test_rounds_say_how_far_they_went(deployment):
     assert row["cosine"] is None
 
 
-async def test_a_datacenter_round_hands_back_what_the_server_needs(run_with_datacenter, planned):
+async def test_a_datacenter_returns_its_model_only_where_the_server_needs_it(
+    run_with_datacenter, planned
+):
     plans = planned(
         [
             {"regime": "datacenter", "datacenter_steps": 10},
@@ -135,15 +141,15 @@ async def test_a_datacenter_round_hands_back_what_the_server_needs(run_with_data
     )
     store, coordinator, datacenter = await run_with_datacenter(*plans)
     await coordinator.run()
-    work = training_requests(datacenter)
-    assert [(one.from_step, one.until_step) for one in work] == [
+    requests = training_requests(datacenter)
+    assert [(request.from_step, request.until_step) for request in requests] == [
         (0, 10),
         (10, 60),
         (60, 110),
         (110, 160),
     ]
-    assert [one.hand_back for one in work] == [False, True, False, False]
-    assert [one.HasField("model") for one in work] == [True, False, False, True]
+    assert [request.hand_back for request in requests] == [False, True, False, False]
+    assert [request.HasField("model") for request in requests] == [True, False, False, True]
     report = read_report(store).to_json()
     assert [row["cost"]["price"] for row in report["rounds"]] == [0.1, 0.5, 0.5, 0.5]
     assert [bool(row["norms"]) for row in report["rounds"]] == [False, True, False, False]
@@ -153,7 +159,7 @@ async def test_a_datacenter_round_hands_back_what_the_server_needs(run_with_data
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-async def test_projecting_takes_out_what_points_against_the_fleet(
+async def test_projection_removes_the_part_that_opposes_the_devices(
     run_with_datacenter, planned, sign
 ):
     plans = planned(
@@ -166,20 +172,26 @@ async def test_projecting_takes_out_what_points_against_the_fleet(
     datacenter.rate = sign * torch.linspace(-0.001, 0.002, LAYOUT.size)
     await coordinator.run()
     start, ends = coordinator.model.initial(), stored_models(store)
-    theirs = 50 * datacenter.rate
+    datacenter_step = 50 * datacenter.rate
     weighted = start - ends["model-000001.safetensors"]
-    fleet = (weighted - 0.25 * theirs) / 0.75
-    expected = 0.75 * fleet + 0.25 * merge.remove_conflict(theirs.clone(), fleet)
+    devices_step = (weighted - 0.25 * datacenter_step) / 0.75
+    expected = 0.75 * devices_step + 0.25 * merge.remove_conflict(
+        datacenter_step.clone(), devices_step
+    )
     projected = start - ends["model-000002.safetensors"]
     torch.testing.assert_close(projected, expected, atol=1e-6, rtol=1e-4)
-    one, other = read_report(store).to_json()["rounds"]
-    assert one["norms"] == pytest.approx(other["norms"], rel=1e-3)
-    assert one["norms"]["datacenter"] == pytest.approx(float(theirs.norm()), rel=1e-4)
-    assert (one["cosine"] < 0) == bool((projected - weighted).abs().max() > 1e-5)
+    weighted_row, projected_row = read_report(store).to_json()["rounds"]
+    assert weighted_row["norms"] == pytest.approx(projected_row["norms"], rel=1e-3)
+    assert weighted_row["norms"]["datacenter"] == pytest.approx(
+        float(datacenter_step.norm()), rel=1e-4
+    )
+    assert (weighted_row["cosine"] < 0) == bool((projected - weighted).abs().max() > 1e-5)
 
 
 @pytest.mark.parametrize("how", [(), (PLAIN,), BUFFERED], ids=["secure", "plain", "buffered"])
-async def test_devices_take_the_datacenters_gradient_along(run_with_datacenter, planned, how):
+async def test_devices_add_the_weighted_gradient_of_the_datacenter(
+    run_with_datacenter, planned, how
+):
     """By hand: with plain descent at rate 0.1, a device goes 0.1 x weight x gradient further."""
     plans = planned(
         [
@@ -193,22 +205,22 @@ async def test_devices_take_the_datacenters_gradient_along(run_with_datacenter, 
         *plans, *how, "strategy.transfer_weight=0.25"
     )
     datacenter.gradient = torch.linspace(-2, 3, LAYOUT.size)
-    seen = {}
+    models = {}
 
     def keep_model(event):
         if isinstance(event, RoundCommitted) and event.record.round < 4:
             path = store.directory / f"checkpoints/model-{event.record.round:06}.safetensors"
-            seen[event.record.round] = read_model(path)
+            models[event.record.round] = read_model(path)
 
     coordinator.events.subscribe(keep_model)
     await coordinator.run()
     for round_, weight in ((2, 0.5), (3, 0.25)):
-        further = seen[1] - seen[round_]
+        further = models[1] - models[round_]
         torch.testing.assert_close(
             further, 0.1 * weight * datacenter.gradient, atol=2e-6, rtol=1e-5
         )
-    asked = gradient_requests(datacenter)
-    assert [(one.from_step, one.until_step) for one in asked] == [(0, 7), (7, 57)]
+    requests = gradient_requests(datacenter)
+    assert [(request.from_step, request.until_step) for request in requests] == [(0, 7), (7, 57)]
     (trained,) = training_requests(datacenter)
     assert (trained.from_step, trained.HasField("model")) == (0, True)
     rows = read_report(store).to_json()["rounds"]
