@@ -124,7 +124,7 @@ class Aggregator(Protocol):
         `accept` is called once the update is complete; if it raises, the update is withdrawn.
 
         Raises:
-            ParticipantLost: the device went away before the update was complete.
+            ParticipantLost: the device was lost before the update was complete.
             UpdateError: the update cannot be used.
         """
         ...

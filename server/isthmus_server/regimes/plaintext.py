@@ -156,7 +156,7 @@ async def added(
     """Fetch an update into its sum; it stays there only if the block ends without an error.
 
     Raises:
-        ParticipantLost: the device went away before the update was complete.
+        ParticipantLost: the device was lost before the update was complete.
         UpdateError: the bytes are not the announced ones, or cannot be added.
     """
     try:

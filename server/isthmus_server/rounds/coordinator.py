@@ -368,7 +368,7 @@ class Coordinator:
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
         models = self._versions.write(
-            spec.round, spec.plan, self.state.models, away=spec.model_stays
+            spec.round, spec.plan, self.state.models, only_in_datacenter=spec.model_stays
         )
         if spec.single_datacenter and not spec.plan.reset_optimizer:
             return {"models": models}

@@ -58,14 +58,14 @@ class ModelVersions:
         return self._model.layout.decode(payload)
 
     def write(
-        self, round_: int, plan: Plan, saved: Mapping[str, Saved], *, away: bool
+        self, round_: int, plan: Plan, saved: Mapping[str, Saved], *, only_in_datacenter: bool
     ) -> dict[str, Saved]:
         """Write a round's checkpoints; returns all checkpoints that the run then has.
 
-        `away`: the current model is only in the datacenter, so its last checkpoint stays.
+        `only_in_datacenter`: the current model is not on the server, so its last checkpoint stays.
         """
         models = dict(saved)
-        if not away:
+        if not only_in_datacenter:
             models[CURRENT] = self._checkpoints.write_model(round_, self._model.payload)
             self._mark_stored(models[CURRENT])
             models[SERVED] = models[CURRENT]

@@ -78,7 +78,7 @@ async def test_a_resumed_run_waits_for_the_datacenter_that_has_the_model(
         "strategy.policy=alternate", "rounds=2", "attempts=1", "datacenter.ranks=0"
     )
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
-    deployment.link.disconnect("dc", "it is away")
+    deployment.link.disconnect("dc", "it was disconnected")
     published = []
     resumed = Coordinator(again, deployment.link)
     resumed.events.subscribe(published.append)
@@ -118,7 +118,7 @@ async def test_a_resumed_attempt_waits_for_the_devices_that_were_in_it(
         patched.setattr(AttemptLog, "commit", die)  # the sum is unmasked by then
         with pytest.raises(Killed):
             await coordinator.run()
-    deployment.link.disconnect("d", "it is away")
+    deployment.link.disconnect("d", "it was disconnected")
     published = []
     again = Coordinator(deployment.reopen(store), deployment.link)
     again.events.subscribe(published.append)
