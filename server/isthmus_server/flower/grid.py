@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -233,6 +234,8 @@ class LinkGrid(RunScopedGrid):
     async def _read(
         self, name: str, id_: str, outgoing: Message, replied: link_pb2.FlowerReply, max_bytes: int
     ) -> NodeReply:
+        if not (math.isfinite(replied.seconds) and replied.seconds >= 0):
+            raise UpdateError(f"its time of {replied.seconds:g} s is not a duration")
         if replied.error or replied.error_code:
             node_reply = _failed(outgoing, replied.error_code, in_a_line(replied.error))
             return dataclasses.replace(node_reply, answered=True, seconds=replied.seconds)

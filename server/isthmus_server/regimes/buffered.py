@@ -12,7 +12,6 @@ al. 2021, with the protocol of `isthmus_privacy.secagg`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 from collections.abc import Iterable
@@ -168,13 +167,16 @@ class BufferAttempt:
         seconds = self._context.job.time.round_seconds
         deadline = asyncio.get_running_loop().time() + seconds
         share = TRAINING_SHARE if settings.secure_aggregation else 1.0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds * share):
+        try:
+            async with asyncio.timeout(seconds * share) as limit:
                 while self._filled < settings.cohort:
                     self._start_devices()
                     if not self._devices.training:
                         break  # every device has delivered or failed
                     await self._take(await self._devices.next_finished())
+        except TimeoutError:
+            if not limit.expired():
+                raise  # of another origin, such as a network file system
         if self._filled < settings.needed:
             receipts = self._all_receipts(())
             causes = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})

@@ -133,7 +133,7 @@ async def call(
     accepted, reason = False, late
     failure: CallFailed | None = None
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             if reply is None:
                 reply = await link.ask(name, request)
             if reply.WhichOneof("outcome") != outcome:
@@ -141,6 +141,8 @@ async def call(
             yield reply
         accepted, reason = True, ""
     except TimeoutError:
+        if not limit.expired():
+            raise  # of another origin, such as a network file system
         reason = f"it did not answer within {seconds:g} s"
         failure = CallFailed("dropped", reason, reached=True, timed_out=True)
     except ParticipantLost as lost:

@@ -76,7 +76,7 @@ class PlaintextAttempt:
         settings, seconds = self._spec.settings, self._context.job.time.round_seconds
         tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as limit:
                 for task in asyncio.as_completed(tasks):
                     await task
                     if self._receipts.accepted >= settings.cohort:
@@ -85,7 +85,8 @@ class PlaintextAttempt:
                     if self._receipts.accepted + outstanding < settings.needed:
                         return UNREACHABLE
         except TimeoutError:
-            pass
+            if not limit.expired():
+                raise  # of another origin, such as a network file system
         finally:
             for pending in tasks:
                 pending.cancel()

@@ -19,7 +19,7 @@ from isthmus_server.storage.records import (
     FinalModel,
     Record,
     RoundRecord,
-    adapter,
+    validated,
 )
 from isthmus_server.strategy.decision import Decision
 
@@ -240,9 +240,9 @@ def logged_event_from_json(data: Mapping[str, Any]) -> LoggedEvent:
     """Read a logged event.
 
     Raises:
-        pydantic.ValidationError: the kind is unknown, or another key is wrong.
+        UserError: the kind is unknown, or another key is wrong.
     """
-    event: LoggedEvent = adapter(LoggedEvent).validate_python(data)
+    event: LoggedEvent = validated(LoggedEvent, data)
     return event
 
 
@@ -250,9 +250,9 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     """Restore an event from the data that its `to_json` returned.
 
     Raises:
-        pydantic.ValidationError: the kind is unknown, or another key is wrong.
+        UserError: the kind is unknown, or another key is wrong.
     """
-    event: Event = adapter(AnyEvent).validate_python(data)
+    event: Event = validated(AnyEvent, data)
     return event
 
 

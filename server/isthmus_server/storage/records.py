@@ -10,8 +10,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
+from isthmus.errors import UserError
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.policy import Comparison, Kind, PastRound
@@ -32,12 +34,30 @@ def adapter(type_: Any) -> TypeAdapter[Any]:
     return _ADAPTERS[type_]
 
 
+def validated(type_: Any, data: Mapping[str, Any]) -> Any:
+    """The value of a type that JSON data describe.
+
+    Raises:
+        UserError: a key is missing or its value has another type.
+    """
+    try:
+        return adapter(type_).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"a stored record cannot be read ({where}: {first['msg']}); it is damaged, or was "
+            "written by another version of isthmus"
+        ) from None
+
+
 class Record:
     """Base of the frozen dataclasses that are stored and printed as JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON data with one key per field."""
-        data: dict[str, Any] = adapter(type(self)).dump_python(self, mode="json")
+        # Figures may be infinite or nan; a type adapter would write null for them in lists.
+        data: dict[str, Any] = to_jsonable_python(self, inf_nan_mode="constants")
         return data
 
     @classmethod
@@ -45,9 +65,9 @@ class Record:
         """Restore a record from the data that `to_json` returned.
 
         Raises:
-            pydantic.ValidationError: a key is missing or its value has another type.
+            UserError: a key is missing or its value has another type.
         """
-        record: Self = adapter(cls).validate_python(data)
+        record: Self = validated(cls, data)
         return record
 
 
@@ -188,8 +208,8 @@ class Cost(Record):
             bytes_up=sum(receipt.bytes_in for receipt in receipts),
             bytes_down=sum(receipt.bytes_out for receipt in receipts),
             device_bytes=moved + sum(comparison.device_bytes for comparison in comparisons),
-            device_seconds=sum(receipt.seconds for receipt in devices),
-            datacenter_seconds=sum(receipt.seconds for receipt in ranks),
+            device_seconds=sum((receipt.seconds for receipt in devices), 0.0),
+            datacenter_seconds=sum((receipt.seconds for receipt in ranks), 0.0),
         )
 
 

@@ -253,6 +253,19 @@ async def test_lost_and_late_devices_are_errors(fleet, network, timeouts):
     assert not fleet.link.published_blobs
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0])
+async def test_a_time_that_is_no_duration_is_refused(fleet, network, seconds):
+    await fleet.start()
+
+    async def report_time(device, request, model):
+        failed = link_pb2.FlowerReply(error_code=1, error="no power", seconds=seconds)
+        return link_pb2.Reply(flower_replied=failed), None
+
+    await network.join("liar", report_time)
+    reply = await fleet.send("train", "liar")
+    assert reply.error.reason.endswith("s is not a duration")
+
+
 async def test_the_size_of_replies_is_limited_before_allocation(fleet, network):
     await fleet.start(max_bytes=1000)
 

@@ -157,6 +157,15 @@ async def test_an_error_of_the_server_is_not_a_failure_of_the_participant(receip
     assert link.acknowledged == [("a", "new", False, TOO_LATE)]
 
 
+@pytest.mark.parametrize("seconds", [None, 60.0])
+async def test_a_timeout_of_another_origin_is_an_error_of_the_server(receipts, seconds):
+    link = ScriptedLink(TRAINED)
+    with pytest.raises(TimeoutError, match="the file system does not answer"):
+        async with call(link, "a", request(), "trained", receipts, seconds=seconds):
+            raise TimeoutError("the file system does not answer")
+    assert "a" not in receipts
+
+
 async def test_a_call_without_a_receipt_book_acknowledges_all_the_same():
     link = ScriptedLink(FAILURE)
     with pytest.raises(CallFailed):

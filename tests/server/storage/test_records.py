@@ -1,12 +1,81 @@
-"""The summary of a list of receipts in one line."""
+"""Records of a run: their JSON documents, and the summary of receipts in one line."""
 
-from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import UserError
+from isthmus_server.storage.records import (
+    UNREACHABLE,
+    CommittedState,
+    Cost,
+    Participants,
+    Receipt,
+    RoundRecord,
+    summarize_failures,
+)
+
+FIGURES = st.floats(allow_nan=False)
+
+
+def committed(figure):
+    """A round in which a device and the evaluation reported a figure."""
+    receipt = Receipt(participant="a", regime="federated", status="accepted", loss=figure)
+    return RoundRecord(
+        round=1,
+        attempt=1,
+        regime="federated",
+        reason="",
+        started_at=1.0,
+        seconds=1.0,
+        elapsed=2.0,
+        participants=Participants.of([receipt]),
+        receipts=[receipt],
+        cost=Cost.of([receipt], 1.0),
+        metrics={"loss": figure},
+        training={"federated": {"loss": figure}},
+    )
+
+
+def stored(record):
+    """What is read back after a record was stored."""
+    return type(record).from_json(json.loads(json.dumps(record.to_json())))
+
+
+@given(FIGURES)
+def test_a_round_is_read_back_as_it_was_stored_also_with_infinite_figures(figure):
+    record = committed(figure)
+    assert stored(record).receipts == record.receipts
+    assert stored(record).to_json() == record.to_json()
+
+
+def test_a_figure_that_is_nan_is_read_back_as_nan():
+    record = stored(committed(math.nan))
+    assert math.isnan(record.receipts[0].loss)
+    assert math.isnan(record.metrics["loss"])
+
+
+@given(st.dictionaries(st.text(), st.lists(FIGURES) | FIGURES))
+def test_a_policy_finds_its_state_as_it_left_it(state):
+    assert stored(CommittedState(policy_state=state)).policy_state == state
+
+
+def test_a_damaged_record_is_refused_in_one_sentence():
+    data = committed(1.0).to_json()
+    data["receipts"][0]["seconds"] = None
+    with pytest.raises(UserError, match=r"^a stored record cannot be read \(receipts.0.seconds: "):
+        RoundRecord.from_json(data)
 
 
 def test_participants_stopped_because_of_others_are_named_last():
     stopped = dict.fromkeys("abc", UNREACHABLE)
-    found = [
+    receipts = [
         Receipt(participant=name, regime="federated", status="dropped", reason=reason)
         for name, reason in {**stopped, "d": "its disk is full", "e": ""}.items()
     ]
-    assert summarize_failures(found) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"
+    assert (
+        summarize_failures(receipts) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"
+    )
