@@ -83,7 +83,10 @@ def policies_page() -> Iterator[str]:
 
 
 def settings_model(factory: Any) -> Any:
-    """The settings of a policy: the model that its module defines; None if it defines none."""
+    """The settings of a policy: the model that its module defines, or imports from its package.
+
+    None if there is no such model.
+    """
     made = factory.func if isinstance(factory, functools.partial) else factory
     module = sys.modules[made.__module__]
     section = load(names.SECTION)
@@ -92,7 +95,7 @@ def settings_model(factory: Any) -> Any:
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, section)
-        and value.__module__ == module.__name__
+        and value.__module__.rpartition(".")[0] == module.__name__.rpartition(".")[0]
     ]
     assert len(found) <= 1, f"{module.__name__} has several models of settings: {found}"
     return found[0] if found else None

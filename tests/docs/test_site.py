@@ -131,7 +131,9 @@ def test_the_command_line_page_has_every_command_and_option(hook: Any) -> None:
 def test_the_page_of_policies_has_the_settings_of_each(hook: Any) -> None:
     page = "\n".join(hook("job_keys").policies_page())
     assert page.count("\n## ") == 11
-    assert "`patience`" in page.partition("## `plateau`")[2].partition("\n## ")[0]
+    for policy, setting in (("plateau", "patience"), ("adaptive", "transfer_part")):
+        assert f"`{setting}`" in page.partition(f"## `{policy}`")[2].partition("\n## ")[0]
+    assert page.count("No settings.") == 6
 
 
 def test_links_out_of_the_site_are_pointed_into_it(hook: Any) -> None:
