@@ -62,7 +62,7 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--tasks",
             type=_DIRECTORY,
-            help="Directory of the tasks that may be loaded. Default: tasks, in --state.",
+            help="Directory of the tasks that may be loaded. Default: membership/tasks in --state.",
         ),
         click.option(
             "--grace",

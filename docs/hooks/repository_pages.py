@@ -30,7 +30,8 @@ def pages() -> dict[str, str]:
     for path in sorted(ROOT.glob("examples/*/*")):
         name = path.relative_to(ROOT).as_posix()
         if path.name == "README.md":
-            found[name] = name
+            # Not README: the theme would use the first one as the page of the whole section.
+            found[name] = f"examples/{path.parent.name}.md"
         elif path.suffix in SOURCES:
             found[name] = f"{name}.md"
     return found
@@ -41,7 +42,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     brought = pages()
     readmes = [page for name, page in brought.items() if name.endswith("/README.md")]
     decisions = sorted(path.name for path in (ROOT / "docs/decisions").glob("0*.md"))
-    examples = [{page.split("/")[1].capitalize(): page} for page in readmes]
+    examples = [{Path(page).stem.capitalize(): page} for page in readmes]
     sections: dict[str, list[Any]] = {
         "Decisions": ["decisions/README.md", *(f"decisions/{name}" for name in decisions)],
         "Examples": examples,
