@@ -106,7 +106,7 @@ def join(url: str, token: str, state: Path) -> None:
     "options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Option of the scheduler; repeatable.",
+    help="Option of the scheduler; may be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the script or manifest and start nothing.")
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")

@@ -54,7 +54,7 @@ def option(parameter: click.Option, context: click.Context) -> tuple[str, str]:
     notes = []
     if parameter.required:
         notes.append("Required.")
-    if parameter.multiple:
+    if parameter.multiple and "may be repeated" not in (parameter.help or ""):
         notes.append("May be given several times.")
     default = parameter.default
     if isinstance(default, str | int | float | Path) and not parameter.is_flag:

@@ -33,7 +33,7 @@ _SET = click.option(
 _DIRECTORY = click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="Directory of the run. Default: runs/NAME-TIME below this folder.",
+    help="Directory of the run. Default: runs/NAME-TIME in the current folder.",
 )
 _ADDRESS = click.option(
     "--address",
@@ -160,7 +160,7 @@ def compare(
     "--schema", "as_schema", is_flag=True, help="Print the JSON schema of that document and exit."
 )
 def report(run_dir: Path | None, as_json: bool, as_schema: bool) -> None:
-    """Print the report of the run in the directory RUN: rounds, incidents, final model."""
+    """Print the report of the run in the directory RUN: rounds, problems, final model."""
     from isthmus_server.views.report import read_report, report_schema, show
 
     if as_schema:

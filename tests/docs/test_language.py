@@ -22,6 +22,9 @@ PAGES = [
     "SECURITY.md",
     "docs/**/*.md",
     "examples/**/*.md",
+    "Makefile",
+    "pyproject.toml",
+    ".ci/run",
 ]
 CODE = ["core", "privacy", "server", "clients", "datacenter", "examples", "benchmarks"]
 
@@ -92,6 +95,7 @@ def report(files: Iterable[Path]) -> None:
 def test_pages_avoid_forbidden_words() -> None:
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
     assert len(pages) > len(PAGES)
+    assert {ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci/run"} <= set(pages)
     report(pages)
 
 

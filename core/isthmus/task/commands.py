@@ -61,7 +61,7 @@ def show(package: Path) -> None:
     required=True,
     multiple=True,
     metavar="KEY",
-    help="The public key of an author you trust; repeat.",
+    help="The public key of an author you trust; may be repeated.",
 )
 @click.option(
     "--tasks",

@@ -39,7 +39,8 @@ def server() -> None:
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="Name or address that participants connect to; repeatable. Default: this machine's own.",
+    help="Name or address that participants connect to; may be repeated. "
+    "Default: this machine's own.",
 )
 def init(state: Path, hosts: tuple[str, ...]) -> None:
     """Create a new server in DIR: its authority, certificate and registry of participants."""

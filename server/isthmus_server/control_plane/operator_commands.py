@@ -141,7 +141,7 @@ def join(url: str, token: str, state: Path) -> None:
 def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
     """Append JOB to the server's queue and print the job's id.
 
-    The server uses its own copy of the task: a file below DIR/tasks.
+    The server uses its own copy of the task: a file in `tasks/` of the server's state directory.
     """
     loaded = load_job(job, overrides)
     click.echo(OperatorClient(state).submit(loaded))
