@@ -50,7 +50,7 @@ def test_check_summarises_a_job(isthmus, job_file):
         ("sed=1", "unknown key sed; did you mean seed?"),
         ("task.source=nowhere.py:Learn", "there is no file"),
         ("nonsense", "--set 'nonsense' is not of the form key.sub=value"),
-        ("federated=3", "federated=3: a table is wanted"),
+        ("federated=3", "federated=3: must be a table"),
         ("strategy.policy=nope", "strategy.policy='nope' is unknown; choose one of "),
         ("strategy.policy=nope:Nope", "cannot be constructed: ModuleNotFoundError"),
         (

@@ -81,7 +81,7 @@ def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> 
             where = key if place else prefix.removesuffix(".")
             messages.append((f"{where}: " if where else "") + str(item["ctx"]["error"]))
         elif item["type"] in _SHAPES:
-            messages.append(f"{_shown(key, item['input'])}: a {_SHAPES[item['type']]} is wanted")
+            messages.append(f"{_shown(key, item['input'])}: must be a {_SHAPES[item['type']]}")
         else:
             wrong = item["msg"][0].lower() + item["msg"][1:]
             messages.append(f"{_shown(key, item['input'])}: {wrong}")

@@ -291,7 +291,7 @@ def _check_examples(peer: Peer, opened: link_pb2.Opened) -> None:
         UpdateError: a device declared more.
     """
     if peer.role == link_pb2.CLIENT and opened.examples > MAX_EXAMPLES:
-        raise UpdateError(f"it has {opened.examples} examples, and {MAX_EXAMPLES} are the most")
+        raise UpdateError(f"it has {opened.examples} examples; the maximum is {MAX_EXAMPLES}")
 
 
 def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:

@@ -87,8 +87,8 @@ def explain(store: Store, round_: int | None = None) -> Explanation:
         known = [decision.round for decision in decisions]
         decisions = [decision for decision in decisions if decision.round == round_]
         if not decisions:
-            decided = f"those up to {known[-1]} were" if known else "none was so far"
-            raise UserError(f"round {round_} of {store.run_id} was not decided on; {decided}")
+            last = f"the last decided round is {known[-1]}" if known else "no round is decided yet"
+            raise UserError(f"the run has no decision on round {round_}; {last}")
     return Explanation(
         run_id=store.run_id,
         policy=store.job.strategy.policy,

@@ -44,7 +44,7 @@ def guard(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("jobs = 3", r"^policy.toml: jobs=3: a list is wanted$"),
+        ("jobs = 3", r"^policy.toml: jobs=3: must be a list$"),
         ("rounds_per_day = 0", r"^policy.toml: rounds_per_day=0: .*greater than or equal to 1"),
         ("charging = true", r"^policy.toml: unknown key charging; did you mean charging_only\?$"),
         ("hours = ['night']", r"^policy.toml: hours: .*the hours 'night' are not of the form"),

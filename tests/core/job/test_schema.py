@@ -44,7 +44,7 @@ def test_the_smallest_job_has_a_name_and_a_task():
             "federated.cohort=many",
             "job: federated.cohort='many': input should be a valid integer",
         ),
-        ("federated=3", "job: federated=3: a table is wanted"),
+        ("federated=3", "job: federated=3: must be a table"),
         (
             "datacenter.zero_stage=4",
             "job: datacenter.zero_stage=4: input should be less than or equal to 3",

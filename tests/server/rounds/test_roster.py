@@ -93,4 +93,4 @@ async def test_a_device_that_declares_too_many_examples_is_refused(deployment, n
     assert invited_devices(report) == [["a", "b", "c"]]
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
     assert declined["participant"] == "boaster"
-    assert declined["reason"] == f"it has {1 << 62} examples, and {1 << 30} are the most"
+    assert declined["reason"] == f"it has {1 << 62} examples; the maximum is {1 << 30}"
