@@ -147,7 +147,7 @@ def _peaks() -> Iterator[tuple[list[int], list[int]]]:
             for peak, before, size in zip((own, mapped), start, now(), strict=True):
                 peak[0] = max(peak[0], size - before)
             # Shorter peaks are missed; sampling more often would slow the ranks down.
-            time.sleep(0.0002)
+            time.sleep(0.0002)  # memory can only be polled
 
     start = now()
     thread = threading.Thread(target=sample)

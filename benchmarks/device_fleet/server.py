@@ -146,7 +146,7 @@ def stable_memory(pid: int, seconds: float = 1.0, timeout: float = 20.0) -> int:
         current = memory(pid, "VmRSS")
         if current > highest:
             highest, since = current, time.monotonic()
-        time.sleep(0.05)
+        time.sleep(0.05)  # memory can only be polled
     return memory(pid, "VmRSS")
 
 

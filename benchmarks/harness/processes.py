@@ -192,5 +192,5 @@ def wait_for_port(port: int, program: Program, seconds: float) -> None:
             raise program.failure(f"ended before it listened on port {port}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
-        time.sleep(0.05)
+        time.sleep(0.05)  # a port can only be polled
     raise program.failure(f"does not listen on port {port} after {seconds:g} s")
