@@ -1,12 +1,8 @@
-"""The device agent: routes requests of the server to the runs they belong to.
-
-PyTorch is imported only when a run is opened, so that an idle device stays small.
-"""
+"""The device agent: checks the requests of the server, and has the task's host do their work."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,25 +13,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from isthmus.errors import AdmissionRefused, UpdateError
 from isthmus.identity.membership import Membership
 from isthmus.task import Participant
-from isthmus.transport.blobs import Buffer
+from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_sessions import SecureSessions
+from isthmus_clients.device.task_host import InProcessHost, TaskHost
 
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
-    from isthmus_clients.flower.client_app import FlowerRun
-    from isthmus_clients.training.local_run import DeviceRun
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
-
-log = logging.getLogger(__name__)
-
-MAX_MODELS = 8
-"""Maximum number of models of one comparison."""
 
 
 class Agent:
@@ -58,6 +49,7 @@ class Agent:
         history_file: Path | None = None,
         tasks: Path | None = None,
         guard: LimitsGuard | None = None,
+        host: TaskHost | None = None,
     ) -> None:
         """Create a device.
 
@@ -71,28 +63,21 @@ class Agent:
             tasks: directory of the only tasks that may be loaded; None loads any task from the
                 path in the request, for a server that started this device itself.
             guard: checks requests against the owner's limits; None allows everything.
+            host: runs the task's code; None runs it in this process.
         """
         self.participant = participant
-        self.data = data
-        self.threads = threads
         self.hours = hours
         self.tasks = tasks
-        self._runs: dict[str, DeviceRun] = {}
-        self._apps: dict[str, FlowerRun] = {}
+        self._active: ActiveRun | None = None
         self._guard = guard
         limits = None if guard is None else guard.limits
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
         clients_min = None if limits is None else limits.privacy.clients_min
         self._secure = SecureSessions(signing_key, history_file, clients_min)
-        self._buffered: tuple[link_pb2.TrainLocal, Buffer, link_pb2.Trained] | None = None
+        self.host = host or InProcessHost(participant, data, tasks, threads, self._throttle.pause)
+        self._buffered: tuple[link_pb2.Request, Buffer, link_pb2.Trained] | None = None
         """An update that waits for a buffered secure sum: its request, bytes and reply."""
-        self._sent: tuple[str, Buffer] | None = None
-        """Request ID and memory of an update that was sent in plaintext."""
-        self._spare: Buffer | None = None
-        """Memory for the next model: allocating it takes longer than filling it."""
         self._working = asyncio.Lock()
-        self._cancelled: set[str] = set()
-        """IDs of requests whose result is no longer needed."""
 
     @property
     def identity(self) -> bytes:
@@ -121,26 +106,8 @@ class Agent:
                 return bytearray(size)
             return None
         self._check(request, size)
-        if kind == "flower":
-            return self._app(request.flower.run_id).buffer(size)
-        if kind == "score":
-            run = self._run(request.score.run_id)
-            candidates = request.score.candidates
-            count = 1 + max((number for mean in candidates for number in mean.of), default=0)
-            if count > MAX_MODELS:
-                raise UpdateError(
-                    f"{count} models are to be scored, and the maximum is {MAX_MODELS}"
-                )
-        else:
-            run = self._run(request.train_local.run_id)
-            count = 2 if request.train_local.with_gradient else 1
-        if size != count * run.layout.nbytes:
-            raise UpdateError(
-                f"{count} models in {size} bytes were announced; a model of this run has "
-                f"{run.layout.nbytes}"
-            )
-        spare, self._spare = self._spare, None
-        return spare if spare is not None and len(spare) == size else bytearray(size)
+        self._run(getattr(request, kind).run_id, app=kind == "flower").check_size(request, size)
+        return self.host.buffer(size)
 
     def _check(self, request: link_pb2.Request, size: int) -> None:
         """Check the owner's limits before memory is allocated."""
@@ -169,11 +136,13 @@ class Agent:
             async with self._working:
                 return await self._throttled(self._score, request.score, model), None
         if kind == "flower":
-            app = self._app(request.flower.run_id)
+            self._run(request.flower.run_id, app=True)
             if model is None:
                 self._check(request, 0)
             async with self._working:
-                answer, records = await self._throttled(app.answer, request.flower, model or b"")
+                answer, records = await self._throttled(
+                    self.host.answer, request.flower, model or b""
+                )
             return link_pb2.Reply(flower_replied=answer), records
         if kind == "agree":
             async with self._working:
@@ -183,9 +152,10 @@ class Agent:
                 stepped, payload = await self._throttled(self._secure.step, request.secure_step)
             return link_pb2.Reply(secure_stepped=stepped), payload
         if kind == "close":
-            self._runs.pop(request.close.run_id, None)
-            self._apps.pop(request.close.run_id, None)
-            self._buffered = self._sent = self._spare = None
+            if self._active is not None and self._active.run_id == request.close.run_id:
+                self._active = None
+                self.host.close()
+            self._buffered = None
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise AdmissionRefused(f"an edge client does not support the request {kind!r}")
 
@@ -204,14 +174,13 @@ class Agent:
         return await asyncio.to_thread(run)
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
-        """Reuse the memory of the acknowledged update for the next model."""
-        self._cancelled.discard(request.id)
-        if self._sent is not None and self._sent[0] == request.id:
-            self._spare, self._sent = self._sent[1], None
+        """Reuse the memory of the acknowledged update, unless it is kept for a later sum."""
+        if self._buffered is None or self._buffered[0].id != request.id:
+            self.host.release(request.id)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training at the next step: its result is no longer needed."""
-        self._cancelled.add(request.id)
+        self.host.cancel(request.id)
 
     def _train(
         self, request: link_pb2.Request, payload: Buffer, progress: ReportProgress
@@ -221,35 +190,27 @@ class Agent:
         With secure aggregation nothing about this device is sent in clear: no loss, no progress,
         no number of examples.
         """
-        from isthmus_clients.training.local_run import pieces
-
         work = request.train_local
         run = self._run(work.run_id)
         if not (work.secure or work.keep):
-            _check_plain_allowed(run)
-        model, *gradient = pieces(run.layout, payload)
-
-        def stopped() -> bool:
-            self._throttle.pause()  # between two training steps
-            return request.id in self._cancelled
-
+            run.check_plain_allowed()
         if work.keep:
-            trained = run.train(work, model, lambda progress: None, stopped, *gradient)
-            self._buffered = work, model, trained
+            trained, update = self.host.train(request.id, work, payload, lambda progress: None)
+            self._buffered = request, update, trained
             return link_pb2.Reply(trained=link_pb2.Trained(seconds=trained.seconds)), None
         if not work.secure:
-            trained = run.train(work, model, progress, stopped, *gradient)
-            self._sent = request.id, payload
-            return link_pb2.Reply(trained=trained), model
+            trained, update = self.host.train(request.id, work, payload, progress)
+            trained.result.CopyFrom(describe(update))
+            return link_pb2.Reply(trained=trained), update
         about = (work.run_id, work.round, work.attempt)
         attempt = self._secure.propose(about, work.secure, work.model)
-        trained = run.train(work, model, lambda progress: None, stopped, *gradient)
+        trained, update = self.host.train(request.id, work, payload, lambda progress: None)
         keys = self._secure.advertise(
             attempt,
-            run.layout.decode(model),
+            run.layout.decode(update),
             examples=trained.examples,
             loss=trained.training.get("loss", 0.0),
-            seed=run.seed_of(work.round),
+            seed=self._seed_of(run, work.round),
         )
         reply = link_pb2.Trained(seconds=trained.seconds, secure=keys)
         return link_pb2.Reply(trained=reply), None
@@ -258,86 +219,70 @@ class Agent:
         """Begin the secure sum of the buffered update, discounted by its age in rounds."""
         from isthmus.job.federated import buffer_name
 
-        if self._buffered is None or self._buffered[0].run_id != work.run_id:
+        if self._buffered is None or self._buffered[0].train_local.run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
-        request, payload, trained = self._buffered
+        request, update, trained = self._buffered
         run = self._run(work.run_id)
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
         attempt = self._secure.propose(about, work.secure, blob)
         self._buffered = None
-        staleness = max(work.round - request.round, 0)
+        staleness = max(work.round - request.train_local.round, 0)
         keys = self._secure.advertise(
             attempt,
-            run.layout.decode(payload).mul_(run.job.federated.buffer.discount(staleness)),
+            run.layout.decode(update).mul_(run.job.federated.buffer.discount(staleness)),
             examples=trained.examples,
             loss=trained.training.get("loss", 0.0),
-            seed=run.seed_of(work.round),
+            seed=self._seed_of(run, work.round),
         )
+        self.host.release(request.id)
         reply = link_pb2.Trained(seconds=trained.seconds, secure=keys)
         return link_pb2.Reply(trained=reply)
 
     def _score(self, work: link_pb2.Score, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
         from isthmus.task import paired_scores
-        from isthmus_clients.training.local_run import local_seed
 
         run = self._run(work.run_id)
-        candidates = [list(mean.of) for mean in work.candidates]
         if not work.secure:
-            _check_plain_allowed(run)
-            scores = run.score(payload, candidates)
+            run.check_plain_allowed()
+            scores = self.host.score(work, payload)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
         attempt = self._secure.propose(about, work.secure, work.models)
         started = time.monotonic()
-        vector = paired_scores.score_vector(run.score(payload, candidates))
-        seed = local_seed(run.job.seed, -work.comparison, self.participant.name)
+        vector = paired_scores.score_vector(self.host.score(work, payload))
+        seed = self._seed_of(run, -work.comparison)
         keys = self._secure.advertise(attempt, vector, examples=1, loss=0.0, seed=seed)
         seconds = time.monotonic() - started
         return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=keys))
 
-    def _run(self, run_id: str) -> DeviceRun:
-        run = self._runs.get(run_id)
-        if run is None:
-            raise UpdateError(f"the run {run_id!r} is not open on this device")
+    def _seed_of(self, run: ActiveRun, round_: int) -> bytes:
+        """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
+        from isthmus_clients.training.local_run import local_seed
+
+        return local_seed(run.job.seed, round_, self.participant.name)
+
+    def _run(self, run_id: str, *, app: bool = False) -> ActiveRun:
+        run = self._active
+        if run is None or run.run_id != run_id or run.has_app != app:
+            with_app = " with a Flower app" if app else ""
+            raise UpdateError(f"the run {run_id!r} is not open on this device{with_app}")
         return run
 
-    def _app(self, run_id: str) -> FlowerRun:
-        app = self._apps.get(run_id)
-        if app is None:
-            raise UpdateError(f"the run {run_id!r} is not open on this device with a Flower app")
-        return app
-
     def _open(self, work: link_pb2.OpenRun, package: Buffer | None) -> link_pb2.Reply:
-        import torch
-
         from isthmus_clients.device import task_delivery
-        from isthmus_clients.training.local_run import DeviceRun, app_of
 
-        torch.set_num_threads(self.threads)
+        self._active = None
         task_delivery.admit_job(work, package, self.tasks, self._guard)
-        if app_of(work):
-            from isthmus_clients.flower.client_app import FlowerRun
-
-            app = FlowerRun(work, self.participant, self.data, self.tasks)
-            self._runs, self._apps = {}, {work.run_id: app}
+        run = ActiveRun.of(work)
+        examples = self.host.open(work)
+        self._active = run
+        if run.has_app:
             return link_pb2.Reply(opened=link_pb2.Opened())
-        run = DeviceRun(work, self.participant, self.data, self.tasks)
-        self._runs, self._apps = {work.run_id: run}, {}
-        log.info("opened %s with %d examples", work.run_id, run.examples)
         secure = run.job.federated.secure_aggregation
-        opened = link_pb2.Opened(examples=0 if secure else run.examples, hours=self.hours)
+        opened = link_pb2.Opened(examples=0 if secure else examples, hours=self.hours)
         return link_pb2.Reply(opened=opened)
-
-
-def _check_plain_allowed(run: DeviceRun) -> None:
-    """Refuse to send figures in plaintext if the opened job promises secure aggregation."""
-    if run.job.federated.secure_aggregation:
-        raise UpdateError(
-            f"{run.job.name!r} was opened with federated.secure_aggregation, and this request "
-            "would send this device's own figures in plaintext"
-        )
 
 
 async def serve(address: str, agent: Agent, membership: Membership | None = None) -> None:

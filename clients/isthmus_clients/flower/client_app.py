@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import TaskError, UpdateError
+from isthmus.errors import TaskError
 from isthmus.integrations.flower.messages import (
     RUN,
     SERVER_NODE,
@@ -52,7 +52,6 @@ class FlowerRun:
         flower = self.job.federated.flower
         assert flower is not None
         assert flower.app is not None
-        self.max_bytes = flower.max_bytes
         key = "federated.flower.app"
         base, data = locate(flower.app, self.job, Path(work.base), data, tasks, key)
         self.app = load_app(flower.app, key, base=base)
@@ -68,19 +67,6 @@ class FlowerRun:
             state=RecordDict(),
             run_config=dict(flower.config),
         )
-
-    def buffer(self, size: int) -> bytearray:
-        """Allocate memory for the records of a message.
-
-        Raises:
-            UpdateError: they exceed the job's limit.
-        """
-        if size > self.max_bytes:
-            raise UpdateError(
-                f"a message of {size} bytes was announced where federated.flower.max_bytes="
-                f"{self.max_bytes}"
-            )
-        return bytearray(size)
 
     def answer(
         self, work: link_pb2.FlowerMessage, payload: Buffer | bytes

@@ -31,7 +31,7 @@ from isthmus.task.scoring import (
     score,
 )
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -116,12 +116,6 @@ def score_each(
     return scores
 
 
-def app_of(work: link_pb2.OpenRun) -> str | None:
-    """The Flower app that a run trains with instead of its task, or None."""
-    flower = read_job(work.job).federated.flower
-    return None if flower is None else flower.app
-
-
 def locate(
     source: str,
     job: Job,
@@ -190,7 +184,8 @@ class DeviceRun:
         Augenstein et al. 2022).
 
         The update is the pseudo-gradient, start minus end (Reddi et al. 2021). It depends only
-        on the job's seed, the round, the device's name and its data.
+        on the job's seed, the round, the device's name and its data. The figures lack `result`,
+        the digest of an update that is sent in plaintext.
 
         Raises:
             TaskError: the task's code raised, or its loss or update is not finite.
@@ -207,7 +202,6 @@ class DeviceRun:
                 "lower the learning rate or check the data"
             )
         return link_pb2.Trained(
-            result=describe(payload),
             examples=self.examples,
             steps=steps,
             seconds=time.monotonic() - started,

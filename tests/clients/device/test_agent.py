@@ -102,7 +102,7 @@ async def test_models_are_scored_on_the_devices_own_data(agent, opening):
     payload = agent.buffer(request, 2 * LAYOUT.nbytes)
     payload[:] = LAYOUT.encode(never) + LAYOUT.encode(always)
     reply, blob = await agent.work(request, payload, ignore)
-    target = agent._run("run").dataset.tensors[1]
+    target = agent.host.run.dataset.tensors[1]
     shares = [float((target != of).double().mean()) for of in (0, 2)]
     assert blob is None
     assert list(reply.scored.scores[:2]) == shares

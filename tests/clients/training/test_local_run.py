@@ -64,7 +64,6 @@ def test_the_update_is_start_minus_end(open_run):
     update, trained, _ = train(run, start=start)
     torch.testing.assert_close(update, 0.5 * gradient)
     assert (trained.examples, trained.steps) == (20, 1)
-    assert trained.result.size == run.layout.nbytes
     assert trained.training["loss"] == pytest.approx(
         run.task.loss(run.layout.scatter(start, model) or model(inputs), target).mean().item()
     )

@@ -103,7 +103,7 @@ class SecureRun:
         updates = []
         for name in names:
             payload = LAYOUT.encode(LAYOUT.decode(self.model))
-            open_run = self.devices[name].agent._run("run")
+            open_run = self.devices[name].agent.host.run
             work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
             open_run.train(work, payload, lambda progress: None, lambda: False)
             updates.append(LAYOUT.decode(payload).double())

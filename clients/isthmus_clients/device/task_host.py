@@ -1,0 +1,197 @@
+"""The host of a task's code: the interface that the agent uses, and a host in its own process.
+
+PyTorch is imported only when a run is opened, so that an idle device stays small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from isthmus.job import read_job
+from isthmus.task import Participant
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+
+if TYPE_CHECKING:
+    from isthmus_clients.flower.client_app import FlowerRun
+    from isthmus_clients.training.local_run import DeviceRun
+
+log = logging.getLogger(__name__)
+
+
+class TaskHost(Protocol):
+    """Runs the code of a task: one open run at a time, one call at a time.
+
+    `open`, `train`, `score` and `answer` block and may be called on any thread. They raise
+    `TaskError` if the task's code fails, with a message about this device's own code and data.
+    """
+
+    def open(self, work: link_pb2.OpenRun) -> int:
+        """Open a run in place of the open one; returns its number of examples.
+
+        A run with a Flower app has 0. A run that fails to open leaves no run open.
+
+        Raises:
+            TaskError: the task cannot be used here, or has no data.
+        """
+        ...
+
+    def buffer(self, size: int) -> Buffer:
+        """Allocate memory for what is passed to the next call: encoded models, or records."""
+        ...
+
+    def train(
+        self,
+        request_id: str,
+        work: link_pb2.TrainLocal,
+        payload: Buffer,
+        progress: ReportProgress,
+    ) -> tuple[link_pb2.Trained, Buffer]:
+        """Train from the first model in `payload`; returns figures and the encoded update.
+
+        A second vector in `payload` is added to the gradient of every step. The contents of
+        `payload` are overwritten; the update is valid until `release`.
+
+        Raises:
+            TaskError: the task's code raised, its loss or update is not finite, or the request was
+                cancelled.
+        """
+        ...
+
+    def score(self, work: link_pb2.Score, payload: Buffer) -> list[float]:
+        """Score the candidates, means of the encoded models in `payload`, from 0 (best) to 1.
+
+        Raises:
+            TaskError: the task's code raised.
+            UpdateError: a candidate refers to a model that was not received.
+        """
+        ...
+
+    def answer(
+        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        """Pass a message to the Flower app; an exception of the app becomes a Flower error."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the training of a request at its next step; it may not have begun yet."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Reuse the memory of the update of a request, which has been acknowledged."""
+        ...
+
+    def close(self) -> None:
+        """Close the open run, if any; does not block, and may be called during another call."""
+        ...
+
+
+class InProcessHost:
+    """Runs the task in the agent's own process, for an owner who is also the task's author."""
+
+    def __init__(
+        self,
+        participant: Participant,
+        data: Path | None,
+        tasks: Path | None,
+        threads: int,
+        between_steps: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Set up; `open` loads the task.
+
+        Args:
+            participant: see `isthmus_clients.device.agent.Agent`.
+            data: location of this device's data; overrides the one of a job.
+            tasks: directory of the only tasks that may be loaded; None loads any task.
+            threads: CPU threads used for training.
+            between_steps: called before every training step.
+        """
+        self.run: DeviceRun | None = None
+        """The open run, unless it has a Flower app."""
+        self.app: FlowerRun | None = None
+        self._participant = participant
+        self._data = data
+        self._tasks = tasks
+        self._threads = threads
+        self._between_steps = between_steps
+        self._cancelled: set[str] = set()
+        """IDs of requests whose result is no longer needed."""
+        self._sent: tuple[str, Buffer] | None = None
+        """The last update: the ID of its request and the memory that contains it."""
+        self._spare: Buffer | None = None
+        """Memory for the next model: allocating it takes longer than filling it."""
+
+    def open(self, work: link_pb2.OpenRun) -> int:
+        """See `TaskHost.open`."""
+        import torch
+
+        torch.set_num_threads(self._threads)
+        self.close()
+        flower = read_job(work.job).federated.flower
+        if flower is not None and flower.app is not None:
+            from isthmus_clients.flower.client_app import FlowerRun
+
+            self.app = FlowerRun(work, self._participant, self._data, self._tasks)
+            return 0
+        from isthmus_clients.training.local_run import DeviceRun
+
+        self.run = DeviceRun(work, self._participant, self._data, self._tasks)
+        log.info("opened %s with %d examples", work.run_id, self.run.examples)
+        return self.run.examples
+
+    def buffer(self, size: int) -> Buffer:
+        """See `TaskHost.buffer`."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and len(spare) == size else bytearray(size)
+
+    def train(
+        self,
+        request_id: str,
+        work: link_pb2.TrainLocal,
+        payload: Buffer,
+        progress: ReportProgress,
+    ) -> tuple[link_pb2.Trained, Buffer]:
+        """See `TaskHost.train`."""
+        from isthmus_clients.training.local_run import pieces
+
+        assert self.run is not None
+
+        def stopped() -> bool:
+            self._between_steps()
+            return request_id in self._cancelled
+
+        model, *gradient = pieces(self.run.layout, payload)
+        trained = self.run.train(work, model, progress, stopped, *gradient)
+        self._sent = request_id, payload
+        return trained, model
+
+    def score(self, work: link_pb2.Score, payload: Buffer) -> list[float]:
+        """See `TaskHost.score`."""
+        assert self.run is not None
+        return self.run.score(payload, [list(mean.of) for mean in work.candidates])
+
+    def answer(
+        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        """See `TaskHost.answer`."""
+        assert self.app is not None
+        return self.app.answer(work, payload)
+
+    def cancel(self, request_id: str) -> None:
+        """See `TaskHost.cancel`."""
+        self._cancelled.add(request_id)
+
+    def release(self, request_id: str) -> None:
+        """See `TaskHost.release`."""
+        self._cancelled.discard(request_id)
+        if self._sent is not None and self._sent[0] == request_id:
+            self._spare, self._sent = self._sent[1], None
+
+    def close(self) -> None:
+        """See `TaskHost.close`."""
+        self.run = self.app = None
+        self._sent = self._spare = None
