@@ -119,10 +119,14 @@ def client_masking(params: int, degree: int, repeats: int) -> Comparison:
     values = torch.randint(0, 1 << 22, (params,), dtype=torch.int32)
     seed = os.urandom(32)
     own, others = OneTimeKey(), [OneTimeKey() for _ in range(degree)]
+    ciphertexts = [other.encapsulate(own.public, SALT, "pair")[1] for other in others]
     quantised_tensor = values.clone()
 
     def isthmus() -> None:
-        seeds = [own.agree(other.public, SALT, "pair", b"") for other in others]
+        seeds = [
+            own.decapsulate(other.public, ciphertext, SALT, "pair")
+            for other, ciphertext in zip(others, ciphertexts, strict=True)
+        ]
         add_masks(quantised_tensor, [seed, *seeds[: degree // 2]], seeds[degree // 2 :], threads=1)
 
     flower_own, flower_others = FlowerKey(), [FlowerKey() for _ in range(degree)]
@@ -176,13 +180,18 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Comparison:
     isthmus_keys = [OneTimeKey() for _ in range(clients)]
     dealt = [
         shamir.split(
-            seeds[i] if i in survivors else isthmus_keys[i].private_bytes(),
+            seeds[i] if i in survivors else isthmus_keys[i].secret_bytes(),
             points[i],
             graph.threshold,
         )[: graph.threshold]
         for i in range(clients)
     ]
     used = [points[i][: graph.threshold] for i in range(clients)]
+    ciphertexts = {
+        (i, j): isthmus_keys[j].encapsulate(isthmus_keys[i].public, SALT, "pair")[1]
+        for i in dropped
+        for j in survivors
+    }
 
     def isthmus() -> None:
         secrets = shamir.combine(used, dealt)
@@ -193,7 +202,7 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Comparison:
         for i in dropped:
             key = OneTimeKey(secrets[i])
             for j in survivors:
-                seed = key.agree(isthmus_keys[j].public, SALT, "pair", b"")
+                seed = key.decapsulate(isthmus_keys[j].public, ciphertexts[i, j], SALT, "pair")
                 (minus if j < i else plus).append(seed)
         add_masks(total, plus, minus, threads=1)
 
@@ -228,7 +237,7 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Comparison:
 
 def sharing(holders: int, threshold: int, repeats: int) -> Comparison:
     """Compare sharing and reconstructing a client's two secrets."""
-    seed, key = os.urandom(32), OneTimeKey().private_bytes()
+    seed, key = os.urandom(32), OneTimeKey().secret_bytes()
     points = list(range(1, holders + 1))
 
     def isthmus() -> None:

@@ -111,7 +111,7 @@ class ProtocolRound:
     def share_keys(self):
         for name in self.active(Stage.SHARE_KEYS):
             self.server.receive_shares(self.clients[name].share_keys(self.roster))
-        self.inboxes = self.server.finish_share_keys()
+        self.inboxes = {name: self.server.inbox(name) for name in self.server.finish_share_keys()}
         return self
 
     def encoded(self, name):

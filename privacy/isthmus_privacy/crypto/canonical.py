@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from isthmus_privacy.crypto import refusal
 
-DOMAIN = "isthmus/secagg/2/"
+DOMAIN = "isthmus/secagg/3/"
 """Prefix of the tag of every message, hash, signature and key derivation."""
 
 MAX_CLIENTS = 1 << 16

@@ -1,22 +1,25 @@
 """Signatures, key agreement, key derivation and authenticated encryption.
 
-Ed25519 (RFC 8032), X25519 (RFC 7748), HKDF-SHA256 (RFC 5869) and AES-256-GCM (SP 800-38D), all
-from `cryptography`. Every use has its own tag (`canonical.tagged`), so that an output made for one
-purpose is never valid for another.
+Ed25519 (RFC 8032), X25519 (RFC 7748) with ML-KEM-768 (FIPS 203), HKDF-SHA256 (RFC 5869) and
+AES-256-GCM (SP 800-38D), all from `cryptography`. Every use has its own tag (`canonical.tagged`),
+so that an output made for one purpose is never valid for another.
 
 >>> alice, bob = OneTimeKey(), OneTimeKey()
 >>> salt = bytes(32)
->>> alice.agree(bob.public, salt, "pair") == bob.agree(alice.public, salt, "pair")
+>>> key, ciphertext = alice.encapsulate(bob.public, salt, "share-key")
+>>> bob.decapsulate(alice.public, ciphertext, salt, "share-key") == key
 True
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -26,6 +29,10 @@ from isthmus_privacy.crypto.canonical import tagged
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+ONE_TIME_KEY_BYTES = KEY_BYTES + 1184
+"""A public key of `OneTimeKey`: an X25519 key, then an ML-KEM-768 key."""
+CIPHERTEXT_BYTES = 1088
+"""Of ML-KEM-768."""
 SEALING_BYTES = 12 + 16
 """Overhead of `seal`: a random nonce and the authentication tag."""
 
@@ -57,23 +64,35 @@ def verify(public: bytes, signature: bytes, tag: str, *fields: bytes) -> bool:
 
 
 class OneTimeKey:
-    """An X25519 key pair of one client for one attempt at one round."""
+    """A hybrid key pair of one client for one attempt at one round: X25519 and ML-KEM-768.
 
-    def __init__(self, private: bytes | None = None) -> None:
-        """`private` is the 32-byte scalar; None generates one."""
-        self._key = (
-            X25519PrivateKey.generate()
-            if private is None
-            else X25519PrivateKey.from_private_bytes(private)
+    A derived key stays secret as long as one of the two does. The secrets are combined as in
+    X-Wing (Barbosa et al. 2024), with HKDF and everything that they depend on as its context.
+    Both private keys follow from one secret of 32 bytes, which can be shared among neighbours.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        """`secret` has 32 bytes; None draws one."""
+        self._secret = os.urandom(KEY_BYTES) if secret is None else secret
+        self._exchange = X25519PrivateKey.from_private_bytes(_expand(self._secret, "x25519", 32))
+        self._kem = MLKEM768PrivateKey.from_seed_bytes(_expand(self._secret, "ml-kem-768", 64))
+        self.public: bytes = (
+            self._exchange.public_key().public_bytes_raw()
+            + self._kem.public_key().public_bytes_raw()
         )
-        self.public: bytes = self._key.public_key().public_bytes_raw()
 
-    def private_bytes(self) -> bytes:
-        """The scalar, for secret sharing among the neighbours."""
-        return self._key.private_bytes_raw()
+    def secret_bytes(self) -> bytes:
+        """The secret, for sharing among the neighbours."""
+        return self._secret
 
-    def agree(self, public: bytes, salt: bytes, tag: str, *fields: bytes) -> bytes:
-        """Derive 32 bytes for one purpose that only the two key holders can compute.
+    def derive(self, salt: bytes, tag: str, *fields: bytes) -> bytes:
+        """Derive 32 bytes for one purpose that only holders of the secret can compute."""
+        return derive(self._secret, salt, tag, *fields)
+
+    def encapsulate(
+        self, public: bytes, salt: bytes, tag: str, *fields: bytes
+    ) -> tuple[bytes, bytes]:
+        """Draw a key that only the two key holders can compute, for one purpose.
 
         Args:
             public: the peer's public key.
@@ -81,15 +100,78 @@ class OneTimeKey:
             tag: the purpose.
             fields: further context that the key is bound to.
 
+        Returns:
+            The 32-byte key, and the ciphertext from which the peer computes it.
+
         Raises:
-            PeerMisbehaved: the peer's key is a point of low order (RFC 7748, section 6.1).
+            PeerMisbehaved: the peer's key is a point of low order (RFC 7748, section 6.1), or no
+                ML-KEM-768 key (FIPS 203, section 7.2).
         """
-        secret = bytes(KEY_BYTES)
         try:
-            secret = self._key.exchange(X25519PublicKey.from_public_bytes(public))
+            encapsulated, ciphertext = MLKEM768PublicKey.from_public_bytes(
+                public[KEY_BYTES:]
+            ).encapsulate()
         except ValueError:
+            refusal.refuse("key-malformed", "a key in the roster is no key of ML-KEM-768")
+            raise
+        key = self._combine(encapsulated, public, ciphertext, salt, tag, fields)
+        return key, ciphertext
+
+    def decapsulate(
+        self, public: bytes, ciphertext: bytes, salt: bytes, tag: str, *fields: bytes
+    ) -> bytes:
+        """Compute the key that the holder of `public` has drawn; the arguments are as there.
+
+        A changed ciphertext gives another key (implicit rejection; FIPS 203, section 7.3).
+
+        Raises:
+            PeerMisbehaved: the peer's key is a point of low order.
+        """
+        encapsulated = self._kem.decapsulate(ciphertext)
+        return self._combine(encapsulated, public, ciphertext, salt, tag, fields)
+
+    def _combine(
+        self,
+        encapsulated: bytes,
+        public: bytes,
+        ciphertext: bytes,
+        salt: bytes,
+        tag: str,
+        fields: tuple[bytes, ...],
+    ) -> bytes:
+        agreed = _agree(self._exchange, public)
+        if agreed is None:
             refusal.refuse("key-of-low-order", "a key in the roster is a point of low order")
-        return derive(secret, salt, tag, *fields)
+            agreed = bytes(KEY_BYTES)
+        bound_to = hashlib.sha256(ciphertext).digest()
+        return derive(encapsulated + agreed, salt, tag, bound_to, *fields)
+
+
+def is_usable(public: bytes) -> bool:
+    """Whether a public key of `OneTimeKey` is neither of low order nor malformed."""
+    try:
+        MLKEM768PublicKey.from_public_bytes(public[KEY_BYTES:])
+    except ValueError:
+        return False
+    # Every scalar is a multiple of 8, so any one shows a point of low order.
+    return _agree(_ANY_SCALAR, public) is not None
+
+
+def _agree(private: X25519PrivateKey, public: bytes) -> bytes | None:
+    """The X25519 secret; None if it is zero, because the point is of low order."""
+    try:
+        return private.exchange(X25519PublicKey.from_public_bytes(public[:KEY_BYTES]))
+    except ValueError:
+        return None
+
+
+_ANY_SCALAR = X25519PrivateKey.from_private_bytes(bytes(KEY_BYTES))
+
+
+def _expand(secret: bytes, tag: str, size: int) -> bytes:
+    """HKDF-SHA256 of a one-time secret to the private key of one of the two mechanisms."""
+    info = tagged("one-time-key", tag.encode())
+    return HKDF(hashes.SHA256(), size, salt=None, info=info).derive(secret)
 
 
 def derive(secret: bytes, salt: bytes, tag: str, *fields: bytes) -> bytes:

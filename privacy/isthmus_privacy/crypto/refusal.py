@@ -48,6 +48,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "roster-own-entry-changed",
     "roster-no-threshold",
     "key-of-low-order",
+    "key-malformed",
     # client: its inbox
     "inbox-other-roster",
     "inbox-self-missing",
@@ -79,6 +80,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "keys-too-many-clients",
     "keys-forged",
     "keys-repeated",
+    "keys-unusable",
     "shares-not-in-roster",
     "shares-duplicate",
     "shares-other-roster",
@@ -124,6 +126,7 @@ _ABORTED: tuple[str, ...] = (
     "too-few-shares",
     "seed-mismatch",
     "key-mismatch",
+    "mask-part-mismatch",
     "sum-out-of-range",
     "zero-total-weight",
 )

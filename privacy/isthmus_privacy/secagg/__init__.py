@@ -22,11 +22,11 @@ A whole round of four clients, one of which drops out:
 >>> roster = server.finish_advertise_keys()
 >>> for client in clients.values():
 ...     server.receive_shares(client.share_keys(roster))
->>> inboxes = server.finish_share_keys()
+>>> owners = server.finish_share_keys()
 >>> for name in "abc":
 ...     update = torch.tensor([0.5, -0.25, 0.125])
 ...     encoded = encode(config, update, weight=10)
-...     server.receive_masked_input(*clients[name].mask_input(inboxes[name], encoded))
+...     server.receive_masked_input(*clients[name].mask_input(server.inbox(name), encoded))
 >>> survivors = server.finish_masked_input()
 >>> for name in "abc":
 ...     server.receive_consistency_signature(clients[name].sign_survivors(survivors))

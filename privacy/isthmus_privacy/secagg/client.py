@@ -56,7 +56,7 @@ class ClientSession:
     Guarantees, if at most `corrupt_permille` of the clients collude with the server:
       * the server learns the sum over one set of at least `survivors_min` clients, or nothing;
       * for each other client, this client reveals a share of its self-mask seed or of its mask
-        key, never of both, and only after a quorum has signed the same survivor set;
+        secret, never of both, and only after a quorum has signed the same survivor set;
       * every step is taken at most once; a refusal ends the session and overwrites its secrets.
     """
 
@@ -168,12 +168,12 @@ class ClientSession:
                 refusal.refuse(
                     "encoded-for-another-attempt", "this vector was encoded for another attempt"
                 )
-            self._decrypt_shares(inbox)
+            received_parts = self._decrypt_inbox(inbox)
             self._share_owners = inbox.share_owners
-            holders = self._neighbours & inbox.share_owners.indices
-            partners = holders | self._share_pairs.keys()
             _, mask = self._keys()
-            seeds = {v: self._cohort.pair_seed(mask, self._position, v) for v in partners}
+            holders = self._neighbours & inbox.share_owners.indices
+            seeds = self._cohort.mask_seeds(self._position, mask, holders, received_parts)
+            partners = seeds.keys()
             add_masks(
                 encoded.vector,
                 plus=[self._self_mask_seed, *(seeds[v] for v in partners if v > self._position)],
@@ -185,7 +185,7 @@ class ClientSession:
             message = MaskedInput(
                 self._entry.name,
                 self._cohort.hash,
-                self._cohort.members(partners),
+                self._cohort.members(set(partners)),
                 len(encoded.payload),
                 hashlib.sha256(encoded.payload).digest(),
                 bytes(keys.SIGNATURE_BYTES),
@@ -271,11 +271,15 @@ class ClientSession:
         points = [holder + 1 for holder in holders]
         threshold = self._cohort.graph.threshold
         seed_shares = shamir.split(self._self_mask_seed, points, threshold)
-        key_shares = shamir.split(mask.private_bytes(), points, threshold)
+        key_shares = shamir.split(mask.secret_bytes(), points, threshold)
         for holder, seed_share, key_share in zip(holders, seed_shares, key_shares, strict=True):
-            key = self._cohort.sealing_secret(sealing, self._position, self._position, holder)
-            context = self._cohort.sealing_context(self._position, holder)
-            yield keys.seal(key, seed_share + key_share, context)
+            yield self._cohort.seal(
+                self._position,
+                holder,
+                sealing=sealing,
+                mask=mask,
+                shares=seed_share + key_share,
+            )
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -308,17 +312,20 @@ class ClientSession:
                 "expected",
             )
 
-    def _decrypt_shares(self, inbox: Inbox) -> None:
-        sealing, _ = self._keys()
+    def _decrypt_inbox(self, inbox: Inbox) -> dict[int, bytes]:
+        """Keep the shares, and return the parts of masks by their sender."""
+        (sealing, mask), own, parts = self._keys(), self._position, {}
         for owner, sealed in inbox.sealed:
-            key = self._cohort.sealing_secret(sealing, self._position, owner, self._position)
-            pair = keys.unseal(key, sealed, self._cohort.sealing_context(owner, self._position))
-            if pair is None:
+            shares = self._cohort.unseal_shares(owner, own, sealing=sealing, sealed=sealed)
+            part = self._cohort.unseal_part(owner, own, mask=mask, sealed=sealed)
+            if shares is None or part is None:
                 refusal.refuse(
                     "inbox-share-tampered",
                     f"the shares from {self._cohort.name(owner)!r} are not what it sealed",
                 )
-            self._share_pairs[owner] = bytearray(pair)
+            self._share_pairs[owner] = bytearray(shares)
+            parts[owner] = part
+        return parts
 
     def _check_survivors(self, message: Survivors) -> None:
         graph, survivors = self._cohort.graph, message.survivors

@@ -30,6 +30,7 @@ def check_advertised_keys(
     *,
     invited: Collection[str] | None,
     received: Mapping[str, AdvertiseKeys],
+    used_keys: Set[bytes],
 ) -> None:
     """Check a client's advertised keys.
 
@@ -39,9 +40,10 @@ def check_advertised_keys(
         directory: verifies the enrolment.
         invited: names that may take part; None for all enrolled.
         received: accepted messages of the stage by name.
+        used_keys: the public keys of these messages.
 
     Raises:
-        PeerMisbehaved: the client may not take part, or its keys are not its own and fresh.
+        PeerMisbehaved: the client may not take part, or its keys are not its own, fresh and valid.
     """
     name = message.name
     if invited is not None and name not in invited:
@@ -57,12 +59,15 @@ def check_advertised_keys(
     directory.check(message.enrolment)
     if not keys_are_signed(config, message):
         refusal.refuse("keys-forged", f"{name!r} did not sign these keys", peer=name)
-    own_keys = {message.sealing_key, message.mask_key, message.enrolment.identity_key}
-    if len(own_keys) < 3 or any(
-        own_keys & {other.sealing_key, other.mask_key, other.enrolment.identity_key}
-        for other in received.values()
-    ):
+    own_keys = set(message.public_keys)
+    if len(own_keys) < len(message.public_keys) or own_keys & used_keys:
         refusal.refuse("keys-repeated", f"a key of {name!r} is in the roster already", peer=name)
+    if not (keys.is_usable(message.sealing_key) and keys.is_usable(message.mask_key)):
+        refusal.refuse(
+            "keys-unusable",
+            f"a key of {name!r} is a point of low order, or no key of ML-KEM-768",
+            peer=name,
+        )
 
 
 def check_shares(message: ShareKeys, cohort: Cohort, *, received: Collection[int]) -> None:

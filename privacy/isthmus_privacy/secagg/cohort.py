@@ -1,17 +1,36 @@
-"""The roster that both sides agree on, and the keys and contexts that are derived from it."""
+"""The roster that both sides agree on, and what two clients of it send each other.
+
+A client sends each of its neighbours shares of its two secrets, and its part of their mask. The key
+of the mask between two clients follows from a part of each that has drawn the other as
+neighbour. Either client's mask secret, reconstructed after it was lost, gives the server all parts:
+its own are derived from that secret, and those of others are encrypted for its mask key. So the
+server needs nothing of a client that is still there, and no key agreement that a quantum computer
+breaks remains (X25519 alone would need no parts, but ML-KEM has no key agreement without messages).
+
+| bytes | content of what is sent to one neighbour |
+|---|---|
+| 1088 | ML-KEM ciphertext for the neighbour's mask key |
+| 60 | the part of the mask, encrypted |
+| 1088 | ML-KEM ciphertext for the neighbour's sealing key |
+| 100 | the shares, encrypted; authenticated together with all of the above |
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+from collections.abc import Mapping, Set
 
 from isthmus_privacy.crypto import keys, refusal
 from isthmus_privacy.crypto.canonical import NUMBER, PositionSet, tagged, tagged_hash
-from isthmus_privacy.crypto.keys import OneTimeKey
+from isthmus_privacy.crypto.keys import CIPHERTEXT_BYTES, SEALING_BYTES, OneTimeKey
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import GraphParameters
 from isthmus_privacy.secagg.identity import Directory
-from isthmus_privacy.secagg.messages import AdvertiseKeys, Roster
+from isthmus_privacy.secagg.messages import PART_BYTES, SEALED_BYTES, AdvertiseKeys, Roster
+
+_SHARES_AT = CIPHERTEXT_BYTES + PART_BYTES + SEALING_BYTES
 
 
 class Cohort:
@@ -51,41 +70,109 @@ class Cohort:
         """A set of clients of this roster."""
         return PositionSet(self.size, frozenset(positions))
 
-    # -- key derivation -------------------------------------------------------------------------
-
-    def sealing_secret(self, own_key: OneTimeKey, own: int, owner: int, holder: int) -> bytes:
-        """Derive the AES-256-GCM key for `owner`'s shares held by `holder`.
-
-        Args:
-            own_key: the caller's one-time sealing key.
-            own: the caller's position, either `owner` or `holder`.
-            owner: position of the client whose secrets are shared.
-            holder: position of the client that holds the shares.
-        """
-        other = holder if own == owner else owner
-        return own_key.agree(
-            self.entry(other).sealing_key,
-            self.hash,
-            "share-key",
-            NUMBER.write(owner),
-            NUMBER.write(holder),
-        )
-
-    def sealing_context(self, owner: int, holder: int) -> bytes:
-        """Associated data of encrypted shares."""
-        threshold = self.graph.threshold
-        return tagged("share", self.hash, *map(NUMBER.write, (owner, holder, threshold)))
-
-    def pair_seed(self, own_key: OneTimeKey, own: int, other: int) -> bytes:
-        """Derive the key of the mask between two clients; the lower position adds the mask."""
-        low, high = sorted((own, other))
-        return own_key.agree(
-            self.entry(other).mask_key, self.hash, "pair", NUMBER.write(low), NUMBER.write(high)
-        )
-
     def seed_commitment(self, owner: int, seed: bytes | bytearray) -> bytes:
         """Hash by which the server verifies a reconstructed self-mask seed."""
         return tagged_hash("seed-commitment", self.hash, NUMBER.write(owner), bytes(seed))
+
+    # -- from neighbour to neighbour ---------------------------------------------------------------
+
+    def own_part(self, mask: OneTimeKey, owner: int, holder: int) -> bytes:
+        """The part of `owner`, whose mask key is given, in the key of its mask with `holder`."""
+        return mask.derive(self.hash, "mask-part", NUMBER.write(owner), NUMBER.write(holder))
+
+    def seal(
+        self,
+        owner: int,
+        holder: int,
+        *,
+        sealing: OneTimeKey,
+        mask: OneTimeKey,
+        shares: bytes,
+    ) -> bytes:
+        """Encrypt the shares and the mask part of `owner`, whose keys are given, for `holder`.
+
+        Returns:
+            `SEALED_BYTES` bytes.
+
+        Raises:
+            PeerMisbehaved: a key of the holder is unusable.
+        """
+        to, pair = self.entry(holder), (NUMBER.write(owner), NUMBER.write(holder))
+        key, ciphertext = mask.encapsulate(to.mask_key, self.hash, "mask-part-key", *pair)
+        part = self.own_part(mask, owner, holder)
+        sealed_part = ciphertext + keys.seal(key, part, tagged("mask-part", *pair))
+        key, ciphertext = sealing.encapsulate(to.sealing_key, self.hash, "share-key", *pair)
+        sealed = sealed_part + ciphertext
+        sealed += keys.seal(key, shares, self._context(owner, holder, sealed_part))
+        assert len(sealed) == SEALED_BYTES
+        return sealed
+
+    def unseal_shares(
+        self, owner: int, holder: int, *, sealing: OneTimeKey, sealed: bytes
+    ) -> bytes | None:
+        """Decrypt what `owner` sent to `holder`, whose sealing key is given.
+
+        Returns:
+            The shares; None if anything is not as `owner` sealed it.
+        """
+        sealed_part, shares = sealed[:_SHARES_AT], sealed[_SHARES_AT:]
+        ciphertext, pair = shares[:CIPHERTEXT_BYTES], (NUMBER.write(owner), NUMBER.write(holder))
+        key = sealing.decapsulate(
+            self.entry(owner).sealing_key, ciphertext, self.hash, "share-key", *pair
+        )
+        context = self._context(owner, holder, sealed_part)
+        return keys.unseal(key, shares[CIPHERTEXT_BYTES:], context)
+
+    def unseal_part(
+        self, owner: int, holder: int, *, mask: OneTimeKey, sealed: bytes
+    ) -> bytes | None:
+        """Decrypt the mask part that `owner` sent to `holder`, whose mask key is given.
+
+        Returns:
+            The part; None if it is not as `owner` sealed it.
+        """
+        ciphertext, part = sealed[:CIPHERTEXT_BYTES], sealed[CIPHERTEXT_BYTES:_SHARES_AT]
+        pair = NUMBER.write(owner), NUMBER.write(holder)
+        key = mask.decapsulate(
+            self.entry(owner).mask_key, ciphertext, self.hash, "mask-part-key", *pair
+        )
+        return keys.unseal(key, part, tagged("mask-part", *pair))
+
+    def mask_seeds(
+        self, own: int, mask: OneTimeKey, holders: Set[int], received: Mapping[int, bytes]
+    ) -> dict[int, bytes]:
+        """Keys of the masks of one client with all its partners.
+
+        Args:
+            own: its position.
+            mask: its mask key.
+            holders: its neighbours.
+            received: the parts from clients that have drawn it as neighbour.
+        """
+        seeds = {}
+        for partner in holders | received.keys():
+            parts = {partner: received[partner]} if partner in received else {}
+            if partner in holders:
+                parts[own] = self.own_part(mask, own, partner)
+            seeds[partner] = self.mask_seed(own, partner, parts)
+        return seeds
+
+    def mask_seed(self, one: int, other: int, parts: Mapping[int, bytes]) -> bytes:
+        """Key of the mask between two clients; the lower position adds the mask.
+
+        Args:
+            one: position of a client.
+            other: position of its partner.
+            parts: the part of each of the two that has drawn the other as neighbour.
+        """
+        low, high = sorted((one, other))
+        combined = tagged("mask-parts", parts.get(low, b""), parts.get(high, b""))
+        return keys.derive(combined, self.hash, "pair", NUMBER.write(low), NUMBER.write(high))
+
+    def _context(self, owner: int, holder: int, sealed_part: bytes) -> bytes:
+        """Associated data of encrypted shares."""
+        numbers = map(NUMBER.write, (owner, holder, self.graph.threshold))
+        return tagged("share", self.hash, *numbers, hashlib.sha256(sealed_part).digest())
 
 
 def check_roster(
@@ -111,11 +198,7 @@ def check_roster(
     encoded_names = [name.encode() for name in names]
     if any(not a < b for a, b in itertools.pairwise(encoded_names)):
         refusal.refuse("roster-unsorted", "the roster is not sorted by name, or repeats one")
-    public_keys = [
-        key
-        for entry in roster.entries
-        for key in (entry.sealing_key, entry.mask_key, entry.enrolment.identity_key)
-    ]
+    public_keys = [key for entry in roster.entries for key in entry.public_keys]
     if len(set(public_keys)) != len(public_keys):
         refusal.refuse("roster-repeated-key", "two entries of the roster have a key in common")
     if own not in roster.entries:

@@ -3,10 +3,10 @@
 | message | from | to | bytes |
 |---|---|---|---|
 | `RoundConfig` | server | all | 300 |
-| `AdvertiseKeys` | client | server | 400 |
-| `Roster` | server | all | 400 n |
-| `ShareKeys` | client | server | 250 + 104 k |
-| `Inbox` | server | one client | 90 + 108 k |
+| `AdvertiseKeys` | client | server | 2,800 |
+| `Roster` | server | all | 2,800 n |
+| `ShareKeys` | client | server | 250 + 2,340 k |
+| `Inbox` | server | one client | 90 + 2,344 k |
 | `MaskedInput` | client | server | 250, plus the masked vector of N x bits / 8 |
 | `Survivors` | server | all | 90 + n / 4 |
 | `ConsistencySignature` | client | server | 240 |
@@ -33,14 +33,23 @@ from isthmus_privacy.crypto.canonical import (
     row,
     tagged_hash,
 )
-from isthmus_privacy.crypto.keys import KEY_BYTES, SEALING_BYTES, SIGNATURE_BYTES
+from isthmus_privacy.crypto.keys import (
+    CIPHERTEXT_BYTES,
+    KEY_BYTES,
+    ONE_TIME_KEY_BYTES,
+    SEALING_BYTES,
+    SIGNATURE_BYTES,
+)
 from isthmus_privacy.secagg.identity import NAME, Enrolment
 
 SHARE_BYTES = 36
 """One share of one 32-byte secret."""
 
-SEALED_BYTES = 2 * SHARE_BYTES + SEALING_BYTES
-"""A share of the self-mask seed and one of the mask key, sealed for one neighbour."""
+PART_BYTES = 32
+"""A client's part of the key of its mask with one neighbour."""
+
+SEALED_BYTES = 2 * (CIPHERTEXT_BYTES + SEALING_BYTES) + PART_BYTES + 2 * SHARE_BYTES
+"""A part of a mask, a share of the self-mask seed and one of the mask secret, for one neighbour."""
 
 
 class Stage(enum.IntEnum):
@@ -55,7 +64,7 @@ class Stage(enum.IntEnum):
 
 
 _HASH = exactly(32)
-_KEY = exactly(KEY_BYTES)
+_KEY = exactly(ONE_TIME_KEY_BYTES)
 _SIGNATURE = exactly(SIGNATURE_BYTES)
 
 
@@ -73,9 +82,9 @@ class AdvertiseKeys(Message):
 
     enrolment: Enrolment
     sealing_key: bytes
-    """X25519 public key that shares for this client are encrypted with."""
+    """Hybrid public key that shares for this client are encrypted with."""
     mask_key: bytes
-    """X25519 public key for pairwise masks; its private key is shared among the neighbours."""
+    """Hybrid public key for pairwise masks; its secret is shared among the neighbours."""
     signature: bytes
     """Signature of `signed_fields`."""
 
@@ -83,6 +92,13 @@ class AdvertiseKeys(Message):
     def name(self) -> str:
         """The enrolled name."""
         return self.enrolment.name
+
+    @property
+    def public_keys(self) -> tuple[bytes, ...]:
+        """All public keys of the client, those of the two mechanisms apart: none is used twice."""
+        hybrid = (self.sealing_key, self.mask_key)
+        parts = (part for key in hybrid for part in (key[:KEY_BYTES], key[KEY_BYTES:]))
+        return (self.enrolment.identity_key, *parts)
 
     def signed_fields(self, config_hash: bytes) -> tuple[bytes, ...]:
         """Fields that the client signs."""
@@ -135,8 +151,16 @@ class ShareKeys(Message):
     seed_commitment: bytes
     """Hash of the self-mask seed, by which the server detects a wrong reconstruction."""
     sealed: tuple[bytes, ...]
-    """Encrypted share pairs, in the order of the neighbours' positions."""
+    """What each neighbour receives (see `Cohort.seal`), in the order of their positions."""
     signature: bytes
+
+    def sealed_for(self, holder: int) -> bytes:
+        """What the neighbour at a position receives."""
+        return self._by_holder[holder]
+
+    @functools.cached_property
+    def _by_holder(self) -> dict[int, bytes]:
+        return dict(zip(sorted(self.neighbours.indices), self.sealed, strict=True))
 
     def signed_fields(self) -> tuple[bytes, ...]:
         """Fields that the client signs."""
@@ -163,7 +187,7 @@ class Inbox(Message):
     share_owners: PositionSet
     """U2: all clients whose shares the server has received."""
     sealed: tuple[tuple[int, bytes], ...]
-    """Owner's position and its encrypted share pair for this client, by position."""
+    """Owner's position and what it sealed for this client, by position."""
 
 
 @dataclasses.dataclass(frozen=True)

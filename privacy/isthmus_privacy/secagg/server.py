@@ -4,7 +4,7 @@
     session.receive_keys(...)                  # AdvertiseKeys of each client
     roster = session.finish_advertise_keys()
     session.receive_shares(...)                # ShareKeys
-    inboxes = session.finish_share_keys()
+    names = session.finish_share_keys()        # each is sent session.inbox(name)
     session.receive_masked_input(..., payload) # MaskedInput
     survivors = session.finish_masked_input()
     session.receive_consistency_signature(...) # ConsistencySignature
@@ -93,6 +93,7 @@ class ServerSession:
         self._directory = directory
         self._invited = None if invited is None else frozenset(invited)
         self._keys: dict[str, AdvertiseKeys] = {}
+        self._used_keys: set[bytes] = set()
         self._cohort: Cohort
         self._shares: dict[int, ShareKeys] = {}
         self._partners: dict[int, frozenset[int]] = {}
@@ -155,9 +156,15 @@ class ServerSession:
         """
         self._check_stage(Stage.ADVERTISE_KEYS, message.name)
         check_advertised_keys(
-            message, self.config, self._directory, invited=self._invited, received=self._keys
+            message,
+            self.config,
+            self._directory,
+            invited=self._invited,
+            received=self._keys,
+            used_keys=self._used_keys,
         )
         self._keys[message.name] = message
+        self._used_keys.update(message.public_keys)
 
     def finish_advertise_keys(self) -> Roster:
         """Fix the roster, which is sent to every client in it.
@@ -188,8 +195,8 @@ class ServerSession:
         check_shares(message, self._cohort, received=self._shares)
         self._shares[self._position(message.name)] = message
 
-    def finish_share_keys(self) -> dict[str, Inbox]:
-        """Fix the share owners and return each client's inbox by name.
+    def finish_share_keys(self) -> list[str]:
+        """Fix the share owners and return their names; each is sent its `inbox`.
 
         Raises:
             AggregationAborted: too few clients have shared their secrets.
@@ -207,24 +214,29 @@ class ServerSession:
                 "owners-below-threshold",
                 f"fewer than threshold={graph.threshold} neighbours of {name!r} are left",
             )
-        sealed: dict[int, list[tuple[int, bytes]]] = {owner: [] for owner in owners}
-        for owner in sorted(owners):
-            message = self._shares[owner]
-            for holder, share in zip(
-                sorted(message.neighbours.indices), message.sealed, strict=True
-            ):
-                if holder in owners:
-                    sealed[holder].append((owner, share))
-        for holder, shares in sealed.items():
-            self._owners_by_holder[holder] = frozenset(owner for owner, _ in shares)
+        owners_by_holder: dict[int, set[int]] = {owner: set() for owner in owners}
+        for owner, message in self._shares.items():
+            for holder in message.neighbours.indices & owners:
+                owners_by_holder[holder].add(owner)
+        for holder, its_owners in owners_by_holder.items():
+            self._owners_by_holder[holder] = frozenset(its_owners)
             own_holders = self._shares[holder].neighbours.indices & owners
             self._partners[holder] = self._owners_by_holder[holder] | own_holders
         self.stage = Stage.MASKED_INPUT
-        members = self._cohort.members(owners)
-        return {
-            self._cohort.name(holder): Inbox(self._cohort.hash, members, tuple(shares))
-            for holder, shares in sealed.items()
-        }
+        return [self._cohort.name(owner) for owner in sorted(owners)]
+
+    def inbox(self, name: str) -> Inbox:
+        """What the share owners sealed for a client.
+
+        Make it when it is sent: all together have 2,344 bytes for each pair of neighbours.
+        """
+        self._check_stage(Stage.MASKED_INPUT, None)
+        holder = self._position(name)
+        sealed = tuple(
+            (owner, self._shares[owner].sealed_for(holder))
+            for owner in sorted(self._owners_by_holder[holder])
+        )
+        return Inbox(self._cohort.hash, self._cohort.members(set(self._shares)), sealed)
 
     # -- masked input ---------------------------------------------------------------------------
 

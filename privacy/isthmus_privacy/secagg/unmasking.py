@@ -43,16 +43,33 @@ class UnmaskingInput:
             for survivor in self.partners[owner] & self.survivors:
                 # The lower position added this mask; the survivor's own sign is reversed here.
                 keys = minus if survivor < owner else plus
-                keys.append(self.cohort.pair_seed(key, owner, survivor))
+                keys.append(self._mask_seed(key, owner, survivor))
         return plus, minus
 
+    def _mask_seed(self, key: OneTimeKey, lost: int, survivor: int) -> bytes:
+        """Key of the mask between a lost client, whose mask key is known now, and a survivor."""
+        parts = {}
+        if survivor in self.shared[lost].neighbours:
+            parts[lost] = self.cohort.own_part(key, lost, survivor)
+        if lost in self.shared[survivor].neighbours:
+            sealed = self.shared[survivor].sealed_for(lost)
+            part = self.cohort.unseal_part(survivor, lost, mask=key, sealed=sealed)
+            if part is None:
+                refusal.refuse(
+                    "mask-part-mismatch",
+                    f"{self.cohort.name(survivor)!r} sealed no valid part of its mask with "
+                    f"{self.cohort.name(lost)!r}",
+                )
+            parts[survivor] = part
+        return self.cohort.mask_seed(lost, survivor, parts)
+
     def _secrets(self) -> dict[int, bytes]:
-        """Share owner to its seed if it survived, else to its mask key."""
+        """Share owner to its seed if it survived, else to its mask secret."""
         threshold = self.cohort.graph.threshold
         points, shares = [], []
         for owner in sorted(self.shared):
-            neighbours = sorted(self.shared[owner].neighbours.indices)
-            holders = [holder for holder in neighbours if holder in self.revealed][:threshold]
+            drawn = sorted(self.shared[owner].neighbours.indices)
+            holders = [holder for holder in drawn if holder in self.revealed][:threshold]
             if len(holders) < threshold:
                 refusal.refuse(
                     "too-few-shares",
@@ -71,12 +88,12 @@ class UnmaskingInput:
                 "or one of its neighbours sent a false share",
             )
 
-    def _checked_key(self, owner: int, private: bytes) -> OneTimeKey:
-        key = OneTimeKey(private)
+    def _checked_key(self, owner: int, secret: bytes) -> OneTimeKey:
+        key = OneTimeKey(secret)
         if key.public != self.cohort.entry(owner).mask_key:
             refusal.refuse(
                 "key-mismatch",
-                f"the shares of the mask key of {self.cohort.name(owner)!r} do not fit together: "
-                "it or one of its neighbours sent a false share",
+                f"the shares of the mask secret of {self.cohort.name(owner)!r} do not fit "
+                "together: it or one of its neighbours sent a false share",
             )
         return key

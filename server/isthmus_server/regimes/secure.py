@@ -139,14 +139,8 @@ class SecureAggregationAttempt:
             )
             roster = session.finish_advertise_keys().to_bytes()
             await self._short_step("sharing keys", {"roster": roster}, self._take_shares)
-            inboxes = {
-                name: inbox.to_bytes() for name, inbox in session.finish_share_keys().items()
-            }
-
-            async def upload(name: str) -> None:
-                await self._upload(name, inboxes[name])
-
-            await self._step("sending", session.missing, upload, deadline)
+            session.finish_share_keys()
+            await self._step("sending", session.missing, self._upload, deadline)
             survivors = session.finish_masked_input().to_bytes()
             await self._short_step("signing", {"survivors": survivors}, self._take_signature)
             signatures = session.finish_consistency_check().to_bytes()
@@ -265,8 +259,9 @@ class SecureAggregationAttempt:
             self._session.receive_keys(keys)
             self._receipts.remember(name, seconds=reply.trained.seconds)
 
-    async def _upload(self, name: str, inbox: bytes) -> None:
+    async def _upload(self, name: str) -> None:
         """The only step with a large reply: the masked vector, spooled, checked and added."""
+        inbox = self._session.inbox(name).to_bytes()
         async with self._call_step(name, {"inbox": inbox}) as reply:
             stepped = reply.secure_stepped
             masked = MaskedInput.from_bytes(stepped.message)

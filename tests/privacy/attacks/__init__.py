@@ -5,6 +5,7 @@ registered for. `mutation.py` disables each refusal and expects these functions 
 """
 
 from tests.privacy.attacks import (
+    advertised_keys,
     dishonest_clients,
     false_rosters,
     false_survivors,
@@ -16,6 +17,7 @@ from tests.privacy.attacks.registry import ATTACKS
 
 __all__ = [
     "ATTACKS",
+    "advertised_keys",
     "dishonest_clients",
     "false_rosters",
     "false_survivors",

@@ -1,4 +1,4 @@
-"""Dishonest clients send invalid messages to the server, or too few clients remain."""
+"""Dishonest clients send invalid shares, vectors or signatures, or too few clients remain."""
 
 import dataclasses
 import functools
@@ -12,96 +12,23 @@ from tests.privacy.attacks.large_cohort import (
     signed_masked_input,
     signed_shares,
 )
-from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal, round_until, without_members
+from tests.privacy.attacks.registry import ALICE, expect_refusal, round_until, without_members
 from tests.privacy.protocol import (
     ProtocolRound,
-    directory,
     identity,
     make_config,
     names,
     resign,
-    signed_keys,
 )
 
 from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import (
     ConsistencySignature,
-    ServerSession,
     Stage,
     UnmaskingShares,
     decode,
     encode,
 )
-
-# -- advertised keys -----------------------------------------------------------------------------
-
-
-def new_server(config=None, **changes):
-    return ServerSession(config or make_config(), directory(), **changes)
-
-
-@expect_refusal("server-out-of-order")
-def keys_after_the_roster_is_closed():
-    protocol = ProtocolRound(6, {BOB: Stage.ADVERTISE_KEYS}).advertise_keys()
-    protocol.server.receive_keys(protocol.clients[BOB].advertise_keys())
-
-
-@expect_refusal("server-out-of-order")
-def a_vector_after_the_survivors_are_named():
-    protocol = round_until(Stage.CONSISTENCY_CHECK)
-    protocol.server.receive_masked_input(*protocol.masked[BOB])
-
-
-@expect_refusal("keys-uninvited")
-def a_client_that_was_not_invited():
-    new_server(invited=[ALICE]).receive_keys(signed_keys(make_config(), BOB))
-
-
-@expect_refusal("keys-duplicate")
-def keys_twice():
-    server = new_server()
-    for _ in range(2):
-        server.receive_keys(signed_keys(make_config(), ALICE))
-
-
-@expect_refusal("keys-too-many-clients")
-def more_clients_than_the_bit_budget():
-    server = new_server()
-    for name in names(7):
-        server.receive_keys(signed_keys(make_config(), name))
-
-
-@expect_refusal("keys-forged")
-def keys_that_alice_did_not_sign():
-    forged = dataclasses.replace(signed_keys(make_config(), ALICE), mask_key=bytes([9]) * 32)
-    new_server().receive_keys(forged)
-
-
-@expect_refusal("keys-forged")
-def keys_replayed_from_an_earlier_round():
-    new_server().receive_keys(signed_keys(make_config(round=2), ALICE))
-
-
-@expect_refusal("keys-repeated")
-def the_mask_key_of_alice_under_the_name_of_bob():
-    server = new_server()
-    alice = signed_keys(make_config(), ALICE)
-    server.receive_keys(alice)
-    server.receive_keys(signed_keys(make_config(), BOB, mask_key=alice.mask_key))
-
-
-@expect_refusal("keys-repeated")
-def one_key_advertised_for_both_uses():
-    key = signed_keys(make_config(), ALICE).mask_key
-    new_server().receive_keys(signed_keys(make_config(), BOB, mask_key=key, sealing_key=key))
-
-
-@expect_refusal("too-few-keys")
-def too_few_keys():
-    server = new_server()
-    server.receive_keys(signed_keys(make_config(), ALICE))
-    server.finish_advertise_keys()
-
 
 # -- shares --------------------------------------------------------------------------------------
 
@@ -365,6 +292,22 @@ def a_wrong_share_of_a_mask_key():
     send_unmasking_shares(
         functools.partial(with_wrong_share, of=5), dropouts={"c00005": Stage.MASKED_INPUT}
     )
+
+
+@expect_refusal("mask-part-mismatch")
+def a_part_of_a_mask_that_cannot_be_decrypted():
+    """Alice seals garbage for a client that is lost before it could notice."""
+    protocol = ProtocolRound(6, {"c00005": Stage.MASKED_INPUT}).until(Stage.SHARE_KEYS)
+    share_keys = protocol.clients[ALICE].share_keys
+
+    def with_garbage(roster):
+        message = share_keys(roster)
+        assert message.sealed_for(5) == message.sealed[-1]
+        sealed = (*message.sealed[:-1], bytes(len(message.sealed[-1])))
+        return resign(dataclasses.replace(message, sealed=sealed), ALICE)
+
+    protocol.clients[ALICE].share_keys = with_garbage
+    protocol.share_keys().mask_inputs().check_consistency().reveal_shares().server.unmask()
 
 
 @expect_refusal("sum-out-of-range")

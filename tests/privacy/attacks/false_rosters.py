@@ -80,7 +80,7 @@ def a_roster_without_the_client():
 @expect_refusal("roster-bad-signature")
 def keys_of_bob_replaced_by_the_server():
     def change(entries, config):
-        swapped = dataclasses.replace(entries[3], mask_key=bytes([9]) * 32)
+        swapped = dataclasses.replace(entries[3], mask_key=bytes([9]) * 1216)
         return [*entries[:3], swapped, *entries[4:]]
 
     send_roster(change)
@@ -103,7 +103,17 @@ def nearly_all_clients_corrupt():
 @expect_refusal("key-of-low-order")
 def a_key_whose_agreement_is_always_zero():
     def change(entries, config):
-        return [*entries[:3], signed_keys(config, BOB, sealing_key=bytes(32)), *entries[4:]]
+        low_order = bytes(32) + entries[3].sealing_key[32:]
+        return [*entries[:3], signed_keys(config, BOB, sealing_key=low_order), *entries[4:]]
+
+    send_roster(change)
+
+
+@expect_refusal("key-malformed")
+def a_key_with_coefficients_beyond_the_modulus():
+    def change(entries, config):
+        malformed = entries[3].mask_key[:32] + b"\xff" * 1184
+        return [*entries[:3], signed_keys(config, BOB, mask_key=malformed), *entries[4:]]
 
     send_roster(change)
 

@@ -23,6 +23,7 @@ from isthmus_privacy.secagg import (
     ShareKeys,
     encode,
 )
+from isthmus_privacy.secagg.messages import SEALED_BYTES
 
 
 class LargeCohort:
@@ -53,7 +54,7 @@ class LargeCohort:
         return Inbox(
             self.roster.hash(self.config.hash),
             PositionSet(len(self.names), present),
-            tuple((sender, bytes(100)) for sender in senders),
+            tuple((sender, bytes(SEALED_BYTES)) for sender in senders),
         )
 
     def encoded(self):

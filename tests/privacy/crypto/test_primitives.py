@@ -30,19 +30,35 @@ def test_x25519_rfc7748_section_5_2():
     )
     expected = "c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552"
     assert agreed.hex() == expected
-    # OneTimeKey applies HKDF to the agreed secret.
-    derived = OneTimeKey(scalar).agree(point, bytes(32), "pair", b"x")
-    assert derived == keys.derive(bytes.fromhex(expected), bytes(32), "pair", b"x")
 
 
-def test_x25519_rfc7748_section_6_1():
-    alice = "8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a"
-    bob = OneTimeKey(
-        bytes.fromhex("5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb")
+def test_a_hybrid_key_depends_on_both_mechanisms_and_on_its_ciphertext():
+    alice, bob, salt = OneTimeKey(bytes([1]) * 32), OneTimeKey(bytes([2]) * 32), bytes(32)
+    key, ciphertext = alice.encapsulate(bob.public, salt, "pair", b"x")
+    assert bob.decapsulate(alice.public, ciphertext, salt, "pair", b"x") == key
+    agreed = bob._exchange.exchange(X25519PublicKey.from_public_bytes(alice.public[:32]))
+    encapsulated = bob._kem.decapsulate(ciphertext)
+    digest = hashlib.sha256(ciphertext).digest()
+    assert key == keys.derive(encapsulated + agreed, salt, "pair", digest, b"x")
+    changed = bytes([ciphertext[0] ^ 1]) + ciphertext[1:]
+    stranger = OneTimeKey(bytes([3]) * 32).public
+    for other in (
+        bob.decapsulate(alice.public, changed, salt, "pair", b"x"),
+        bob.decapsulate(stranger[:32] + alice.public[32:], ciphertext, salt, "pair", b"x"),
+        bob.decapsulate(alice.public, ciphertext, salt, "share", b"x"),
+        bob.decapsulate(alice.public, ciphertext, salt, "pair", b"y"),
+        bob.decapsulate(alice.public, ciphertext, bytes([1]) * 32, "pair", b"x"),
+    ):
+        assert other != key
+
+
+def test_a_secret_of_32_bytes_gives_the_same_hybrid_key_everywhere():
+    public = OneTimeKey(bytes(range(32))).public
+    assert len(public) == keys.ONE_TIME_KEY_BYTES
+    assert (
+        hashlib.sha256(public).hexdigest()
+        == "91095dc40fc3f72aa67741db397c474e67ab43aaf91f92e91f9f4408eee8e644"
     )
-    assert bob.public.hex() == "de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f"
-    agreed = bob._key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(alice)))
-    assert agreed.hex() == "4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742"
 
 
 def test_hkdf_rfc5869_a_1():
@@ -122,9 +138,10 @@ def test_a_machine_with_the_other_order_of_bytes_is_refused_in_a_sentence(monkey
 
 
 def test_low_order_points_are_refused():
+    peer = OneTimeKey().public
     for point in (bytes(32), b"\x01" + bytes(31)):
         with pytest.raises(Exception, match="low order"):
-            OneTimeKey().agree(point, bytes(32), "pair")
+            OneTimeKey().encapsulate(point + peer[32:], bytes(32), "pair")
 
 
 def test_sealing_binds_key_and_context():
@@ -135,7 +152,7 @@ def test_sealing_binds_key_and_context():
 
 
 def test_tags_separate_every_use():
-    assert tagged("a") == (len(DOMAIN) + 1).to_bytes(4, "little") + b"isthmus/secagg/2/a"
+    assert tagged("a") == (len(DOMAIN) + 1).to_bytes(4, "little") + b"isthmus/secagg/3/a"
     assert tagged("t", b"ab", b"c") != tagged("t", b"a", b"bc")
 
 

@@ -19,19 +19,10 @@ STAGES = [stage for stage in Stage if stage is not Stage.FINISHED]
 
 @pytest.fixture(autouse=True, scope="module")
 def cached_cryptography():
-    """Compute each roster hash, signature check and pairwise key once for all clients."""
-    agree, agreed = keys.OneTimeKey.agree, {}
-
-    def agree_once(key, public, *purpose):
-        pair = frozenset((key.public, public)), *purpose
-        if pair not in agreed:
-            agreed[pair] = agree(key, public, *purpose)
-        return agreed[pair]
-
+    """Compute each roster hash and signature check once for all clients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Roster, "hash", functools.cache(Roster.hash))
         patch.setattr(keys, "verify", functools.cache(keys.verify))
-        patch.setattr(keys.OneTimeKey, "agree", agree_once)
         yield
 
 
