@@ -128,13 +128,19 @@ class EvaluationSection(Section):
 
 
 class TimeSection(Section):
-    """The three time limits."""
+    """Time limits."""
 
     join_seconds: PositiveSeconds = 120.0
     """Wait for participants to connect and be ready: at the start, and when too few are left."""
     round_seconds: PositiveSeconds = 600.0
-    """One attempt at a round, from the plan to the last result; with secure aggregation, three
-    quarters of it are for training."""
+    """One attempt at a round, from the plan to the last result. With secure aggregation: three
+    quarters of it are for training; the later steps have the limits below."""
+    secure_step_seconds: PositiveSeconds | None = None
+    """One short step of secure aggregation: sharing keys, signing or unmasking. Default: a minute,
+    and more for large cohorts."""
+    secure_upload_seconds: PositiveSeconds | None = None
+    """Sending all masked updates of a secure round. Default: what is left of `round_seconds`, and
+    more if the cohort or the model requires it."""
     lease_seconds: PositiveSeconds = 10.0
     """Silence after which a participant counts as lost; `isthmus server` always uses 10."""
 

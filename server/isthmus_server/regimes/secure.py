@@ -35,6 +35,7 @@ from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
+from isthmus_server.regimes.step_limits import StepLimits
 from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
 from isthmus_server.transport.sanitize import check_figures
 
@@ -45,7 +46,9 @@ MAX_LOSS = 1000.0
 """A device's average loss is clipped to this inside the masked vector."""
 
 TRAINING_SHARE = 0.75
-"""Share of the round's time for training; then the protocol starts with those who have trained."""
+"""Share of the round's time for training; then the protocol starts with those who have trained. The
+rest of the round is for their vectors, and `StepLimits` extend it: the time of the protocol does
+not depend on how long training took."""
 
 _CORRUPT_PERMILLE = 100
 
@@ -117,13 +120,16 @@ class SecureAggregationAttempt:
         self._first_request = first_request
         self._session = ServerSession(config, context.directory, invited=cohort)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
+        self._limits: StepLimits
+        """Known as soon as the roster is."""
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._adding = asyncio.Lock()
 
     async def run(self, deadline: float | None = None) -> FederatedResult:
         """Run all steps; returns the mean of the survivors' vectors.
 
-        `deadline` (loop time) is the latest time for vectors; without one, a round's time from now.
+        `deadline` (loop time) is the end of the round, which limits the training; without one, a
+        round's time from now. `StepLimits` has the limits of the steps after training.
 
         Raises:
             AttemptFailed: too few devices were left at some step.
@@ -137,10 +143,16 @@ class SecureAggregationAttempt:
             await self._step(
                 "training", self._receipts.names, self._train, trained_by, self._config.clients_max
             )
-            roster = session.finish_advertise_keys().to_bytes()
-            await self._short_step("sharing keys", {"roster": roster}, self._take_shares)
+            roster = session.finish_advertise_keys()
+            self._limits = StepLimits.of(
+                self._context.job.time, self._config, clients=len(roster.entries)
+            )
+            await self._short_step("sharing keys", {"roster": roster.to_bytes()}, self._take_shares)
             session.finish_share_keys()
-            await self._step("sending", session.missing, self._upload, deadline)
+            sent_by = self._limits.upload_deadline(
+                asyncio.get_running_loop().time(), round_end=deadline
+            )
+            await self._step("sending", session.missing, self._upload, sent_by)
             survivors = session.finish_masked_input().to_bytes()
             await self._short_step("signing", {"survivors": survivors}, self._take_signature)
             signatures = session.finish_consistency_check().to_bytes()
@@ -225,13 +237,13 @@ class SecureAggregationAttempt:
     async def _short_step(
         self, what: str, message: dict[str, bytes], take: Callable[[str, bytes], None]
     ) -> None:
-        """A step without training or vectors: all remaining devices, within a lease."""
+        """A step without training or vectors, on all remaining devices."""
 
         async def part(name: str) -> None:
             async with self._call_step(name, message) as reply:
                 take(name, reply.secure_stepped.message)
 
-        deadline = asyncio.get_running_loop().time() + self._context.job.time.lease_seconds
+        deadline = asyncio.get_running_loop().time() + self._limits.step_seconds
         await self._step(what, self._session.missing, part, deadline)
 
     def _call_step(

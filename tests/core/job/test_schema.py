@@ -23,7 +23,8 @@ def test_the_smallest_job_has_a_name_and_a_task():
         ("federated.cohrt=1", "job: unknown key federated.cohrt; did you mean cohort?"),
         (
             "time.zzz=1",
-            "job: unknown key time.zzz; known here: join_seconds, round_seconds, lease_seconds",
+            "job: unknown key time.zzz; known here: join_seconds, round_seconds, "
+            "secure_step_seconds, secure_upload_seconds, lease_seconds",
         ),
         (
             "strategy.server_optimizer.nam='Adam'",
@@ -39,6 +40,7 @@ def test_the_smallest_job_has_a_name_and_a_task():
         ("budget=0", "job: budget=0: input should be greater than 0"),
         ("budget=inf", "job: budget=inf: input should be a finite number"),
         ("prices.client_update=nan", "job: prices.client_update=nan: input should be"),
+        ("time.secure_step_seconds=0", "job: time.secure_step_seconds=0: input should be greater"),
         ("time.join_seconds=inf", "job: time.join_seconds=inf: input should be a finite number"),
         (
             "federated.cohort=many",

@@ -8,16 +8,19 @@ import torch
 from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
-from isthmus.job import Job
+from isthmus.job import Job, with_changes
+from isthmus.job.schema import TimeSection
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
+from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure import SecureAggregationAttempt
+from isthmus_server.regimes.step_limits import StepLimits
 
 NAMES = "abcde"
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
@@ -188,14 +191,45 @@ async def test_a_device_may_drop_out_at_any_step(run, deadlines, step, how):
     assert receipt.reason
 
 
-async def test_training_and_sending_end_with_the_round_and_the_rest_within_a_lease(run, deadlines):
+AUTOMATIC_STEP = 60.0 + 0.001 * 5 * (5 + 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "sending"),
+    [
+        ({}, AUTOMATIC_STEP, 6000),  # after a fast training all of the round is left
+        ({"round_seconds": 30, "lease_seconds": 20}, AUTOMATIC_STEP, AUTOMATIC_STEP),
+        ({"secure_step_seconds": 70}, 70, 6000),
+        ({"secure_upload_seconds": 80}, AUTOMATIC_STEP, 80),
+    ],
+)
+async def test_each_step_has_its_own_limit(run, deadlines, changes, step, sending):
+    job = with_changes(run.job, {f"time.{key}": value for key, value in changes.items()})
     began = asyncio.get_running_loop().time()
-    await run.train()
+    await run.train(job)
     took = asyncio.get_running_loop().time() - began
-    for step, whole in {"training": 4500, "sending": 6000}.items():  # of the round's 6000 s
-        assert whole - took <= deadlines[step] <= whole + 1e-3
-    for step in ("sharing keys", "signing", "unmasking"):
-        assert 2000 - took <= deadlines[step] <= 2000 + 1e-3
+    expected = {"training": 0.75 * job.time.round_seconds, "sending": sending}
+    expected |= dict.fromkeys(("sharing keys", "signing", "unmasking"), step)
+    for name, seconds in expected.items():
+        assert seconds - took <= deadlines[name] <= seconds + 0.01
+
+
+def test_automatic_limits_grow_with_cohort_and_model():
+    def limits(clients, size):
+        config = RoundConfig(
+            run_id="r",
+            round=1,
+            attempt=1,
+            model_hash=bytes(32),
+            size=size,
+            clients_max=clients,
+        )
+        return StepLimits.of(TimeSection(), config, clients)
+
+    few, many = limits(5, 1000), limits(200, 1000)
+    assert few.step_seconds < 61
+    assert many.step_seconds > 3 * few.step_seconds
+    assert limits(200, 25_000_000).upload_seconds > many.upload_seconds + 1000
 
 
 @pytest.mark.parametrize("step", MESSAGES[1:4])
