@@ -38,6 +38,9 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-corruption-below-floor",
     "config-dropout-above-ceiling",
     "config-replayed",
+    "draw-not-now",
+    "draw-before-last",
+    "selection-too-wide",
     "participation-limit",
     # client: the roster
     "roster-too-small",
@@ -47,6 +50,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "roster-bad-signature",
     "roster-own-entry-changed",
     "roster-no-threshold",
+    "roster-member-not-selected",
     "key-of-low-order",
     "key-malformed",
     # client: its inbox
@@ -76,6 +80,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     # server: a client's messages
     "server-out-of-order",
     "keys-uninvited",
+    "keys-not-selected",
     "keys-duplicate",
     "keys-too-many-clients",
     "keys-forged",

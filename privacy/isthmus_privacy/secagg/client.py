@@ -93,6 +93,7 @@ class ClientSession:
                 "config-model-differs",
                 "this round is for another model than the one this client received",
             )
+        requirements.check_selection(config, enrolment.population, directory.now())
         history.begin(config, requirements)
         self.config = config
         self.stage = Stage.ADVERTISE_KEYS

@@ -13,6 +13,7 @@ from isthmus_privacy.crypto import keys, refusal
 from isthmus_privacy.secagg.cohort import Cohort, keys_are_signed
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
+from isthmus_privacy.secagg.lottery import is_selected
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
     ConsistencySignature,
@@ -57,6 +58,9 @@ def check_advertised_keys(
             peer=name,
         )
     directory.check(message.enrolment)
+    if not is_selected(message.enrolment.lottery, config.draw, config.selected_ppm):
+        # In the roster, it would make every other client refuse.
+        refusal.refuse("keys-not-selected", f"{name!r} has another ticket by now", peer=name)
     if not keys_are_signed(config, message):
         refusal.refuse("keys-forged", f"{name!r} did not sign these keys", peer=name)
     own_keys = set(message.public_keys)

@@ -28,6 +28,7 @@ from isthmus_privacy.crypto.keys import CIPHERTEXT_BYTES, SEALING_BYTES, OneTime
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import GraphParameters
 from isthmus_privacy.secagg.identity import Directory
+from isthmus_privacy.secagg.lottery import is_selected
 from isthmus_privacy.secagg.messages import PART_BYTES, SEALED_BYTES, AdvertiseKeys, Roster
 
 _SHARES_AT = CIPHERTEXT_BYTES + PART_BYTES + SEALING_BYTES
@@ -207,6 +208,12 @@ def check_roster(
         )
     for entry in roster.entries:
         directory.check(entry.enrolment)
+        if not is_selected(entry.enrolment.lottery, config.draw, config.selected_ppm):
+            refusal.refuse(
+                "roster-member-not-selected",
+                f"the ticket of {entry.name!r} is above the share of {config.selected_ppm} "
+                f"millionths in draw {config.draw}",
+            )
         if not keys_are_signed(config, entry):
             refusal.refuse(
                 "roster-bad-signature",

@@ -32,6 +32,7 @@ from isthmus_privacy.crypto.canonical import (
     text,
 )
 from isthmus_privacy.secagg.graph import COMPLETE_UP_TO, GraphParameters, graph_parameters
+from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
 
 MAX_LEVELS = 1 << 28
 """Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
@@ -80,6 +81,8 @@ class RoundConfig(Message):
         "levels": NUMBER,
         "clip": REAL,
         "weight_max": NUMBER,
+        "draw": NUMBER,
+        "selected_ppm": NUMBER,
     }
 
     run_id: str
@@ -109,6 +112,10 @@ class RoundConfig(Message):
     """Elements of the update are clipped to [-clip, clip]."""
     weight_max: int = 1
     """Largest weight (number of examples) of one client."""
+    draw: int = 0
+    """Unix seconds at which the server selected the clients; decides their tickets."""
+    selected_ppm: int = MILLION
+    """Millionths of all enrolled clients whose tickets may be in the roster; see `lottery`."""
 
     def __post_init__(self) -> None:
         """Compute `levels` if it is 0."""
@@ -185,6 +192,7 @@ class RoundConfig(Message):
             "clip": math.isfinite(self.clip) and self.clip > 0,
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,
             "corrupt_permille": self.corrupt_permille < 1000,
+            "selected_ppm": 1 <= self.selected_ppm <= MILLION,
             "slots": names == sorted(set(names)) and all(_is_valid(slot) for slot in self.slots),
         }
         for name, is_valid in valid.items():
@@ -211,6 +219,9 @@ class ClientRequirements:
     """Ceiling for `RoundConfig.dropout_permille`."""
     participations_max: int | None = None
     """Maximum number of attempts of one run that this device takes part in; None is no limit."""
+    selection_slack: int | None = None
+    """How many times more of the enrolled clients than the smallest sum needs may be eligible for
+    a round, see `lottery`; None accepts any selection."""
 
     def check(self, config: RoundConfig) -> None:
         """Refuse a configuration that does not meet the requirements.
@@ -235,4 +246,33 @@ class ClientRequirements:
                 "config-dropout-above-ceiling",
                 f"dropout_permille={config.dropout_permille} is above this device's own ceiling "
                 f"of {self.dropout_permille}",
+            )
+
+    def check_selection(self, config: RoundConfig, population: int, now: float) -> None:
+        """Refuse a draw of another time, or a share that lets the server choose among too many.
+
+        Args:
+            config: the configuration.
+            population: enrolled clients, as in this client's own enrolment.
+            now: this client's time in Unix seconds.
+
+        Raises:
+            PeerMisbehaved: the message names the numbers.
+        """
+        if self.selection_slack is None:
+            return
+        if abs(config.draw - now) > DRAW_SECONDS:
+            refusal.refuse(
+                "draw-not-now",
+                f"the draw is of {config.draw}, more than a day from this device's time "
+                f"{now:.0f} (Unix seconds); check its clock",
+            )
+        # Not clients_max, which a server could set high without inviting that many.
+        allowed = largest_share(self.selection_slack, config.clients_min, population)
+        if config.selected_ppm > allowed:
+            refusal.refuse(
+                "selection-too-wide",
+                f"{config.selected_ppm} millionths of {population} enrolled devices may be "
+                f"selected for a sum over at least {config.clients_min}, and this device's own "
+                f"limit is {allowed} (selection_slack={self.selection_slack})",
             )

@@ -52,7 +52,9 @@ class History:
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         """Restore a history from the result of `state()`; None starts an empty one."""
         self._runs: dict[str, _RunHistory] = {}
-        for run_id, saved in (state or {}).items():
+        self._draw: int = 0 if state is None else state["draw"]
+        """The latest draw, of any run."""
+        for run_id, saved in ({} if state is None else state["runs"]).items():
             self._runs[run_id] = _RunHistory(
                 last=None if saved["last"] is None else (saved["last"][0], saved["last"][1]),
                 participations=saved["participations"],
@@ -61,7 +63,7 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """The whole history as JSON-serialisable data."""
-        return {
+        runs = {
             run_id: {
                 "last": run.last,
                 "participations": run.participations,
@@ -69,13 +71,21 @@ class History:
             }
             for run_id, run in self._runs.items()
         }
+        return {"draw": self._draw, "runs": runs}
 
     def begin(self, config: RoundConfig, requirements: ClientRequirements) -> None:
         """Record that an attempt begins.
 
         Raises:
-            PeerMisbehaved: it is not after the last one, or the limit on participations is reached.
+            PeerMisbehaved: it is not after the last one, its draw is before the last one, or the
+                limit on participations is reached.
         """
+        if requirements.selection_slack is not None and config.draw < self._draw:
+            refusal.refuse(
+                "draw-before-last",
+                f"the draw of {config.draw} is before that of {self._draw}, in which this device "
+                "has taken part",
+            )
         run, attempt = self._run(config), (config.round, config.attempt)
         if run.last is not None and attempt <= run.last:
             _refuse_replay(config, run.last)
@@ -86,6 +96,7 @@ class History:
                 f"this device has taken part in {run.participations} attempts of run "
                 f"{config.run_id!r}, its own limit",
             )
+        self._draw = max(self._draw, config.draw)
         run.last = attempt
         run.participations += 1
         self._runs[config.run_id] = self._runs.pop(config.run_id)  # the latest run is at the end

@@ -17,12 +17,16 @@ isthmus.errors.PeerMisbehaved: the enrolment of 'clinic-7' ended at 2000000000
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import hmac
+import os
 import time
 from collections.abc import Callable, Set
 
 from isthmus_privacy.crypto import keys, refusal
-from isthmus_privacy.crypto.canonical import NUMBER, Message, exactly, text
+from isthmus_privacy.crypto.canonical import NUMBER, Message, exactly, tagged, tagged_hash, text
 from isthmus_privacy.crypto.keys import KEY_BYTES, SIGNATURE_BYTES, SigningKey
+from isthmus_privacy.secagg.lottery import LOTTERY_BYTES
 
 NAME = text(128)
 """A participant's enrolled name."""
@@ -37,6 +41,8 @@ class Enrolment(Message):
         "name": NAME,
         "identity_key": exactly(KEY_BYTES),
         "not_after": NUMBER,
+        "lottery": exactly(LOTTERY_BYTES),
+        "population": NUMBER,
         "signature": exactly(SIGNATURE_BYTES),
     }
 
@@ -45,11 +51,21 @@ class Enrolment(Message):
     """Ed25519 public key."""
     not_after: int
     """Unix seconds; a renewal has the same key."""
+    lottery: bytes
+    """Number that decides in which rounds this identity may be selected; see `lottery`."""
+    population: int
+    """Devices that were enrolled when this was signed."""
     signature: bytes
 
     def signed_fields(self) -> tuple[bytes, ...]:
         """Fields that the authority signs."""
-        return (self.name.encode(), self.identity_key, self.not_after.to_bytes(8, "little"))
+        return (
+            self.name.encode(),
+            self.identity_key,
+            NUMBER.write(self.not_after),
+            self.lottery,
+            NUMBER.write(self.population),
+        )
 
 
 class Authority:
@@ -57,12 +73,33 @@ class Authority:
 
     def __init__(self, private: bytes | None = None) -> None:
         """`private` is the 32-byte Ed25519 seed; None generates a key."""
+        private = os.urandom(KEY_BYTES) if private is None else private
         self._key = SigningKey(private)
+        self._lottery_secret = tagged_hash("lottery-secret", private)
         self.public = self._key.public
 
-    def enrol(self, name: str, identity_key: bytes, *, not_after: int) -> Enrolment:
-        """Sign that `name` owns `identity_key` until `not_after` (unix seconds)."""
-        draft = Enrolment(name, identity_key, not_after, bytes(SIGNATURE_BYTES))
+    def enrol(
+        self,
+        name: str,
+        identity_key: bytes,
+        *,
+        not_after: int,
+        population: int = 1,
+        now: float | None = None,
+    ) -> Enrolment:
+        """Sign that `name` owns `identity_key` until `not_after` (unix seconds).
+
+        `population` is the number of enrolled devices. The lottery number is the same for the whole
+        week (ISO 8601, UTC) of `now`, so that a device cannot draw again by joining or renewing;
+        its secret prevents a device from choosing a key that wins.
+        """
+        moment = datetime.datetime.fromtimestamp(time.time() if now is None else now, datetime.UTC)
+        week = moment.strftime("%G-W%V").encode()
+        fields = tagged("lottery", name.encode(), identity_key, week)
+        lottery = hmac.digest(self._lottery_secret, fields, "sha256")
+        draft = Enrolment(
+            name, identity_key, not_after, lottery, population, bytes(SIGNATURE_BYTES)
+        )
         signature = self._key.sign("enrolment", *draft.signed_fields())
         return dataclasses.replace(draft, signature=signature)
 

@@ -44,7 +44,9 @@ def test_only_the_owner_can_read_the_history(tmp_path):
     assert stat.S_IMODE((tmp_path / "rounds.json").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"run": 1}', '{"run": {"last": null}}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"draw": 0}', '{"draw": 0, "runs": {"run": {"last": null}}}']
+)
 def test_a_history_that_cannot_be_read_stops_the_device(tmp_path, damage):
     (tmp_path / "rounds.json").write_text(damage)
     with pytest.raises(UserError, match=r"records which rounds this device was in, and cannot be"):

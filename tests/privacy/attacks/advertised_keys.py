@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal, round_until
+from tests.privacy.attacks.registry import (
+    ALICE,
+    BOB,
+    DRAW,
+    client_above,
+    expect_refusal,
+    round_until,
+)
 from tests.privacy.protocol import ProtocolRound, directory, make_config, names, signed_keys
 
 from isthmus_privacy.crypto import keys
@@ -36,6 +43,12 @@ def a_vector_after_the_survivors_are_named():
 @expect_refusal("keys-uninvited")
 def a_client_that_was_not_invited():
     new_server(invited=[ALICE]).receive_keys(signed_keys(make_config(), BOB))
+
+
+@expect_refusal("keys-not-selected")
+def a_client_with_another_ticket_than_the_server_selected():
+    config, name = make_config(draw=DRAW, selected_ppm=500_000), client_above(0.5)
+    new_server(config, invited=[name]).receive_keys(signed_keys(config, name))
 
 
 @expect_refusal("keys-duplicate")

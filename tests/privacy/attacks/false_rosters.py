@@ -3,10 +3,16 @@
 import dataclasses
 
 from tests.privacy.attacks.large_cohort import LargeCohort
-from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal, round_until
-from tests.privacy.protocol import (
-    signed_keys,
+from tests.privacy.attacks.registry import (
+    ALICE,
+    BOB,
+    DRAW,
+    client_above,
+    clients_below,
+    expect_refusal,
+    round_until,
 )
+from tests.privacy.protocol import make_client, make_config, signed_keys
 
 from isthmus_privacy.secagg import (
     Roster,
@@ -116,6 +122,15 @@ def a_key_with_coefficients_beyond_the_modulus():
         return [*entries[:3], signed_keys(config, BOB, mask_key=malformed), *entries[4:]]
 
     send_roster(change)
+
+
+@expect_refusal("roster-member-not-selected")
+def a_colluder_without_a_ticket():
+    config = make_config(draw=DRAW, selected_ppm=500_000)
+    alice = make_client(config, clients_below(0.5, 1)[0])
+    entries = [signed_keys(config, name) for name in clients_below(0.5, 5)[1:]]
+    entries += [alice.advertise_keys(), signed_keys(config, client_above(0.5))]
+    alice.share_keys(Roster(tuple(sorted(entries, key=lambda entry: entry.name))))
 
 
 # -- the inbox -----------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
 """The server proposes an unsafe configuration to a client, or repeats one."""
 
-from tests.privacy.attacks.registry import ALICE, expect_refusal
+from tests.privacy.attacks.registry import ALICE, DRAW, expect_refusal
 from tests.privacy.protocol import (
+    AUTHORITY,
+    FAR_FUTURE,
+    identity,
     make_client,
     make_config,
 )
 
 from isthmus_privacy.secagg import (
     ClientRequirements,
+    Directory,
     History,
     Slot,
 )
@@ -102,6 +106,48 @@ def a_run_that_was_forgotten_for_newer_ones():
     for run in ("first", *"abcdefgh"):
         make_client(make_config(run_id=run), ALICE, history=history)
     make_client(make_config(run_id="first", round=2), ALICE, history=History(history.state()))
+
+
+def client_at(draw, history=None, *, now=DRAW, population=1, **changes):
+    """A client that requires a verifiable selection, at a time by its clock."""
+    enrolment = AUTHORITY.enrol(
+        ALICE, identity(ALICE).public, not_after=FAR_FUTURE, population=population
+    )
+    return make_client(
+        make_config(draw=draw, **changes),
+        ALICE,
+        enrolment=enrolment,
+        directory=Directory(AUTHORITY.public, now=lambda: now),
+        history=History() if history is None else history,
+        requirements=ClientRequirements(selection_slack=10),
+    )
+
+
+@expect_refusal("draw-not-now")
+def a_draw_of_two_days_ago():
+    client_at(DRAW - 2 * 86_400)
+
+
+@expect_refusal("draw-not-now")
+def a_draw_of_next_week():
+    client_at(DRAW + 7 * 86_400)
+
+
+@expect_refusal("draw-before-last")
+def a_better_draw_of_an_hour_ago():
+    history = History()
+    client_at(DRAW, history)
+    client_at(DRAW - 3600, History(history.state()), round=4)
+
+
+@expect_refusal("selection-too-wide")
+def a_choice_among_all_devices_of_a_large_fleet():
+    client_at(DRAW, population=1000)
+
+
+@expect_refusal("selection-too-wide")
+def a_wide_choice_for_a_cohort_that_is_large_only_in_the_configuration():
+    client_at(DRAW, population=1000, clients_max=1000, selected_ppm=30_001)
 
 
 @expect_refusal("participation-limit")

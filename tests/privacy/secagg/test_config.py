@@ -30,6 +30,8 @@ SLOTS = (
         ({"clip": float("inf")}, "clip=inf"),
         ({"weight_max": 0}, "weight_max=0"),
         ({"weight_max": 2**54}, "weight_max="),
+        ({"selected_ppm": 0}, "selected_ppm=0"),
+        ({"selected_ppm": 1_000_001}, "selected_ppm=1000001"),
         ({"corrupt_permille": 1000, "dropout_permille": 0}, "corrupt_permille=1000"),
         ({"slots": (Slot(name="a", maximum=float("nan")),)}, "slots="),
         ({"slots": (Slot(name="b", maximum=1.0), Slot(name="a", maximum=1.0))}, "slots="),
@@ -57,7 +59,7 @@ def test_every_field_is_hashed():
         {"run_id": "b"}, {"round": 9}, {"attempt": 9}, {"model_hash": bytes(32)}, {"size": 9},
         {"slots": SLOTS[:1]}, {"clients_max": 9}, {"clients_min": 4}, {"corrupt_permille": 9},
         {"dropout_permille": 9}, {"complete_up_to": 9}, {"bits": 64}, {"levels": 9},
-        {"clip": 9.0}, {"weight_max": 9},
+        {"clip": 9.0}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
     ]  # fmt: skip
     assert {name for change in changed for name in change} == {
         field.name for field in dataclasses.fields(config)
