@@ -28,14 +28,14 @@ NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
 COMMANDS = [
     "isthmus cancel --state JOB",
-    "isthmus client join --state TOKEN URL",
+    "isthmus client join --state --token-file TOKEN URL",
     (
         "isthmus client start --data --die-with-parent --hours --name --policy --print-systemd "
         "--server --shard --state --tasks --threads"
     ),
     "isthmus compare --json --policies --run-dir --seeds --set JOB",
     "isthmus datacenter agent --control",
-    "isthmus datacenter join --state TOKEN URL",
+    "isthmus datacenter join --state --token-file TOKEN URL",
     (
         "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "
         "--nodes --option --ranks --scheduler --server --state --tasks"
@@ -48,9 +48,10 @@ COMMANDS = [
     "isthmus job schema",
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
-    "isthmus operator join --state TOKEN URL",
+    "isthmus operator join --state --token-file TOKEN URL",
     "isthmus report --json --schema RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
+    "isthmus server audit STATE",
     "isthmus server init --host STATE",
     "isthmus server participants STATE",
     "isthmus server revoke NAME STATE",

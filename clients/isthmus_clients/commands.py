@@ -40,11 +40,14 @@ _STATE = click.option(
 
 @client.command()
 @click.argument("url", metavar="HOST:PORT")
-@click.argument("token")
+@click.argument("token", required=False)
+@click.option(
+    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
+)
 @_STATE
-def join(url: str, token: str, state: Path) -> None:
+def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
-    member = asyncio.run(joining.join(url, joining.Token.parse(token), state, "client"))
+    member = asyncio.run(joining.join(url, joining.Token.given(token, token_file), state, "client"))
     begin = "isthmus client start"
     if state != default_state("client"):
         begin += f" --state {shlex.quote(str(state))}"

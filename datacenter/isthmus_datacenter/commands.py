@@ -78,13 +78,16 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @datacenter.command()
 @click.argument("url", metavar="HOST:PORT")
-@click.argument("token")
+@click.argument("token", required=False)
+@click.option(
+    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
+)
 @click.option("--state", required=True, type=_DIRECTORY, help="The directory to pass to `launch`.")
-def join(url: str, token: str, state: Path) -> None:
+def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
     from isthmus.identity import joining
 
-    parsed = joining.Token.parse(token)
+    parsed = joining.Token.given(token, token_file)
     member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter"))
     click.echo(f"this datacenter is {member.name!r} at {member.server}")
 

@@ -21,6 +21,7 @@ import ipaddress
 import random
 import socket
 import ssl
+import sys
 from pathlib import Path
 
 import grpc
@@ -44,6 +45,8 @@ MAX_JOIN_BYTES = 16 << 10
 SECRET_BYTES = 16
 
 _PREFIX = "isthmus-"
+_MAX_TOKEN_FILE = 4096
+"""Characters that are read of a file with a token."""
 _TRIES = 6
 _TIMEOUT = 20.0
 _OPTIONS = (
@@ -83,6 +86,28 @@ class Token:
                 "printed"
             )
         return cls(data[:SECRET_BYTES], data[SECRET_BYTES:])
+
+    @classmethod
+    def given(cls, text: str | None, file: str | None) -> Token:
+        """Read a token from the command line, or from a file (`-`: standard input).
+
+        The arguments of a command are visible to all users of the machine; a file is not.
+
+        Raises:
+            UserError: there is not exactly one of them, or the file cannot be read.
+        """
+        if (text is None) == (file is None):
+            raise UserError("give the token either as TOKEN or with --token-file, and not both")
+        if text is not None:
+            return cls.parse(text)
+        assert file is not None
+        try:
+            if file == "-":
+                return cls.parse(sys.stdin.read(_MAX_TOKEN_FILE))
+            with Path(file).open(encoding="ascii") as stream:
+                return cls.parse(stream.read(_MAX_TOKEN_FILE))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--token-file {file} cannot be read: {error}") from None
 
     @property
     def digest(self) -> bytes:

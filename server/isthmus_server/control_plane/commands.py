@@ -18,6 +18,7 @@ from rich.table import Table
 
 from isthmus.errors import UserError
 from isthmus.identity import tls
+from isthmus_server.storage import audit
 
 if TYPE_CHECKING:
     from isthmus_server.control_plane.registry import Registry
@@ -85,6 +86,7 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
     new_token = Token(os.urandom(SECRET_BYTES), fingerprint)
     with _registry(state) as registry:
         registry.add_token(new_token.digest, name=name, kind=kind, expires=time.time() + seconds)
+        audit.record(state, "token", by=audit.local_user(), name=name, kind=kind, expires=expires)
     click.echo(str(new_token))
 
 
@@ -95,6 +97,7 @@ def revoke(state: Path, name: str) -> None:
     """Exclude participant NAME immediately and permanently; unused tokens for it become invalid."""
     with _registry(state) as registry:
         registry.revoke(name)
+        audit.record(state, "revoke", by=audit.local_user(), name=name)
     click.echo(f"{name} is revoked; a running server closes its connection at once")
 
 
@@ -109,6 +112,22 @@ def participants(state: Path) -> None:
         until = "revoked" if entry.revoked is not None else _date(entry.not_after)
         table.add_row(entry.name, entry.kind, _date(entry.joined), until)
     Console().print(table if entries else "no participant has joined yet")
+
+
+@server.command("audit")
+@_STATE
+def show_audit(state: Path) -> None:
+    """Print who made tokens, joined, revoked, submitted or cancelled, and verify the log.
+
+    Keep a copy of the last line elsewhere: it also shows whether lines are missing at the end.
+    """
+    with _registry(state):
+        entries = audit.read(state)
+    for entry in entries:
+        details = " ".join(f"{key}={value}" for key, value in entry.details.items())
+        click.echo(f"{_date(entry.time)}  {entry.by}  {entry.action}  {details}")
+    last = entries[-1].digest if entries else "empty"
+    click.echo(f"{len(entries)} records, unbroken; the last one is {last}")
 
 
 @server.command()

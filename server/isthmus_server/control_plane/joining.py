@@ -23,6 +23,7 @@ from isthmus.identity.joining import MAX_JOIN_BYTES, SECRET_BYTES, VERSION, Toke
 from isthmus.wire import join_pb2
 from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.storage import audit
 from isthmus_server.transport.limits import listen, server_options
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class JoinService:
             raise AdmissionRefused("this join request is not signed by its identity key") from None
 
         def redeem(registry: Registry) -> tuple[str, bytes]:
-            return registry.redeem(
+            name, certificate = registry.redeem(
                 Token(request.secret, fingerprint).digest,
                 request.kind,
                 request.identity,
@@ -151,6 +152,14 @@ class JoinService:
                     request.signing_request, kind=request.kind, name=name, identity=request.identity
                 ),
             )
+            audit.record(
+                self.members.directory,
+                "join",
+                by=name,
+                kind=request.kind,
+                identity=request.identity.hex(),
+            )
+            return name, certificate
 
         name, certificate = await self.members.write(redeem)
         log.info("%s %s has joined", request.kind, name)

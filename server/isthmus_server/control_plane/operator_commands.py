@@ -122,15 +122,20 @@ def operator() -> None:
 
 @operator.command()
 @click.argument("url", metavar="HOST:PORT")
-@click.argument("token")
+@click.argument("token", required=False)
+@click.option(
+    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
+)
 @_STATE
-def join(url: str, token: str, state: Path) -> None:
+def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
     """Join the server at HOST:PORT with an operator's TOKEN."""
     import asyncio
 
     from isthmus.identity import joining
 
-    member = asyncio.run(joining.join(url, joining.Token.parse(token), state, "operator"))
+    member = asyncio.run(
+        joining.join(url, joining.Token.given(token, token_file), state, "operator")
+    )
     click.echo(f"joined {member.server} as {member.name!r}")
 
 

@@ -23,6 +23,7 @@ from isthmus.wire import operator_pb2
 from isthmus_server.control_plane.job_runner import JobRunner
 from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.storage import audit
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
 SERVICE = "isthmus.operator.v1.Operator"
@@ -77,6 +78,7 @@ class OperatorService:
                 "large settings to a file that the task reads"
             )
         entry = self.runner.submit(read_job(request.job), operator.name, request.key)
+        await self._record("submit", operator, job=entry.id)
         return operator_pb2.SubmitReply(id=entry.id)
 
     async def _jobs(
@@ -99,7 +101,9 @@ class OperatorService:
     async def _cancel(
         self, request: operator_pb2.CancelRequest, operator: tls.Subject
     ) -> operator_pb2.CancelReply:
-        return operator_pb2.CancelReply(state=self.runner.cancel(request.id))
+        state = self.runner.cancel(request.id)
+        await self._record("cancel", operator, job=request.id)
+        return operator_pb2.CancelReply(state=state)
 
     async def _renew(
         self, request: operator_pb2.RenewRequest, operator: tls.Subject
@@ -121,6 +125,16 @@ class OperatorService:
             await _refuse(context, error)
         finally:
             self._end_call(operator)
+
+    async def _record(self, action: str, operator: tls.Subject, **details: str) -> None:
+        """Write an operator's action to the audit log.
+
+        Raises:
+            UserError: it cannot be written; the action itself was carried out.
+        """
+        await asyncio.to_thread(
+            audit.record, self.members.directory, action, by=f"operator {operator.name}", **details
+        )
 
     # -- authentication ----------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import io
 import os
 import socket
 import stat
@@ -323,3 +324,20 @@ async def test_an_unreachable_server_is_reported(tmp_path):
         url = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"^no server can be joined at {url}: Connection ref"):
             await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_a_token_is_read_from_a_file_or_standard_input(tmp_path, monkeypatch, source):
+    token = Token(bytes(16), bytes(32))
+    path = tmp_path / "token"
+    path.write_text(f"{token}\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{token}\n"))
+    assert Token.given(None, str(path) if source == "file" else "-") == token
+
+
+def test_a_token_must_be_given_once_and_be_readable(tmp_path):
+    for text, file in ((None, None), ("isthmus-a", "b")):
+        with pytest.raises(UserError, match="either as TOKEN or with --token-file, and not both"):
+            Token.given(text, file)
+    with pytest.raises(UserError, match=r"--token-file .*missing cannot be read: "):
+        Token.given(None, str(tmp_path / "missing"))

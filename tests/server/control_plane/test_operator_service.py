@@ -17,8 +17,10 @@ from tests.server.waiting import wait_until
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane import job_runner, operator_service
+from isthmus_server.control_plane.commands import server
 from isthmus_server.control_plane.operator_commands import OperatorClient, jobs
 from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.storage import audit
 from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
 from isthmus_server.storage.store import Store
 
@@ -143,6 +145,28 @@ async def test_queued_and_running_jobs_can_be_cancelled(operated, monkeypatch):
     assert overs == [True, True]  # both runs that had begun: nobody goes on with them
     with pytest.raises(AdmissionRefused, match=f"{running} has ended already: cancelled"):
         await operated.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=running))
+
+
+async def test_what_operators_and_commands_do_is_in_the_audit_log(operated, monkeypatch):
+    monkeypatch.setattr(audit, "local_user", lambda: "user root")
+    run = CliRunner().invoke
+    state = str(operated.state)
+    assert run(server, ["token", "create", state, "--name", "phone-0"]).exit_code == 0
+    id_ = await operated.submit(operated.job())
+    await operated.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=id_))
+    assert run(server, ["revoke", state, "me"]).exit_code == 0
+    found = [(entry.by, entry.action, entry.details) for entry in audit.read(operated.state)]
+    identity = operated.me.identity_public.hex()
+    assert found == [
+        ("me", "join", {"kind": "operator", "identity": identity}),
+        ("user root", "token", {"name": "phone-0", "kind": "client", "expires": "24h"}),
+        ("operator me", "submit", {"job": id_}),
+        ("operator me", "cancel", {"job": id_}),
+        ("user root", "revoke", {"name": "me"}),
+    ]
+    printed = run(server, ["audit", state]).output
+    assert f"operator me  submit  job={id_}\n" in printed
+    assert "5 records, unbroken; the last one is " in printed
 
 
 async def test_the_latest_ended_jobs_are_listed(operated):

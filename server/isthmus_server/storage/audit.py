@@ -1,0 +1,129 @@
+"""The audit log of a state directory: who changed what, and when, in a chain of hashes.
+
+One JSON object per line, with the SHA-256 of the line before. Changing, removing or inserting a
+line is noticed; removing the last lines, or writing the whole file anew, only by comparing the
+last hash with a copy kept elsewhere.
+
+>>> import tempfile
+>>> state = Path(tempfile.mkdtemp())
+>>> record(state, "revoke", by="alice", name="phone-0")
+>>> record(state, "cancel", by="bob", job="job-1")
+>>> [(entry.by, entry.action, entry.details) for entry in read(state)]
+[('alice', 'revoke', {'name': 'phone-0'}), ('bob', 'cancel', {'job': 'job-1'})]
+>>> log = state / "audit.log"
+>>> _ = log.write_text(log.read_text().replace("phone-0", "phone-1"))
+>>> read(state)
+Traceback (most recent call last):
+    ...
+isthmus.errors.UserError: ...audit.log was changed: line 2 does not continue line 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from isthmus.errors import UserError
+
+_FILE = "audit.log"
+_START = "0" * 64
+"""Stands for the hash before the first line."""
+_MAX_LINE = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditEntry:
+    """One recorded action."""
+
+    time: float
+    """Unix seconds."""
+    by: str
+    """An operator or participant by its certificate, or a user of the server's machine."""
+    action: str
+    details: Mapping[str, str]
+    digest: str
+    """SHA-256 of the line, in hexadecimal."""
+
+
+def record(state: Path, action: str, *, by: str, **details: str) -> None:
+    """Append an action to the audit log of a state directory; it is on disk on return.
+
+    Args:
+        state: the state directory of a server or an authority.
+        action: such as `revoke`.
+        by: the operator's name, or `local_user()`.
+        details: what the action was applied to.
+
+    Raises:
+        UserError: the log cannot be written.
+    """
+    path = state / _FILE
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # commands and the server write at the same time
+            size = os.fstat(handle).st_size
+            end = os.pread(handle, _MAX_LINE, max(0, size - _MAX_LINE))
+            before = end.rstrip(b"\n").rpartition(b"\n")[2]
+            entry = {"time": round(time.time(), 3), "by": by, "action": action, **details}
+            entry["previous"] = _digest(before) if size else _START
+            line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+            if size and not end.endswith(b"\n"):  # a crash cut the last line short
+                line = b"\n" + line
+            os.write(handle, line)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so that {action!r} is not recorded there"
+        ) from None
+
+
+def read(state: Path) -> list[AuditEntry]:
+    """Read and verify the audit log of a state directory; empty if nothing was recorded.
+
+    Raises:
+        UserError: it cannot be read, or a line does not continue the one before.
+    """
+    path = state / _FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    entries: list[AuditEntry] = []
+    for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, 1):
+        try:
+            fields = json.loads(line)
+            previous, time_ = fields.pop("previous"), float(fields.pop("time"))
+            by, action = fields.pop("by"), fields.pop("action")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UserError(f"{path} was changed: line {number} is not a record") from None
+        if previous != (entries[-1].digest if entries else _START):
+            raise UserError(
+                f"{path} was changed: line {number} does not continue "
+                + (f"line {number - 1}" if entries else "an empty log")
+            )
+        entries.append(AuditEntry(time_, by, action, fields, _digest(line)))
+    return entries
+
+
+def local_user() -> str:
+    """The user of this machine who runs this process, for actions of the command line."""
+    try:
+        return f"user {getpass.getuser()}"
+    except (KeyError, OSError):  # a user without a name
+        return f"user {os.getuid()}"
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()

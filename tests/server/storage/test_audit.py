@@ -1,0 +1,58 @@
+"""The audit log: every change of it is noticed, and writers do not disturb each other."""
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus_server.storage import audit
+
+
+@pytest.fixture
+def log(tmp_path):
+    for name in ("a", "b", "c"):
+        audit.record(tmp_path, "revoke", by="user me", name=name)
+    return tmp_path / "audit.log"
+
+
+def test_only_the_owner_can_read_it(log):
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda lines: lines[1:], "line 1 does not continue an empty log"),
+        (lambda lines: [lines[0], lines[2]], "line 2 does not continue line 1"),
+        (lambda lines: [lines[0], lines[0], *lines[1:]], "line 2 does not continue line 1"),
+        (lambda lines: [lines[0][:20], *lines[1:]], "line 1 is not a record"),
+        (lambda lines: [lines[0].replace('"a"', '"x"'), *lines[1:]], "line 2 does not continue"),
+    ],
+    ids=["removed first", "removed", "inserted", "cut short", "changed"],
+)
+def test_a_change_is_reported_with_its_line(log, tmp_path, change, sentence):
+    log.write_text("\n".join(change(log.read_text().splitlines())) + "\n")
+    with pytest.raises(UserError, match=f"was changed: {sentence}"):
+        audit.read(tmp_path)
+
+
+def test_writers_at_the_same_time_keep_one_chain(log, tmp_path):
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda i: audit.record(tmp_path, "join", by=f"p{i}"), range(20)))
+    entries = audit.read(tmp_path)
+    assert {entry.by for entry in entries[3:]} == {f"p{i}" for i in range(20)}
+
+
+def test_a_line_that_a_crash_cut_short_does_not_merge_with_the_next(log, tmp_path):
+    log.write_bytes(log.read_bytes()[:-10])
+    audit.record(tmp_path, "cancel", by="operator me", job="job-1")
+    with pytest.raises(UserError, match="line 3 is not a record"):
+        audit.read(tmp_path)
+    assert '"cancel"' in log.read_text().splitlines()[3]
+
+
+def test_an_action_that_cannot_be_recorded_is_reported(tmp_path):
+    (tmp_path / "audit.log").mkdir()
+    with pytest.raises(UserError, match="so that 'revoke' is not recorded there"):
+        audit.record(tmp_path, "revoke", by="user me", name="a")
