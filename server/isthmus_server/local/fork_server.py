@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from isthmus import cli
 from isthmus.errors import UserError
 from isthmus.system.process import die_with_parent
 
@@ -51,8 +52,10 @@ class ParticipantForkServer:
         self._killed = False
 
     @classmethod
-    def fork(cls, *, ranks: bool) -> ParticipantForkServer:
+    def fork(cls, *, ranks: bool, program: Callable[[], None] = cli.main) -> ParticipantForkServer:
         """Import what participants need (`ranks`: also a datacenter), and fork the process.
+
+        `program` is what each process runs, with the arguments in `sys.argv`.
 
         Call it before anything is opened or started. The process ends with the `with` block, and
         dies with this process. The event loop that uses it must have ended before.
@@ -69,7 +72,7 @@ class ParticipantForkServer:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _run_and_exit(_serve, server, server_end, fork_end)
+            _run_and_exit(_serve, server, server_end, fork_end, program)
         fork_end.close()
         server_end.setblocking(False)
         return cls(pid, server_end)
@@ -154,7 +157,9 @@ def _run_and_exit(function: Callable[..., None], *arguments: object) -> None:
         os._exit(code)
 
 
-def _serve(server: int, server_end: socket.socket, fork_end: socket.socket) -> None:
+def _serve(
+    server: int, server_end: socket.socket, fork_end: socket.socket, program: Callable[[], None]
+) -> None:
     """Run the fork server: fork on request and report exit codes, until the server closes."""
     die_with_parent(server)
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -181,12 +186,15 @@ def _serve(server: int, server_end: socket.socket, fork_end: socket.socket) -> N
                 fork_end.close()
                 for handle in running:
                     os.close(handle)
-                _run_and_exit(_run_program, fork_server, request["arguments"], request["log"])
+                about = request["arguments"], request["log"]
+                _run_and_exit(_run_program, fork_server, *about, program)
             running[os.pidfd_open(pid)] = pid
             fork_end.send(json.dumps({"number": request["number"], "pid": pid}).encode())
 
 
-def _run_program(fork_server: int, arguments: Sequence[str], log: str) -> None:
+def _run_program(
+    fork_server: int, arguments: Sequence[str], log: str, program: Callable[[], None]
+) -> None:
     """Run `isthmus ARGUMENTS` in this process, with all output in the log."""
     die_with_parent(fork_server)
     os.setsid()
@@ -194,7 +202,5 @@ def _run_program(fork_server: int, arguments: Sequence[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    from isthmus import cli
-
     sys.argv = ["isthmus", *arguments]
-    cli.main()
+    program()

@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import sqlite3
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,11 @@ from isthmus_server.strategy.policy import Compare
 KEPT_CHECKPOINTS = 2
 """Committed models kept on disk besides the final one."""
 
+_MAX_UNSTORED = 1000
+"""Latest events that are kept in memory while the log cannot be written."""
+
+log = logging.getLogger(__name__)
+
 
 class Store:
     """One run directory.
@@ -63,6 +70,7 @@ class Store:
         self.run_id = run_id
         self.checkpoints = Checkpoints(directory / "checkpoints")
         self._db = open_log(directory / "run.sqlite")
+        self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod
     def create(cls, directory: Path, job: Job, base: Path) -> Store:
@@ -202,8 +210,17 @@ class Store:
         self._db.execute("INSERT OR REPLACE INTO running_time VALUES (1, ?)", (seconds,))
 
     def log_event(self, event: ReportedEvent) -> None:
-        """Store an event for the report."""
-        self._db.execute("INSERT INTO events VALUES (?)", (json.dumps(event.to_json()),))
+        """Store an event for the report; one that cannot be stored now is stored with a later one.
+
+        Events are published wherever something happens, where a failing disk must do no harm.
+        """
+        self._unstored_events.append(json.dumps(event.to_json()))
+        try:
+            while self._unstored_events:
+                self._db.execute("INSERT INTO events VALUES (?)", (self._unstored_events[0],))
+                self._unstored_events.popleft()
+        except sqlite3.Error as error:
+            log.warning("%s: an event could not be stored: %s", self.directory, error)
 
     def finish(self, status: str, reason: str, final: FinalModel | None) -> None:
         """Store that the run has ended: `finished`, `failed` or `cancelled`, and why."""

@@ -148,6 +148,20 @@ def test_events_are_read_back_in_order(new_run):
     assert [event.at for event in store.events()] == [event.at for event in events]
 
 
+def test_an_event_that_cannot_be_stored_is_stored_with_the_next(new_run, open_again):
+    store = new_run()
+    first = ParticipantJoined(participant="a")
+    other = open_again(store)
+    store._db.execute("PRAGMA busy_timeout=0")
+    other._db.execute("BEGIN IMMEDIATE")  # the log is locked, as if the disk had failed
+    store.log_event(first)
+    other._db.execute("ROLLBACK")
+    assert other.events() == []
+    second = ParticipantLeft(participant="a", reason="lost")
+    store.log_event(second)
+    assert other.events() == [first, second]
+
+
 def test_an_ended_run_can_be_reopened(new_run, open_again):
     store = new_run()
     store.finish("failed", "too few devices", None)

@@ -1,0 +1,97 @@
+"""The command ``isthmus chaos``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from isthmus.job.schema import load_job, with_changes
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the plan of faults.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Duration of the faults; the job without faults and its end are additional.",
+)
+@click.option("--clients", type=click.IntRange(0, 64), help="Devices. Default: as in the job.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job."
+)
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="New directory for the deployment, which is kept. Default: a temporary one, which is "
+    "kept if an invariant was violated.",
+)
+@click.option("--plan", "only_plan", is_flag=True, help="Print the plan and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end.")
+def chaos(
+    job: Path,
+    seed: int,
+    minutes: float,
+    clients: int | None,
+    overrides: tuple[str, ...],
+    state: Path | None,
+    only_plan: bool,
+    as_json: bool,
+) -> None:
+    """Run JOB in a real deployment on this machine under faults, and check what must hold.
+
+    The exit status is 0 if every invariant holds and the job ends after the last fault.
+    """
+    from isthmus_server.chaos import worker
+    from isthmus_server.chaos.plan import make_plan
+
+    loaded = load_job(job, overrides)
+    if clients is not None:
+        loaded = with_changes(loaded, {"federated.clients": clients})
+    faults = make_plan(seed, minutes, loaded.federated.clients, loaded.datacenter.ranks)
+    if only_plan:
+        if as_json:
+            click.echo(json.dumps([dataclasses.asdict(fault) for fault in faults], indent=1))
+        else:
+            for fault in faults:
+                click.echo(f"{fault.at:6.1f} s  {fault.describe()}")
+        return
+    worker.install()  # before PyTorch and the rest of the product are imported
+    from isthmus_server.commands import run_until_stopped
+    from isthmus_server.local.fork_server import ParticipantForkServer
+
+    with ParticipantForkServer.fork(
+        ranks=loaded.datacenter.ranks > 0, program=worker.run
+    ) as fork_server:
+        from isthmus_server.chaos.deployment import ChaosDeployment
+        from isthmus_server.chaos.session import ChaosSession
+
+        directory = state or Path(tempfile.mkdtemp(prefix="isthmus-chaos-"))
+        deployment = ChaosDeployment(loaded, job.resolve().parent, directory, fork_server)
+        say = (lambda _: None) if as_json else click.echo
+        report = run_until_stopped(ChaosSession(deployment, faults, say).run())
+    kept = state is not None or bool(report.violations)
+    if not kept:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(directory)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
+    else:
+        click.echo(
+            f"{len(report.faults)} faults, {report.jobs} jobs with {report.rounds} rounds under "
+            f"faults, {report.same_models} with the same model as without; "
+            f"{len(report.violations)} violations"
+        )
+        if kept:
+            click.echo(f"the deployment is in {directory}")
+    if report.violations:
+        sys.exit(1)

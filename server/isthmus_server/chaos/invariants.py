@@ -1,0 +1,203 @@
+"""What has to hold under every fault, read from the files of a deployment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isthmus_server.chaos.deployment import ChaosDeployment
+
+_ALIVE = ("queued", "running", "paused")
+_TRIES = 5
+_TEMPORARY = ("*.tmp", ".*.json.*", ".*.pem.*", ".*.key.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenRound:
+    """A committed round as it was first read."""
+
+    sha256: str | None
+    """The model's; None while it stays in the datacenter."""
+    regime: str
+    accepted: tuple[str, ...]
+
+
+class InvariantChecker:
+    """Checks a deployment again and again, and remembers what was committed.
+
+    The invariants:
+      * a committed round stays committed, with the same model and participants, and round numbers
+        have no gaps;
+      * each invited participant of an ended attempt has exactly one receipt;
+      * the checkpoints that the last commit names exist and have their digests;
+      * no job fails, and no process ends for good;
+      * no device has helped to unmask two sums over one model whose difference would reveal the
+        updates of a few.
+    """
+
+    def __init__(self, deployment: ChaosDeployment) -> None:
+        self.deployment = deployment
+        self.rounds: dict[str, dict[int, SeenRound]] = {}
+        """By job and number."""
+        self.cancelled: set[str] = set()
+        """Jobs that the injector cancelled."""
+        self.attempts = 0
+        """Ended attempts that were read, failed ones included."""
+        self._reported: set[str] = set()
+
+    def check(self) -> list[str]:
+        """The violations that were not reported before."""
+        found = [*self._jobs(), *self._processes(), *self._histories()]
+        for directory in sorted(self.deployment.runs.glob("*")):
+            if (directory / "job.json").exists():
+                found += self._run(directory)
+        new = [violation for violation in found if violation not in self._reported]
+        self._reported.update(new)
+        return new
+
+    def check_end(self) -> list[str]:
+        """The violations after all processes have ended: files that were left, bad models."""
+        found = self.check()
+        for name in (*self.deployment.processes, "operator"):
+            folder = self.deployment.participant_state(name)
+            for pattern in _TEMPORARY:
+                found += [f"{path} was left" for path in sorted(folder.rglob(pattern))]
+        for id_, (state, reason) in self.deployment.jobs().items():
+            if state != "finished" and id_ not in self.cancelled:
+                found.append(f"{id_} has not finished: it is {state} {reason}".rstrip())
+            elif state == "finished":
+                found += self._final(id_)
+        return found
+
+    def model(self, id_: str) -> str:
+        """The SHA-256 of the final model of a finished job."""
+        final = self._final_record(id_)
+        return str(final["model_sha256"])
+
+    # -- the parts ---------------------------------------------------------------------------------
+
+    def _jobs(self) -> Iterator[str]:
+        for id_, (state, reason) in self.deployment.jobs().items():
+            if state not in (*_ALIVE, "finished") and id_ not in self.cancelled:
+                yield f"{id_} is {state}: {reason}"
+
+    def _processes(self) -> Iterator[str]:
+        for name, process in self.deployment.processes.items():
+            if process.failed:
+                yield f"{name} {process.failed}: see {process.log}"
+
+    def _histories(self) -> Iterator[str]:
+        return iter(())
+
+    def _run(self, directory: Path) -> list[str]:
+        id_ = directory.name
+        for _ in range(_TRIES):
+            try:
+                rows, newest = _read(directory / "run.sqlite")
+            except sqlite3.Error as error:
+                problem = f"{id_}: the round log cannot be read: {error}"
+                continue
+            missing = _damaged(directory / "checkpoints", newest)
+            if not missing or _read(directory / "run.sqlite")[1] == newest:
+                found = [f"{id_}: {what}" for what in missing]
+                return found + [f"{id_}: {what}" for what in self._log(id_, rows)]
+        return [problem]
+
+    def _log(self, id_: str, rows: list[tuple[Any, ...]]) -> Iterator[str]:
+        seen = self.rounds.setdefault(id_, {})
+        committed: dict[int, SeenRound] = {}
+        self.attempts = max(self.attempts, len(rows))
+        for round_, attempt, state, planned, record in rows:
+            if record is None:
+                continue
+            receipts = json.loads(record)["receipts"]
+            yield from _receipts(round_, attempt, json.loads(planned), receipts)
+            if state == "committed":
+                if round_ in committed:
+                    yield f"round {round_} is committed twice"
+                table = json.loads(record)
+                accepted = [r["participant"] for r in receipts if r["status"] == "accepted"]
+                committed[round_] = SeenRound(
+                    table["model_sha256"], table["regime"], tuple(sorted(accepted))
+                )
+        if sorted(committed) != list(range(1, len(committed) + 1)):
+            yield f"the committed rounds have gaps: {sorted(committed)}"
+        for round_, earlier in seen.items():
+            if committed.get(round_) != earlier:
+                yield f"round {round_} was {earlier} and is now {committed.get(round_)}"
+        seen.update({number: row for number, row in committed.items() if number not in seen})
+
+    def _final_record(self, id_: str) -> Any:
+        log = self.deployment.runs / id_ / "run.sqlite"
+        with _reading(log) as db:
+            return json.loads(db.execute("SELECT final FROM run").fetchone()[0])
+
+    def _final(self, id_: str) -> Iterator[str]:
+        import torch
+        from safetensors.torch import load_file
+
+        final = self._final_record(id_)
+        path = Path(final["model_path"])
+        if hashlib.sha256(path.read_bytes()).hexdigest() != final["model_sha256"]:
+            yield f"{id_}: the final model has another digest"
+        if not all(torch.isfinite(tensor).all() for tensor in load_file(path).values()):
+            yield f"{id_}: the final model is not finite"
+        if not all(math.isfinite(figure) for figure in final["metrics"].values()):
+            yield f"{id_}: its evaluation is {final['metrics']}"
+        rounds = self.deployment.job.rounds
+        if self.deployment.job.budget is None and len(self.rounds[id_]) != rounds:
+            yield f"{id_}: finished with {len(self.rounds[id_])} of {rounds} rounds"
+
+
+def _receipts(
+    round_: int, attempt: int, planned: dict[str, Any], receipts: list[dict[str, Any]]
+) -> Iterator[str]:
+    names = sorted(receipt["participant"] for receipt in receipts)
+    invited = sorted([*planned["invited"], *planned["datacenters"]])
+    if names != invited:
+        yield f"round {round_} attempt {attempt} invited {invited} and has receipts of {names}"
+
+
+def _damaged(folder: Path, state: str | None) -> list[str]:
+    """The checkpoints that a committed state names and that are missing or have other bytes."""
+    table = {} if state is None else json.loads(state)
+    saved = [*table.get("models", {}).values(), table.get("optimizer")]
+    found = []
+    for entry in saved:
+        if entry is None:
+            continue
+        try:
+            digest = hashlib.sha256((folder / entry["file"]).read_bytes()).hexdigest()
+        except FileNotFoundError:
+            found.append(f"the checkpoint {entry['file']} of the last commit is missing")
+        else:
+            if digest != entry["sha256"]:
+                found.append(f"the checkpoint {entry['file']} of the last commit is damaged")
+    return found
+
+
+@contextlib.contextmanager
+def _reading(log: Path) -> Iterator[sqlite3.Connection]:
+    """Open a log that another process writes; a read-only connection changes nothing in it."""
+    with contextlib.closing(sqlite3.connect(f"{log.as_uri()}?mode=ro", uri=True, timeout=10)) as db:
+        yield db
+
+
+def _read(log: Path) -> tuple[list[tuple[Any, ...]], str | None]:
+    """All attempts, and the state after the last commit."""
+    with _reading(log) as db:
+        db.execute("BEGIN")
+        rows = db.execute(
+            "SELECT round, attempt, state, planned, record FROM attempts ORDER BY round, attempt"
+        ).fetchall()
+        newest = db.execute(
+            "SELECT run_state FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT 1"
+        ).fetchone()
+    return rows, None if newest is None else newest[0]
