@@ -225,7 +225,8 @@ class _FaultyConnection(sqlite3.Connection):
 
 def _connect(database: Any, *args: Any, **options: Any) -> sqlite3.Connection:
     if _control is None or args or "factory" in options or options.get("uri"):
-        return _real_connect(database, *args, **options)
+        plain: sqlite3.Connection = _real_connect(database, *args, **options)
+        return plain
     connection = _real_connect(database, factory=_FaultyConnection, **options)
     assert isinstance(connection, _FaultyConnection)
     connection.file = _absolute(database)
