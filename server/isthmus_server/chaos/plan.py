@@ -99,7 +99,8 @@ def make_plan(seed: int, minutes: float, devices: int, ranks: int) -> list[Fault
     >>> make_plan(1, 0.5, 3, 0) == make_plan(1, 0.5, 3, 0)
     True
     """
-    draw = random.Random(f"isthmus/chaos/{seed}/{minutes}/{devices}/{ranks}")  # noqa: S311
+    about = f"isthmus/chaos/{seed}/{minutes}/{devices}/{ranks}"
+    draw = random.Random(about)  # noqa: S311 - repeatable, not secret
     kinds = _Deck(draw, [kind for kind, count in _DECK.items() for _ in range(count)])
     targets = {part: _targets(draw, part, devices, ranks) for part in sorted({*_PART.values()})}
     end, at = 60.0 * minutes, 0.5

@@ -46,8 +46,8 @@ def install() -> None:
     """Replace the functions. Call it before other modules keep references to them."""
     time.time, time.time_ns = _time, _time_ns
     builtins.open = io.open = _open
-    os.open, os.fsync, os.replace = _os_open, _fsync, _replace  # type: ignore[assignment]
-    sqlite3.connect = _connect  # type: ignore[assignment]
+    os.open, os.fsync, os.replace = _os_open, _fsync, _replace  # type: ignore[assignment] - one overload is enough
+    sqlite3.connect = _connect  # type: ignore[assignment] - one overload is enough
 
 
 def run() -> None:
@@ -131,9 +131,7 @@ def _open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options
         buffered = io.BufferedRandom(raw, size)
     if "b" in mode:
         return buffered
-    text = io.TextIOWrapper(buffered, line_buffering=buffering == 1, **options)
-    text.mode = mode  # type: ignore[misc]
-    return text
+    return io.TextIOWrapper(buffered, line_buffering=buffering == 1, **options)
 
 
 def _absolute(path: Any) -> str:
