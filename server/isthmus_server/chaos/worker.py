@@ -46,8 +46,9 @@ def install() -> None:
     """Replace the functions. Call it before other modules keep references to them."""
     time.time, time.time_ns = _time, _time_ns
     builtins.open = io.open = _open
-    os.open, os.fsync, os.replace = _os_open, _fsync, _replace  # type: ignore[assignment] - one overload is enough
-    sqlite3.connect = _connect  # type: ignore[assignment] - one overload is enough
+    os.open = _os_open
+    os.fsync, os.replace = _fsync, _replace  # type: ignore[assignment]  # they take any arguments
+    sqlite3.connect = _connect  # type: ignore[assignment]  # it takes any arguments
 
 
 def run() -> None:
