@@ -1,0 +1,168 @@
+"""What a sum is for: the canonical messages whose hash a round configuration contains.
+
+The configuration names a run, a round and a model, and every device signs its hash. That alone
+does not say what the devices do with the model: a server could open all devices but one with a job
+of zero steps, or have all but one compare a model with itself, and the sum would be the vector of
+that one. So server and device compute the *purpose* of a sum independently, the device from what
+its run was opened with and what it was asked to do. A device refuses a configuration with another
+purpose, so all devices of a sum do the same.
+
+>>> run = RunPurpose.of(job='{"name": "demo"}', task=bytes(32), layout=b"header", frozen={})
+>>> TrainingPurpose(run, with_gradient=False).hash == TrainingPurpose(run, with_gradient=True).hash
+False
+
+What may differ between honest devices is not part of it: their data, and where their files are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from isthmus_privacy.crypto import refusal
+from isthmus_privacy.crypto.canonical import (
+    FLAG,
+    NUMBER,
+    Message,
+    exactly,
+    items,
+    nested,
+    row,
+    tagged_hash,
+)
+
+MAX_STARTS = 1 << 12
+"""Maximum number of start models of one buffered sum."""
+
+MAX_MODELS = 64
+"""Maximum number of candidates of a comparison, and of models in one candidate."""
+
+_HASH = exactly(32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPurpose(Message):
+    """What a run was opened with, as far as it is the same on all devices."""
+
+    TAG = "run-purpose"
+    FIELDS = {"job": _HASH, "task": _HASH, "layout": _HASH, "frozen": _HASH}
+
+    job: bytes
+    """SHA-256 of the job as it was sent."""
+    task: bytes
+    """Digest of the task's code, see `isthmus.task.code_digest`."""
+    layout: bytes
+    """SHA-256 of the tensor layout's header: names, shapes and dtypes."""
+    frozen: bytes
+    """Hash of the fingerprint of the parameters that are not exchanged."""
+
+    @classmethod
+    def of(
+        cls, *, job: str, task: bytes, layout: bytes, frozen: Mapping[str, Sequence[float]]
+    ) -> Self:
+        """The purpose of a run.
+
+        Args:
+            job: JSON, exactly as it is sent.
+            task: digest of the task's code, 32 bytes.
+            layout: the header of the tensor layout.
+            frozen: float32 values by the name of the parameter.
+        """
+        fields = [
+            field
+            for name, values in sorted(frozen.items())
+            for field in (name.encode(), struct.pack(f"<{len(values)}f", *values))
+        ]
+        return cls(
+            hashlib.sha256(job.encode()).digest(),
+            task,
+            hashlib.sha256(layout).digest(),
+            tagged_hash("frozen-parameters", *fields),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Purpose(Message):
+    @property
+    def hash(self) -> bytes:
+        """The hash that `RoundConfig.purpose` contains."""
+        return tagged_hash("purpose", self.to_bytes())
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPurpose(_Purpose):
+    """Updates of devices that train from the model of the configuration."""
+
+    TAG = "training-purpose"
+    FIELDS = {"run": nested(RunPurpose), "with_gradient": FLAG}
+
+    run: RunPurpose
+    with_gradient: bool
+    """Whether a gradient follows the model, which is added to that of every step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonPurpose(_Purpose):
+    """Scores of models; the configuration's model hash is that of the blob with the models."""
+
+    TAG = "comparison-purpose"
+    FIELDS = {
+        "run": nested(RunPurpose),
+        "candidates": items(items(NUMBER, MAX_MODELS), MAX_MODELS),
+    }
+
+    run: RunPurpose
+    candidates: tuple[tuple[int, ...], ...]
+    """Models to score: each is the mean of the models of the blob with these numbers."""
+
+
+Start = tuple[int, bytes, bool]
+"""Start of a kept update: its round, the SHA-256 of its model, whether a gradient followed it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferedPurpose(_Purpose):
+    """Kept updates of devices that trained from models of several rounds.
+
+    A server that gave one device a model of its own could tell its update apart (Pasquini et al.
+    2022), so the start models are listed, one for each round, and all devices see the same list.
+    """
+
+    TAG = "buffered-purpose"
+    FIELDS = {"run": nested(RunPurpose), "starts": items(row(NUMBER, _HASH, FLAG), MAX_STARTS)}
+
+    run: RunPurpose
+    starts: tuple[Start, ...]
+    """The starts that updates in this sum may have, by ascending round."""
+
+    def check_start(self, own: Start, round_: int, max_staleness: int) -> int:
+        """Check the list for a device, and return the age of its update in rounds.
+
+        Args:
+            own: start of the device's kept update.
+            round_: of the sum.
+            max_staleness: largest age of an update that the job allows.
+
+        Raises:
+            PeerMisbehaved: a round of the list is repeated or too old, or the device's own start
+                is not in the list.
+        """
+        rounds = [start[0] for start in self.starts]
+        ascending = all(a < b for a, b in itertools.pairwise(rounds))
+        if not ascending or any(not 0 <= round_ - r <= max_staleness for r in rounds):
+            refusal.refuse(
+                "buffered-starts-invalid",
+                f"the updates of this sum would begin in the rounds {rounds}; each must be listed "
+                f"once, with one model, and be at most {max_staleness} rounds before {round_}",
+            )
+        if own not in self.starts:
+            refusal.refuse(
+                "buffered-start-differs",
+                f"this device trained from another model of round {own[0]} than the devices of "
+                "this sum, or before all of them",
+            )
+        return round_ - own[0]
