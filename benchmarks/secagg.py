@@ -154,6 +154,7 @@ def quantising(params: int, repeats: int) -> Comparison:
         round=0,
         attempt=0,
         model_hash=SALT,
+        purpose=SALT,
         size=params,
         clients_max=1000,
         clip=8.0,

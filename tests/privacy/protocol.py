@@ -51,6 +51,7 @@ def make_config(**changes):
         "round": 3,
         "attempt": 0,
         "model_hash": MODEL_HASH,
+        "purpose": bytes(32),
         "size": 4,
         "clients_max": 6,
         "weight_max": 10,
@@ -66,6 +67,7 @@ def make_client(config, name, **changes):
         "directory": directory(),
         "history": History(),
         "model_hash": config.model_hash,
+        "purpose": config.purpose,
     }
     return ClientSession(config, **{**defaults, **changes})
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from isthmus.errors import UpdateError
+from isthmus.errors import TaskError, UpdateError
 from isthmus.job import Job, read_job
+from isthmus.task import check_installed, check_named
+from isthmus.task.code_digest import code_digest
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
+from isthmus_privacy.crypto import refusal
+
+if TYPE_CHECKING:
+    from isthmus_privacy.purpose import RunPurpose
 
 MAX_MODELS = 8
 """Maximum number of models of one comparison."""
@@ -21,20 +30,48 @@ class ActiveRun:
     job: Job
     layout: TensorLayout
     """Of the server's model, which the task's must equal; empty with a Flower app."""
+    purpose: RunPurpose | None = None
+    """What the device's sums are for, as far as all requests have it in common; None for a run
+    without secure aggregation."""
 
     @classmethod
-    def of(cls, work: link_pb2.OpenRun) -> ActiveRun:
+    def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
         """Read the request that opens a run.
+
+        Args:
+            work: the request.
+            tasks: directory of the device's own tasks; None for those at the path in the request.
 
         Raises:
             JobError: the job cannot be read.
+            TaskError: with secure aggregation, the task's code is missing here, or it differs from
+                the server's.
             UpdateError: the layout is not valid.
         """
         job = read_job(work.job)
         flower = job.federated.flower
         if flower is not None and flower.app is not None:
             return cls(work.run_id, job, TensorLayout(()))
-        return cls(work.run_id, job, TensorLayout.from_header(work.layout))
+        layout = TensorLayout.from_header(work.layout)
+        if not job.federated.secure_aggregation:
+            return cls(work.run_id, job, layout)
+        from isthmus_privacy.purpose import RunPurpose
+
+        base = Path(work.base) if tasks is None else tasks
+        if tasks is not None:
+            check_installed(job.task.source, tasks)
+        check_named(job.task.source, "task.source", base=base)
+        digest = code_digest(job.task.source, base)
+        if work.task_digest and work.task_digest != digest:
+            raise TaskError(
+                f"the code of task.source={job.task.source!r} on this device differs from the "
+                "server's, so that their updates cannot be summed; install the server's version "
+                f"in {base}"
+            )
+        purpose = RunPurpose.of(
+            job=work.job, task=digest, layout=work.layout, frozen=fingerprint_of(work.frozen)
+        )
+        return cls(work.run_id, job, layout, purpose)
 
     @property
     def has_app(self) -> bool:
@@ -69,6 +106,33 @@ class ActiveRun:
             raise UpdateError(
                 f"{count} models in {size} bytes were announced; a model of this run has "
                 f"{self.layout.nbytes}"
+            )
+
+    @property
+    def secure_purpose(self) -> RunPurpose:
+        """The purpose of a run with secure aggregation.
+
+        Raises:
+            UpdateError: the run was opened without.
+        """
+        if self.purpose is None:
+            raise UpdateError(
+                f"{self.job.name!r} was opened without federated.secure_aggregation, and this "
+                "request is for a secure sum"
+            )
+        return self.purpose
+
+    def check_buffered(self) -> None:
+        """Refuse a request of the mode `buffered` in a run of another mode.
+
+        Raises:
+            PeerMisbehaved: the job says mode = "rounds", whose devices start from one model.
+        """
+        if self.job.federated.mode != "buffered":
+            refusal.refuse(
+                "buffered-mode-differs",
+                f"{self.job.name!r} was opened with federated.mode={self.job.federated.mode!r}, "
+                "and this request is for a buffer of updates to different models",
             )
 
     def check_plain_allowed(self) -> None:

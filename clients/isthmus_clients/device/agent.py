@@ -195,6 +195,7 @@ class Agent:
         if not (work.secure or work.keep):
             run.check_plain_allowed()
         if work.keep:
+            run.check_buffered()
             trained, update = self.host.train(request.id, work, payload, lambda progress: None)
             self._buffered = request, update, trained
             return link_pb2.Reply(trained=link_pb2.Trained(seconds=trained.seconds)), None
@@ -202,8 +203,11 @@ class Agent:
             trained, update = self.host.train(request.id, work, payload, progress)
             trained.result.CopyFrom(describe(update))
             return link_pb2.Reply(trained=trained), update
+        from isthmus_privacy.purpose import TrainingPurpose
+
         about = (work.run_id, work.round, work.attempt)
-        attempt = self._secure.propose(about, work.secure, work.model)
+        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient)
+        attempt = self._secure.propose(about, work.secure, work.model, purpose.hash)
         trained, update = self.host.train(request.id, work, payload, lambda progress: None)
         keys = self._secure.advertise(
             attempt,
@@ -218,19 +222,25 @@ class Agent:
     def _agree_on_buffered(self, work: link_pb2.Agree) -> link_pb2.Reply:
         """Begin the secure sum of the buffered update, discounted by its age in rounds."""
         from isthmus.job.federated import buffer_name
+        from isthmus_privacy.purpose import BufferedPurpose
 
         if self._buffered is None or self._buffered[0].train_local.run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
         request, update, trained = self._buffered
-        run = self._run(work.run_id)
+        run, start = self._run(work.run_id), request.train_local
+        run.check_buffered()
+        starts = tuple((s.round, s.model, s.with_gradient) for s in work.starts)
+        purpose = BufferedPurpose(run.secure_purpose, starts)
+        own = (start.round, start.model.sha256, start.with_gradient)
+        buffer = run.job.federated.buffer
+        staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
-        attempt = self._secure.propose(about, work.secure, blob)
+        attempt = self._secure.propose(about, work.secure, blob, purpose.hash)
         self._buffered = None
-        staleness = max(work.round - request.train_local.round, 0)
         keys = self._secure.advertise(
             attempt,
-            run.layout.decode(update).mul_(run.job.federated.buffer.discount(staleness)),
+            run.layout.decode(update).mul_(buffer.discount(staleness)),
             examples=trained.examples,
             loss=trained.training.get("loss", 0.0),
             seed=self._seed_of(run, work.round),
@@ -242,6 +252,7 @@ class Agent:
     def _score(self, work: link_pb2.Score, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
         from isthmus.task import paired_scores
+        from isthmus_privacy.purpose import ComparisonPurpose
 
         run = self._run(work.run_id)
         if not work.secure:
@@ -249,7 +260,9 @@ class Agent:
             scores = self.host.score(work, payload)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
-        attempt = self._secure.propose(about, work.secure, work.models)
+        candidates = tuple(tuple(mean.of) for mean in work.candidates)
+        purpose = ComparisonPurpose(run.secure_purpose, candidates)
+        attempt = self._secure.propose(about, work.secure, work.models, purpose.hash)
         started = time.monotonic()
         vector = paired_scores.score_vector(self.host.score(work, payload))
         seed = self._seed_of(run, -work.comparison)
@@ -275,7 +288,7 @@ class Agent:
 
         self._active = None
         task_delivery.admit_job(work, package, self.tasks, self._guard)
-        run = ActiveRun.of(work)
+        run = ActiveRun.of(work, self.tasks)
         examples = self.host.open(work)
         self._active = run
         if run.has_app:

@@ -54,7 +54,7 @@ class SecureSessions:
         self._welcome = welcome
 
     def propose(
-        self, about: tuple[str, int, int], config: bytes, blob: link_pb2.Blob
+        self, about: tuple[str, int, int], config: bytes, blob: link_pb2.Blob, purpose: bytes
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -62,6 +62,7 @@ class SecureSessions:
             about: run, round and attempt of the request.
             config: the encoded configuration.
             blob: names the model that came with it.
+            purpose: hash of the requested work, see `isthmus_privacy.purpose`.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -70,7 +71,7 @@ class SecureSessions:
         from isthmus_clients.training.secure import SecureParticipation
 
         self._current = None
-        return SecureParticipation(about, config, blob.sha256, self._enrolled())
+        return SecureParticipation(about, config, blob.sha256, purpose, self._enrolled())
 
     def advertise(
         self,

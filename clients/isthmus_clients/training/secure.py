@@ -113,6 +113,7 @@ class SecureParticipation:
         about: tuple[str, int, int],
         config: bytes,
         model_hash: bytes,
+        purpose: bytes,
         credentials: Credentials,
     ) -> None:
         """Check the configuration that the server proposes.
@@ -122,6 +123,7 @@ class SecureParticipation:
                 attempt of the request.
             config: the encoded configuration.
             model_hash: SHA-256 of the blob that came with the request.
+            purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             credentials: the device's.
 
         Raises:
@@ -141,6 +143,7 @@ class SecureParticipation:
             directory=credentials.directory,
             history=credentials.history,
             model_hash=model_hash,
+            purpose=purpose,
             requirements=credentials.requirements,
         )
         self._credentials = credentials

@@ -135,7 +135,7 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
-    __slots__ = ("run_id", "job", "base", "layout", "package", "frozen")
+    __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest")
     class FrozenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -149,13 +149,15 @@ class OpenRun(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PACKAGE_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
+    TASK_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     job: str
     base: str
     layout: bytes
     package: Package
     frozen: _containers.MessageMap[str, Fingerprint]
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ...) -> None: ...
+    task_digest: bytes
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ..., task_digest: _Optional[bytes] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("values",)
@@ -192,16 +194,28 @@ class TrainLocal(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ...) -> None: ...
 
 class Agree(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "secure")
+    __slots__ = ("run_id", "round", "attempt", "secure", "starts")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     secure: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ...) -> None: ...
+    starts: _containers.RepeatedCompositeFieldContainer[BufferedStart]
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ..., starts: _Optional[_Iterable[_Union[BufferedStart, _Mapping]]] = ...) -> None: ...
+
+class BufferedStart(_message.Message):
+    __slots__ = ("round", "model", "with_gradient")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WITH_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    model: bytes
+    with_gradient: bool
+    def __init__(self, round: _Optional[int] = ..., model: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("run_id", "comparison", "attempt", "models", "candidates", "secure")

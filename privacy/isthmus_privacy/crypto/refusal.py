@@ -34,6 +34,10 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-values-wrap",
     "config-slots-wrap",
     "config-model-differs",
+    "config-purpose-differs",
+    "buffered-mode-differs",
+    "buffered-starts-invalid",
+    "buffered-start-differs",
     "config-clients-below-floor",
     "config-corruption-below-floor",
     "config-dropout-above-ceiling",
@@ -148,7 +152,7 @@ def refuse(code: str, reason: str, *, peer: str | None = None) -> NoReturn:
     """Raise the error of a refusal.
 
     Args:
-        code: a key of `REFUSALS`; each is used in one place of the whole package.
+        code: a key of `REFUSALS`; each is used in one place, here or in the device's code.
         reason: one sentence for a person.
         peer: the participant that misbehaved; None for the server, or if it is unknown.
 

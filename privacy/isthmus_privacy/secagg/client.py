@@ -1,7 +1,7 @@
 """A client's side of one attempt: five steps, each from a received message to a sent one.
 
 session = ClientSession(config, identity=..., enrolment=..., directory=..., history=...,
-                        model_hash=...)
+                        model_hash=..., purpose=...)
 keys            = session.advertise_keys()                  # -> AdvertiseKeys
 shares          = session.share_keys(roster)                # Roster -> ShareKeys
 masked, payload = session.mask_input(inbox, encoded)        # Inbox -> MaskedInput + payload
@@ -69,6 +69,7 @@ class ClientSession:
         directory: Directory,
         history: History,
         model_hash: bytes,
+        purpose: bytes,
         requirements: ClientRequirements | None = None,
     ) -> None:
         """Accept a configuration.
@@ -80,6 +81,7 @@ class ClientSession:
             directory: verifies the other clients' enrolments.
             history: this client's memory, which records the attempt.
             model_hash: SHA-256 of the model that this client has received.
+            purpose: hash of what this client was asked to do, see `isthmus_privacy.purpose`.
             requirements: this device's minimum security; None for the defaults.
 
         Raises:
@@ -92,6 +94,12 @@ class ClientSession:
             refusal.refuse(
                 "config-model-differs",
                 "this round is for another model than the one this client received",
+            )
+        if purpose != config.purpose:
+            refusal.refuse(
+                "config-purpose-differs",
+                "this sum is for other work than this device was asked to do: its job, the code of "
+                "its task, its tensors, its mode, start models or candidates differ",
             )
         requirements.check_selection(config, enrolment.population, directory.now())
         history.begin(config, requirements)

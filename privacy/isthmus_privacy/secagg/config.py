@@ -1,8 +1,8 @@
 """Configuration of one attempt at one round; clients agree to it by signing its hash.
 
 >>> config = RoundConfig(
-...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), size=1000, clients_max=20
-... )
+...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), purpose=bytes(32), size=1000,
+...     clients_max=20)
 >>> config.check()
 >>> config.levels * config.clients_max < 2**config.bits
 True
@@ -70,6 +70,7 @@ class RoundConfig(Message):
         "round": NUMBER,
         "attempt": NUMBER,
         "model_hash": exactly(32),
+        "purpose": exactly(32),
         "size": NUMBER,
         "slots": items(nested(Slot), MAX_SLOTS),
         "clients_max": NUMBER,
@@ -91,6 +92,8 @@ class RoundConfig(Message):
     """Increases with every attempt at a round, also across restarts of the server."""
     model_hash: bytes
     """SHA-256 of the model that all clients start from: none can be sent a different one."""
+    purpose: bytes
+    """Hash of what the sum is for, see `isthmus_privacy.purpose`: none can do other work."""
     size: int
     """N: number of elements of the update."""
     slots: tuple[Slot, ...] = ()

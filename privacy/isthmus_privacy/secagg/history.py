@@ -2,8 +2,8 @@
 
 >>> history = History()
 >>> config = RoundConfig(
-...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), size=8, clients_max=20
-... )
+...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), purpose=bytes(32), size=8,
+...     clients_max=20)
 >>> history.begin(config, ClientRequirements())
 >>> history.begin(config, ClientRequirements())
 Traceback (most recent call last):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.job.federated import buffer_name
 from isthmus.wire import link_pb2
+from isthmus_privacy.purpose import BufferedPurpose
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
@@ -201,18 +202,29 @@ class BufferAttempt:
     async def _sum_securely(self, deadline: float) -> FederatedResult:
         """Sum finished updates; each device applies its own staleness weight before masking."""
         context, spec, trained = self._context, self._spec, self._devices.trained
-        cohort = [trained.pop(name) for name in list(trained)[: spec.settings.cohort]]
+        cohort = self._summable([trained[name] for name in list(trained)[: spec.settings.cohort]])
+        for training in cohort:
+            del trained[training.name]
         self._staleness = {training.name: spec.round - training.round for training in cohort}
+        starts = sorted({_start_of(training) for training in cohort})
         buffer_id = buffer_name(context.run_id, spec.round)
         buffer = link_pb2.Blob(sha256=buffer_id, size=spec.model.size)
 
         def first_request(config: bytes) -> link_pb2.Request:
             agree = link_pb2.Agree(
-                run_id=context.run_id, round=spec.round, attempt=spec.attempt, secure=config
+                run_id=context.run_id,
+                round=spec.round,
+                attempt=spec.attempt,
+                secure=config,
+                starts=[
+                    link_pb2.BufferedStart(round=round_, model=model, with_gradient=with_gradient)
+                    for round_, model, with_gradient in starts
+                ],
             )
             return link_pb2.Request(agree=agree)
 
-        config = training_config(context, spec, buffer)
+        purpose = BufferedPurpose(context.purpose, tuple(starts))
+        config = training_config(context, spec, buffer, purpose.hash)
         self._secure = SecureAggregationAttempt(
             context, config, buffer, self._staleness, first_request
         )
@@ -226,6 +238,26 @@ class BufferAttempt:
             training={**result.training, "staleness": staleness},
             receipts=self._all_receipts(result.receipts),
         )
+
+    def _summable(self, trained: list[LocalTraining]) -> list[LocalTraining]:
+        """The updates that one sum can contain: no older than allowed, one start in each round.
+
+        A round that was tried again without its gradient has two. Devices accept one, the later.
+        """
+        starts = {training.round: _start_of(training) for training in trained}
+        chosen = []
+        for training in trained:
+            stale = self._spec.round - training.round
+            if stale > self._spec.settings.buffer.max_staleness:
+                reason = f"it began {stale} rounds ago"
+            elif _start_of(training) != starts[training.round]:
+                reason = f"round {training.round} was tried again from another model"
+            else:
+                chosen.append(training)
+                continue
+            del self._devices.trained[training.name]
+            self._receipts.record(training.name, "dropped", reason)
+        return chosen
 
     def _all_receipts(self, secure: Iterable[Receipt]) -> list[Receipt]:
         self._cancel_devices_without_model()
@@ -323,3 +355,9 @@ class BufferAttempt:
         """Mean loss, and mean staleness in rounds."""
         staleness = [r.staleness for r in self._receipts.recorded if r.status == "accepted"]
         return {"staleness": sum(staleness) / len(staleness), **mean_loss(self._losses)}
+
+
+def _start_of(training: LocalTraining) -> tuple[int, bytes, bool]:
+    """What a device trained from: round, SHA-256 of the model, and whether a gradient followed."""
+    work = training.request.train_local
+    return work.round, work.model.sha256, work.with_gradient

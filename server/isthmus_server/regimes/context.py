@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from isthmus.job import Job
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.requests import fingerprint_of
+from isthmus.wire import link_pb2
+from isthmus_privacy.purpose import RunPurpose
 from isthmus_privacy.secagg import Directory
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
@@ -16,16 +20,42 @@ class FederatedContext:
     """The link, the job, the model's layout and the memory of update sums of one run."""
 
     def __init__(
-        self, link: Link, job: Job, run_id: str, layout: TensorLayout, spool: Path
+        self,
+        link: Link,
+        job: Job,
+        opening: link_pb2.OpenRun,
+        layout: TensorLayout,
+        spool: Path,
     ) -> None:
-        """`spool` is the directory for updates too large to keep in memory while they arrive."""
+        """Collect what attempts need.
+
+        Args:
+            link: of the run's participants.
+            job: of the run.
+            opening: what devices open the run with; with secure aggregation, it contains the digest
+                of the task's code.
+            layout: of the model.
+            spool: directory for updates too large to keep in memory while they arrive.
+        """
         self.link = link
         self.job = job
-        self.run_id = run_id
+        self.run_id = opening.run_id
+        self._opening = opening
         self.layout = layout
         self.spool = spool
         self.directory = Directory(link.enrolments.authority, revoked=link.enrolments.revoked)
         self._sum: MmapBuffer | None = None
+
+    @functools.cached_property
+    def purpose(self) -> RunPurpose:
+        """What the sums of this run are for, as its devices compute it; with secure aggregation."""
+        opening = self._opening
+        return RunPurpose.of(
+            job=opening.job,
+            task=opening.task_digest,
+            layout=opening.layout,
+            frozen=fingerprint_of(opening.frozen),
+        )
 
     def weighted_sum(self, declared_weight: int) -> WeightedSum:
         """An empty sum that reuses the memory of the previous one, since fresh pages cost time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isthmus.wire import link_pb2
+from isthmus_privacy.purpose import TrainingPurpose
 from isthmus_server.regimes.base import (
     AttemptSpec,
     FederatedAttempt,
@@ -65,7 +66,8 @@ class FederatedRegime:
             )
             return link_pb2.Request(train_local=work)
 
-        config = training_config(self.context, spec, spec.model)
+        purpose = TrainingPurpose(self.context.purpose, spec.with_gradient)
+        config = training_config(self.context, spec, spec.model, purpose.hash)
         return SecureAggregationAttempt(
             self.context, config, spec.model, spec.cohort, first_request
         )

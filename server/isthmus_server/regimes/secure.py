@@ -76,14 +76,18 @@ def margins(settings: FederatedSection) -> Margins:
 
 
 def training_config(
-    context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob
+    context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob, purpose: bytes
 ) -> RoundConfig:
-    """The round configuration that every device of a training attempt signs."""
+    """The round configuration that every device of a training attempt signs.
+
+    `purpose` is the hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
+    """
     return RoundConfig(
         run_id=context.run_id,
         round=spec.round,
         attempt=spec.attempt,
         model_hash=model.sha256,
+        purpose=purpose,
         size=context.layout.size,
         slots=(Slot(name="loss", maximum=MAX_LOSS),),
         **margins(spec.settings),

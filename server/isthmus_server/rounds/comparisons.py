@@ -20,6 +20,7 @@ from isthmus.errors import JobError, RoundFailed, UpdateError
 from isthmus.job.federated import FederatedSection
 from isthmus.task import paired_scores
 from isthmus.wire import link_pb2
+from isthmus_privacy.purpose import ComparisonPurpose
 from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
@@ -201,11 +202,14 @@ async def _secure_scores(
         request.score.secure = config
         return request
 
+    candidates = tuple(tuple(mean.of) for mean in work.candidates)
+    purpose = ComparisonPurpose(context.purpose, candidates)
     config = RoundConfig(
         run_id=paired_scores.comparisons_run_id(context.run_id),
         round=work.comparison,
         attempt=work.attempt,
         model_hash=work.models.sha256,
+        purpose=purpose.hash,
         size=paired_scores.vector_size(len(work.candidates)),
         **margins(settings),
         clip=1.0,

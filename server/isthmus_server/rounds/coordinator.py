@@ -15,11 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import IsthmusError, RoundFailed, UserError
-from isthmus.job import write_job
 from isthmus.task import load_task
-from isthmus.tensors.fingerprint import fingerprint
-from isthmus.transport.requests import fingerprint_messages
-from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -31,7 +27,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.comparisons import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.rounds.roster import ParticipantRoster, opening_of
 from isthmus_server.rounds.trainer import Trainer, TrainingResult
 from isthmus_server.storage.events import (
     Event,
@@ -107,7 +103,8 @@ class Coordinator:
             task, self.job.seed, strategy.server_optimizer, strategy.served_average
         )
         layout = self.model.layout
-        context = FederatedContext(link, self.job, store.run_id, layout, store.directory)
+        opening = opening_of(store.run_id, self.job, store.base, self.model)
+        context = FederatedContext(link, self.job, opening, layout, store.directory)
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
         self.state = store.run_state()
@@ -117,13 +114,7 @@ class Coordinator:
         self.roster = ParticipantRoster(
             link,
             self.job,
-            link_pb2.OpenRun(
-                run_id=store.run_id,
-                job=write_job(self.job),
-                base=str(store.base),
-                layout=layout.header,
-                frozen=fingerprint_messages(fingerprint(self.model.module)),
-            ),
+            opening,
             availability,
             self._publish,
         )

@@ -10,11 +10,15 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from isthmus.errors import IsthmusError, JobError, UpdateError, UserError
-from isthmus.job import Job, RegimeName
+from isthmus.job import Job, RegimeName, write_job
 from isthmus.job.section import Hours
 from isthmus.task import packages
+from isthmus.task.code_digest import code_digest
+from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.blobs import describe
+from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
+from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes.call import CallFailed, call
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.storage.events import (
@@ -48,6 +52,30 @@ class ReadyParticipant:
     """Size of its own training data."""
     hours: tuple[Hours, ...] = ()
     """When it accepts invitations; empty for always."""
+
+
+def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb2.OpenRun:
+    """The request with which participants open a run.
+
+    Args:
+        run_id: of the run.
+        job: of the run.
+        base: directory of the job's relative paths.
+        model: the server's, which that of every participant must equal.
+
+    Raises:
+        TaskError: the task's code cannot be read.
+    """
+    opening = link_pb2.OpenRun(
+        run_id=run_id,
+        job=write_job(job),
+        base=str(base),
+        layout=model.layout.header,
+        frozen=fingerprint_messages(fingerprint(model.module)),
+    )
+    if job.federated.secure_aggregation:
+        opening.task_digest = code_digest(job.task.source, base)
+    return opening
 
 
 class ParticipantRoster(ParticipantListener):

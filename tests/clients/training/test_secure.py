@@ -24,9 +24,16 @@ def device(history_file):
 def propose(credentials, round_=1, attempt=1, run="run"):
     """Propose a configuration to a device."""
     config = RoundConfig(
-        run_id=run, round=round_, attempt=attempt, model_hash=bytes(32), size=8, clients_max=5
+        run_id=run,
+        round=round_,
+        attempt=attempt,
+        model_hash=bytes(32),
+        purpose=bytes(32),
+        size=8,
+        clients_max=5,
     )
-    return SecureParticipation((run, round_, attempt), config.to_bytes(), bytes(32), credentials)
+    about = (run, round_, attempt)
+    return SecureParticipation(about, config.to_bytes(), bytes(32), bytes(32), credentials)
 
 
 def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):

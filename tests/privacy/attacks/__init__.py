@@ -11,6 +11,7 @@ from tests.privacy.attacks import (
     false_survivors,
     forged_messages,
     invalid_updates,
+    other_purposes,
     unsafe_configurations,
 )
 from tests.privacy.attacks.registry import ATTACKS
@@ -23,5 +24,6 @@ __all__ = [
     "false_survivors",
     "forged_messages",
     "invalid_updates",
+    "other_purposes",
     "unsafe_configurations",
 ]

@@ -7,7 +7,8 @@ import pytest
 from tests.privacy import mutation
 from tests.privacy.attacks import ATTACKS
 
-import isthmus_privacy.secagg
+import isthmus_clients
+import isthmus_privacy
 from isthmus.errors import AggregationAborted, IsthmusError, PeerMisbehaved, UpdateError
 from isthmus_privacy.secagg import REFUSALS
 
@@ -31,9 +32,11 @@ def test_every_refusal_has_an_attack():
 
 
 def test_every_refusal_is_raised_in_exactly_one_place():
-    package = Path(isthmus_privacy.secagg.__file__).parents[1]
     sources = "\n".join(
-        path.read_text() for path in package.rglob("*.py") if path.name != "refusal.py"
+        path.read_text()
+        for package in (isthmus_privacy, isthmus_clients)
+        for path in Path(package.__path__[0]).rglob("*.py")
+        if path.name != "refusal.py"
     )
     made = re.findall(r'\brefusal\.refuse\(\s*"([a-z-]+)"', sources)
     assert sorted(made) == sorted(REFUSALS)

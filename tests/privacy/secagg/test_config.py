@@ -56,7 +56,8 @@ def test_the_default_levels_are_the_finest_that_cannot_wrap():
 def test_every_field_is_hashed():
     config = make_config(slots=SLOTS)
     changed = [
-        {"run_id": "b"}, {"round": 9}, {"attempt": 9}, {"model_hash": bytes(32)}, {"size": 9},
+        {"run_id": "b"}, {"round": 9}, {"attempt": 9}, {"model_hash": bytes(32)},
+        {"purpose": bytes(31) + b"1"}, {"size": 9},
         {"slots": SLOTS[:1]}, {"clients_max": 9}, {"clients_min": 4}, {"corrupt_permille": 9},
         {"dropout_permille": 9}, {"complete_up_to": 9}, {"bits": 64}, {"levels": 9},
         {"clip": 9.0}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},

@@ -93,7 +93,8 @@ async def start(network, make_job, tmp_path):
         job = make_job(
             "federated.mode=buffered", "federated.cohort=2", "federated.quorum=2", *overrides
         )
-        regime = FederatedRegime(FederatedContext(network.link, job, "run", LAYOUT, tmp_path))
+        opening = link_pb2.OpenRun(run_id="run", task_digest=bytes(32))
+        regime = FederatedRegime(FederatedContext(network.link, job, opening, LAYOUT, tmp_path))
         devices = {name: HeldBackResponse() for name in names}
         participants = {name: await network.join(name, devices[name]) for name in names}
         runs.append(BufferedRun(network, regime, devices, participants))

@@ -20,6 +20,7 @@ from tests.server.waiting import wait_until
 from isthmus.errors import TaskError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import CHUNK_BYTES, describe
+from isthmus.wire import link_pb2
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
@@ -32,7 +33,7 @@ class PreparedAttempt:
     def __init__(self, network, job, layout, spool):
         self.network = network
         self.job = job
-        context = FederatedContext(network.link, job, "run", layout, spool)
+        context = FederatedContext(network.link, job, link_pb2.OpenRun(run_id="run"), layout, spool)
         self.regime = FederatedRegime(context)
         self.model = layout.encode(torch.ones(layout.size))
         self.blob = describe(self.model)

@@ -11,6 +11,7 @@ from isthmus.errors import TaskError
 from isthmus.job import Job, with_changes
 from isthmus.job.schema import TimeSection
 from isthmus.task import Participant
+from isthmus.task.code_digest import code_digest
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
@@ -74,23 +75,28 @@ class SecureRun:
             self.network.dial(self.devices[name], name)
         await wait_until(lambda: set(NAMES) <= self.network.link.peers.keys())
         for name in NAMES:
-            work = link_pb2.OpenRun(
-                run_id="run",
-                job=self.job.model_dump_json(),
-                base=str(self.directory),
-                layout=LAYOUT.header,
-            )
-            request = link_pb2.Request(id=self.network.link.new_id(), open=work)
+            opening = self.opening(self.job)
+            request = link_pb2.Request(id=self.network.link.new_id(), open=opening)
             reply = await self.network.link.ask(name, request)
             assert reply.opened.examples == 0  # devices do not report how much data they have
+
+    def opening(self, job):
+        return link_pb2.OpenRun(
+            run_id="run",
+            job=job.model_dump_json(),
+            base=str(self.directory),
+            layout=LAYOUT.header,
+            task_digest=code_digest(job.task.source, self.directory),
+        )
 
     async def train(self, job=None, attempt=1):
         """One attempt from a fixed model."""
         self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
         blob = describe(self.model)
         self.network.link.publish(blob, self.model)
+        opening = self.opening(self.job)
         regime = FederatedRegime(
-            FederatedContext(self.network.link, job or self.job, "run", LAYOUT, self.directory)
+            FederatedContext(self.network.link, job or self.job, opening, LAYOUT, self.directory)
         )
         spec = AttemptSpec(
             round=1,
@@ -221,6 +227,7 @@ def test_automatic_limits_grow_with_cohort_and_model():
             round=1,
             attempt=1,
             model_hash=bytes(32),
+            purpose=bytes(32),
             size=size,
             clients_max=clients,
         )

@@ -1,0 +1,96 @@
+"""The server has one client do other work than the rest: the sum would be its vector."""
+
+from tests.privacy.attacks.registry import ALICE, expect_refusal
+from tests.privacy.protocol import make_client, make_config
+
+from isthmus.job import Job
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_clients.device.active_run import ActiveRun
+from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, RunPurpose, TrainingPurpose
+
+
+def run_with(**changes):
+    opened = {"job": "{}", "task": bytes(32), "layout": b"", "frozen": {"frozen": [0.5]}}
+    return RunPurpose.of(**{**opened, **changes})
+
+
+RUN = run_with()
+TRAINING = TrainingPurpose(RUN, with_gradient=False)
+START = (3, bytes(32), False)
+
+
+def sum_with(others, own=TRAINING):
+    """The configuration is for what the others were asked to do, and Alice was asked for `own`."""
+    make_client(make_config(purpose=others.hash), ALICE, purpose=own.hash)
+
+
+@expect_refusal("config-purpose-differs")
+def zero_steps_for_all_others():
+    others = run_with(job='{"federated": {"local_steps": 0}}')
+    sum_with(TrainingPurpose(others, with_gradient=False))
+
+
+@expect_refusal("config-purpose-differs")
+def other_code_for_all_others():
+    sum_with(TrainingPurpose(run_with(task=bytes(31) + b"1"), with_gradient=False))
+
+
+@expect_refusal("config-purpose-differs")
+def other_tensors_for_all_others():
+    sum_with(TrainingPurpose(run_with(layout=b"other"), with_gradient=False))
+
+
+@expect_refusal("config-purpose-differs")
+def other_frozen_parameters_for_all_others():
+    others = run_with(frozen={"frozen": [0.25]})
+    sum_with(TrainingPurpose(others, with_gradient=False))
+
+
+@expect_refusal("config-purpose-differs")
+def a_gradient_for_all_others():
+    sum_with(TrainingPurpose(RUN, with_gradient=True))
+
+
+@expect_refusal("config-purpose-differs")
+def all_others_compare_a_model_with_itself():
+    others = ComparisonPurpose(RUN, ((0,), (0,)))
+    sum_with(others, own=ComparisonPurpose(RUN, ((0,), (1,))))
+
+
+@expect_refusal("config-purpose-differs")
+def a_buffer_for_all_others():
+    sum_with(BufferedPurpose(RUN, (START,)))
+
+
+@expect_refusal("config-purpose-differs")
+def other_start_models_for_all_others():
+    earlier = (2, bytes(32), False)
+    sum_with(BufferedPurpose(RUN, (START,)), own=BufferedPurpose(RUN, (earlier, START)))
+
+
+@expect_refusal("buffered-mode-differs")
+def a_buffer_in_a_run_of_rounds():
+    job = Job(name="demo", task={"source": "task.py:Table"})
+    ActiveRun("run", job, TensorLayout(())).check_buffered()
+
+
+@expect_refusal("buffered-starts-invalid")
+def two_start_models_of_one_round():
+    purpose = BufferedPurpose(RUN, (START, (3, bytes(31) + b"1", False)))
+    purpose.check_start(START, round_=3, max_staleness=20)
+
+
+@expect_refusal("buffered-starts-invalid")
+def an_update_that_is_too_old():
+    BufferedPurpose(RUN, (START,)).check_start(START, round_=6, max_staleness=2)
+
+
+@expect_refusal("buffered-starts-invalid")
+def an_update_that_began_after_its_sum():
+    BufferedPurpose(RUN, (START,)).check_start(START, round_=2, max_staleness=2)
+
+
+@expect_refusal("buffered-start-differs")
+def a_start_model_for_one_client():
+    purpose = BufferedPurpose(RUN, (START,))
+    purpose.check_start((3, bytes(31) + b"1", False), round_=4, max_staleness=2)
