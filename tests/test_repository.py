@@ -52,6 +52,8 @@ COMMANDS = [
     "isthmus operator join --state --token-file TOKEN URL",
     "isthmus report --json --schema RUN_DIR",
     "isthmus run --address --resume --run-dir --set JOB",
+    "isthmus runs rollback RUN_DIR",
+    "isthmus runs verify RUN_DIR",
     "isthmus server audit STATE",
     "isthmus server init --host STATE",
     "isthmus server participants STATE",

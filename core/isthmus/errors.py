@@ -6,6 +6,7 @@ The hierarchy::
     ├── UserError (also a ValueError)   wrong input; its message is shown as one sentence
     │   ├── JobError                    an invalid job file or key
     │   ├── TaskError                   the user's task cannot be loaded, or its code failed
+    │   ├── DamagedError                stored data was changed, cut short or lost
     │   └── UpdateError                 an update or a model with wrong shapes or values
     ├── RoundFailed                     an attempt at a round without a result
     │   └── AggregationAborted          too few devices remain for a secure sum
@@ -42,6 +43,10 @@ class JobError(UserError):
 
 class TaskError(UserError):
     """A task that cannot be loaded, or that failed while it ran."""
+
+
+class DamagedError(UserError):
+    """Stored data that is not what was written: it was changed, cut short or lost."""
 
 
 class UpdateError(UserError):

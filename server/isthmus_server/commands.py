@@ -68,7 +68,7 @@ def run(
         if job is not None or overrides:
             given = "--set" if job is None else "JOB"
             raise UserError(f"{given} cannot be combined with --resume: a run keeps its job")
-        if not (run_dir / "job.json").exists():
+        if not (run_dir / "job.json").exists() and not (run_dir / "run.head").exists():
             raise UserError(f"{run_dir} contains no run to resume")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
@@ -201,7 +201,7 @@ def _opened(directory: Path) -> Iterator[Store]:
     """Open a run for reading, and map errors of its log to a user message."""
     from isthmus_server.storage.store import Store
 
-    store = Store.open(directory)
+    store = Store.open(directory, check=True)
     try:
         yield store
     except sqlite3.Error as error:

@@ -157,7 +157,7 @@ class Deployment:
 
     def reopen(self, store):
         """The run opened again, as after a restart of the server."""
-        self._stores.append(Store.open(store.directory))
+        self._stores.append(Store.open_to_continue(store.directory))
         return self._stores[-1]
 
     async def run(self, name, *overrides, **options):

@@ -78,7 +78,7 @@ def test_a_truncated_log_is_one_sentence(make_job, tmp_path):
     log = tmp_path / "run" / "run.sqlite"
     with log.open("r+b") as file:
         file.truncate(log.stat().st_size - 4096)
-    with pytest.raises(UserError, match=r"^the run in .* cannot be read: database disk image"):
+    with pytest.raises(UserError, match=r"^the run in .* is damaged \(database disk image"):
         invoke(commands.report, tmp_path / "run")
 
 

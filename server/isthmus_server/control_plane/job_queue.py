@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.job import Job, read_job
+from isthmus_server.storage.run_description import new_run_id
+from isthmus_server.storage.sealed_database import SealedDatabase
 
 State = Literal["queued", "running", "finished", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
@@ -24,7 +26,7 @@ MAX_WAITING = 100
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, job TEXT NOT NULL,
-    submitted_by TEXT NOT NULL, key TEXT NOT NULL, submitted_at REAL NOT NULL,
+    run_id TEXT NOT NULL, submitted_by TEXT NOT NULL, key TEXT NOT NULL, submitted_at REAL NOT NULL,
     state TEXT NOT NULL, reason TEXT NOT NULL, UNIQUE (submitted_by, key)
 ) STRICT;
 """
@@ -38,6 +40,8 @@ class QueuedJob:
     name: str
     text: str
     """The job as JSON; another version of Isthmus may not be able to read it."""
+    run_id: str
+    """The id of its run, which no other run has: its directory belongs to this job."""
     submitted_by: str
     submitted_at: float
     """Unix seconds."""
@@ -68,23 +72,26 @@ class JobQueue:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the file in a state directory; creates it if necessary.
+        """Check and open the file in a state directory; creates it if there was no job yet.
 
         Raises:
-            UserError: it cannot be used.
+            UserError: it is damaged, missing although jobs have run, or cannot be used.
         """
-        path = directory / "jobs.sqlite"
+        path, runs = directory / "jobs.sqlite", directory / "runs"
+        if not path.exists() and runs.is_dir() and any(runs.iterdir()):
+            raise DamagedError(
+                f"{path} is missing, but {runs} has the runs of jobs; restore it and jobs.head "
+                f"from a backup, or, to begin with an empty queue, move {runs} and jobs.head away"
+            )
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
-        except sqlite3.Error as error:
+            self._log = SealedDatabase.checked(path, _SCHEMA)
+            self._db = self._log.connection
+        except (OSError, sqlite3.Error) as error:
             raise UserError(f"{path} cannot be used: {error}") from None
 
     def close(self) -> None:
         """Close the file."""
-        self._db.close()
+        self._log.close()
 
     def submit(self, job: Job, by: str, key: str) -> QueuedJob:
         """Append a job to the queue.
@@ -99,12 +106,13 @@ class JobQueue:
             raise AdmissionRefused(
                 f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
             )
-        row = (job.name, job.model_dump_json(), by, key, time.time())
+        row = (job.name, job.model_dump_json(), new_run_id(job), by, key, time.time())
         number = self._db.execute(
-            "INSERT INTO jobs (name, job, submitted_by, key, submitted_at, state, reason) "
-            "VALUES (?, ?, ?, ?, ?, 'queued', '')",
+            "INSERT INTO jobs (name, job, run_id, submitted_by, key, submitted_at, state, reason) "
+            "VALUES (?, ?, ?, ?, ?, ?, 'queued', '')",
             row,
         ).lastrowid
+        self._log.write_head()
         return self._find("number=?", (number,))[0]
 
     def next(self) -> QueuedJob | None:
@@ -117,6 +125,7 @@ class JobQueue:
         self._db.execute(
             "UPDATE jobs SET state=?, reason=? WHERE number=?", (state, reason, entry.number)
         )
+        self._log.write_head()
 
     def entries(self, ended: int) -> list[QueuedJob]:
         """Return all queued and running jobs, and the latest `ended` others, by submission."""
@@ -138,7 +147,7 @@ class JobQueue:
 
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(
-            "SELECT number, name, job, submitted_by, submitted_at, state, reason FROM jobs "
+            "SELECT number, name, job, run_id, submitted_by, submitted_at, state, reason FROM jobs "
             f"WHERE {where} ORDER BY number",
             values,
         )

@@ -124,8 +124,7 @@ class JobRunner:
         job = entry.job
         self._check(job)
         directory = self.runs / entry.id
-        exists = (directory / "job.json").exists()
-        store = Store.open(directory) if exists else Store.create(directory, job, self.tasks)
+        store = self._open_run(entry, job, directory)
         torch.set_num_threads(1)  # the link needs the cores more than the server's own computation
         try:
             with store.locked(), ProgressView(self.console) as view:
@@ -140,6 +139,23 @@ class JobRunner:
         finally:
             self._coordinator = None
             store.close()
+
+    def _open_run(self, entry: QueuedJob, job: Job, directory: Path) -> Store:
+        """Create the run of a job, or continue it.
+
+        Raises:
+            UserError: it is damaged, or the directory has the run of another job.
+        """
+        if not (directory / "job.json").exists():
+            return Store.create(directory, job, self.tasks, entry.run_id)
+        store = Store.open_to_continue(directory)
+        if store.run_id != entry.run_id:
+            store.close()
+            raise UserError(
+                f"{directory} has the run {store.run_id!r} of another job, and this job has the "
+                f"run {entry.run_id!r}; move the directory away, and submit the job again"
+            )
+        return store
 
     def _check(self, job: Job) -> None:
         _check_participants(job)

@@ -17,6 +17,7 @@ from pathlib import Path
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.names import checked_name
+from isthmus_server.storage.sealed_database import SealedDatabase
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS participants (
@@ -72,26 +73,25 @@ class Registry:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the file; creates it if necessary.
+        """Check and open the file; creates it if there was none.
 
         Raises:
-            UserError: it cannot be opened.
+            UserError: it is damaged, or cannot be opened.
         """
         path = directory / "fleet.sqlite"
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-            self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+            if not path.with_suffix(".head").exists():
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            self._log = SealedDatabase.checked(path, _SCHEMA)
+            self._db = self._log.connection
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"{path} cannot be used: {error}") from None
 
     def close(self) -> None:
         """Close the file."""
-        self._db.close()
+        self._log.close()
 
     @property
     def version(self) -> int:
@@ -263,6 +263,7 @@ class Registry:
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+        self._log.write_head()
 
     def _refuse_taken(self, name: str) -> None:
         row = self._db.execute(

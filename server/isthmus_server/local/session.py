@@ -41,7 +41,7 @@ class LocalRun:
     @classmethod
     def resumed(cls, directory: Path) -> LocalRun:
         """Open an existing run to continue it."""
-        return cls(Store.open(directory))
+        return cls(Store.open_to_continue(directory))
 
     @property
     def directory(self) -> Path:

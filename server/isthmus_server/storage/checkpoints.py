@@ -12,13 +12,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import UserError
+from isthmus.errors import DamagedError, UserError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _BLOCK_BYTES = 1 << 20
+_ROUND = re.compile(r"[a-z]+-(\d{6,12})\.safetensors")
+_REMEDY = "restore it from a copy, or go back with `isthmus runs rollback`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +69,15 @@ class Checkpoints:
         try:
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size != len(payload):
+                    self.check(saved)
                     raise UserError(
                         f"{path} is not a model of this task any more; was the task changed?"
                     )
                 file.readinto(payload)
         except OSError as error:
-            raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
+            raise DamagedError(
+                f"the checkpoint {path} cannot be read: {error.strerror}; {_REMEDY}"
+            ) from error
         _check_digest(path, payload, saved)
 
     def write_tensors(self, round_: int, tensors: Mapping[str, torch.Tensor]) -> Saved | None:
@@ -116,11 +122,40 @@ class Checkpoints:
         try:
             payload = bytearray(path.read_bytes())
         except OSError as error:
-            raise UserError(f"the checkpoint {path} cannot be read: {error}") from error
+            raise DamagedError(
+                f"the checkpoint {path} cannot be read: {error.strerror}; {_REMEDY}"
+            ) from error
         _check_digest(path, payload, saved)
         length = 8 + int.from_bytes(payload[:8], "little")
         layout = TensorLayout.from_header(memoryview(payload)[:length])
         return dict(layout.parts(layout.decode(payload)))
+
+    def newest_round(self) -> int:
+        """The highest round that has a file; 0 without files."""
+        matches = (_ROUND.fullmatch(path.name) for path in self.directory.glob("*"))
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def check(self, saved: Saved) -> None:
+        """Check a checkpoint without loading it.
+
+        Raises:
+            DamagedError: it is missing, or does not match its digest.
+        """
+        self.check_file(self.directory / saved.file, saved.sha256)
+
+    def check_file(self, path: Path, sha256: str) -> None:
+        """Check a file of the run.
+
+        Raises:
+            DamagedError: it is missing, or does not match the digest.
+        """
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from error
+        if found != sha256:
+            raise DamagedError(f"{path} is damaged: its digest differs; {_REMEDY}")
 
     def keep_only(self, files: Collection[str]) -> None:
         """Delete every file that is not listed."""
@@ -205,6 +240,4 @@ def replacing(path: Path) -> Iterator[DirectWriter]:
 
 def _check_digest(path: Path, payload: bytearray | memoryview, saved: Saved) -> None:
     if hashlib.sha256(payload).hexdigest() != saved.sha256:
-        raise UserError(
-            f"the checkpoint {path} is damaged: its digest differs; restore it from a copy"
-        )
+        raise DamagedError(f"the checkpoint {path} is damaged: its digest differs; {_REMEDY}")

@@ -7,13 +7,14 @@ Records are frozen dataclasses. `to_json` gives the document that the round log 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from isthmus.errors import UserError
+from isthmus.errors import DamagedError
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.policy import Comparison, Kind, PastRound
@@ -38,17 +39,30 @@ def validated(type_: Any, data: Mapping[str, Any]) -> Any:
     """The value of a type that JSON data describe.
 
     Raises:
-        UserError: a key is missing or its value has another type.
+        DamagedError: a key is missing or its value has another type.
     """
     try:
         return adapter(type_).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"a stored record cannot be read ({where}: {first['msg']}); it is damaged, or was "
-            "written by another version of isthmus"
+        raise DamagedError(
+            f"a stored record is damaged ({where}: {first['msg']}); `isthmus runs verify` says more"
         ) from None
+
+
+def parsed(text: object) -> Any:
+    """The JSON of a column of a database.
+
+    Raises:
+        DamagedError: it is not JSON.
+    """
+    try:
+        return json.loads(text)  # type: ignore[arg-type]  # a damaged column has any type
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(
+            "a row of the round log is damaged; `isthmus runs verify` says more"
+        ) from error
 
 
 class Record:
@@ -65,7 +79,7 @@ class Record:
         """Restore a record from the data that `to_json` returned.
 
         Raises:
-            UserError: a key is missing or its value has another type.
+            DamagedError: a key is missing or its value has another type.
         """
         record: Self = validated(cls, data)
         return record
@@ -356,3 +370,9 @@ class CommittedState(Record):
     model_in_datacenter: bool = False
     """Only the holder has the committed model: the checkpoint of `current` is older."""
     policy_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Saved]:
+        """The checkpoints that the commit names."""
+        named = [saved for saved in (*self.models.values(), self.optimizer) if saved is not None]
+        return list(dict.fromkeys(named))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-import sqlite3
+import shutil
+import tempfile
 from pathlib import Path
 
-from isthmus.errors import UserError
+from isthmus_server.storage.sealed_database import SealedDatabase
 
-_SCHEMA = """
+FORMAT = 2
+"""Version of the contents of a run directory."""
+
+SCHEMA = f"""
+PRAGMA user_version = {FORMAT};
 CREATE TABLE IF NOT EXISTS run (
-    run_id TEXT PRIMARY KEY, status TEXT NOT NULL, reason TEXT NOT NULL, final TEXT
+    run_id TEXT PRIMARY KEY, about TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL,
+    final TEXT
 );
 CREATE TABLE IF NOT EXISTS attempts (
     round INTEGER NOT NULL, attempt INTEGER NOT NULL, state TEXT NOT NULL,
@@ -29,25 +35,33 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 
-def open_log(file: Path) -> sqlite3.Connection:
-    """Open a round log, or create it; on a read-only medium only open it, without any writes.
+def log_format(file: Path) -> int | None:
+    """The version in the header of a round log; None if the file has no header of SQLite."""
+    with file.open("rb") as log:
+        header = log.read(100)
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        return None
+    return int.from_bytes(header[60:64], "big")
+
+
+def read_log(file: Path) -> SealedDatabase:
+    """Open a round log for reading, also on a medium that cannot be written.
 
     Raises:
-        UserError: its newest entries cannot be read on this medium.
         OSError, sqlite3.Error: it cannot be used.
     """
-    if not os.statvfs(file.parent).f_flag & os.ST_RDONLY:
-        db = sqlite3.connect(file, isolation_level=None)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
-        db.executescript(_SCHEMA)
-        return db
-    # The newest entries are in the write-ahead log, which SQLite reads by its shared-memory index.
-    # Without both files the database is complete, and no process uses it.
-    wal, index = file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")
-    if not index.exists() and wal.exists() and wal.stat().st_size:
-        raise UserError(
-            "it was interrupted and is on a read-only medium; copy it to a writable directory"
-        )
-    mode = "mode=ro" if index.exists() else "mode=ro&immutable=1"
-    return sqlite3.connect(f"{file.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+    folder, wal = file.parent, file.with_name(f"{file.name}-wal")
+    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK)
+    if not read_only or file.with_name(f"{file.name}-shm").exists():
+        return SealedDatabase(file, SCHEMA, "read")
+    if not wal.exists() or not wal.stat().st_size:
+        return SealedDatabase(file, SCHEMA, "immutable")
+    # The newest entries are in the write-ahead log, which SQLite reads with an index of it that it
+    # cannot create there.
+    with tempfile.TemporaryDirectory(prefix="isthmus-") as copy:
+        for path in (file, wal, file.with_suffix(".head")):
+            if path.exists():
+                shutil.copyfile(path, Path(copy) / path.name)
+        database = SealedDatabase(Path(copy) / file.name, SCHEMA, "read")
+        database.seal()  # opens the files of the copy, which can be unlinked then
+        return database

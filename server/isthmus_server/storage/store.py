@@ -4,13 +4,14 @@ A run directory holds::
 
     job.json                the validated job, and the directory its relative paths start from
     run.sqlite              the round log (WAL)
+    run.head                the newest commit of the log, to notice when it is lost
     checkpoints/            model-, served- and optimizer-<round>.safetensors
     model.safetensors       the final model, when the run has ended
     logs/                   one file per process
     lock                    held by the process that executes the run
 
 An attempt at a round is logged before it begins. One transaction makes the round visible with its
-record and the state after it; the checkpoints that it names are complete on disk before that.
+record and the state after it; its checkpoints are complete on disk before that.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import sqlite3
-import uuid
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.errors import UserError
-from isthmus.job import Job, read_job
-from isthmus.system.file_lock import file_lock
+from isthmus.job import Job
 from isthmus_server.storage.checkpoints import Checkpoints, replacing
+from isthmus_server.storage.damage_checks import FINAL_MODEL, check_description, check_run
 from isthmus_server.storage.events import LoggedEvent, ReportedEvent, logged_event_from_json
 from isthmus_server.storage.records import (
     CommittedState,
@@ -40,9 +39,20 @@ from isthmus_server.storage.records import (
     LoggedAttempt,
     PlannedAttempt,
     RoundRecord,
+    parsed,
+)
+from isthmus_server.storage.run_description import (
+    RunDescription,
+    alone_in,
+    begin_log,
+    errors_named,
+    logged_description,
+    new_run_id,
+    refuse_unprintable,
 )
 from isthmus_server.storage.run_state import RunState
-from isthmus_server.storage.schema import open_log
+from isthmus_server.storage.schema import SCHEMA, read_log
+from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.strategy.policy import Compare
 
 KEPT_CHECKPOINTS = 2
@@ -62,82 +72,84 @@ class Store:
       * an attempt that was planned and not committed has no effect but its entry in the log.
     """
 
-    def __init__(self, directory: Path, job: Job, base: Path, run_id: str) -> None:
-        """Use `create` or `open`."""
+    def __init__(self, directory: Path, description: RunDescription, log: SealedDatabase) -> None:
+        """Use `create`, `open` or `open_to_continue`."""
         self.directory = directory
-        self.job = job
-        self.base = base
-        self.run_id = run_id
+        self.description = description
+        self.job = description.job
+        self.base = description.base
+        self.run_id = description.run_id
         self.checkpoints = Checkpoints(directory / "checkpoints")
-        self._db = open_log(directory / "run.sqlite")
+        self.log = log
+        self._db = log.connection
         self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod
-    def create(cls, directory: Path, job: Job, base: Path) -> Store:
-        """Create a run in a directory that does not have one yet.
+    def create(cls, directory: Path, job: Job, base: Path, run_id: str | None = None) -> Store:
+        """Create a run in a directory that does not have one yet; by default with a new id.
 
         Raises:
             UserError: the directory has a run already, or cannot be written.
         """
         directory = directory.absolute()
-        run_id = f"{job.name}-{uuid.uuid4().hex[:8]}"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with _alone_in(directory):  # two processes started together must not create one run
-                if (directory / "job.json").exists():
-                    raise UserError(
-                        f"{directory} already contains a run; continue it with `isthmus run "
-                        "--resume --run-dir DIR`, or choose another directory"
-                    )
-                (directory / "checkpoints").mkdir(exist_ok=True)
-                (directory / "logs").mkdir(exist_ok=True)
-                store = cls(directory, job, base, run_id)
-                store._begin()
-        except (OSError, sqlite3.Error) as error:
-            raise UserError(f"the run directory {directory} cannot be used: {error}") from error
-        return store
-
-    def _begin(self) -> None:
-        """Store the run's identity; a run without job.json, after a crash, does not exist."""
-        self._db.execute("DELETE FROM run")
-        self._db.execute("INSERT INTO run VALUES (?, 'running', '', NULL)", (self.run_id,))
-        job = self.job.model_dump(mode="json")
-        text = json.dumps({"run_id": self.run_id, "base": str(self.base), "job": job}, indent=1)
-        with replacing(self.directory / "job.json") as file:
-            file.write(text.encode())
+        for path in (directory, base):
+            refuse_unprintable(path)
+        description = RunDescription(run_id or new_run_id(job), base, job)
+        with errors_named(directory):
+            begin_log(directory, description)
+            log = SealedDatabase(directory / "run.sqlite", SCHEMA)
+        return cls(directory, description, log)
 
     @classmethod
-    def open(cls, directory: Path) -> Store:
-        """Open an existing run; on a read-only medium it can only be read.
+    def open(cls, directory: Path, *, check: bool = False) -> Store:
+        """Open an existing run for reading; with `check`, refuse a damaged one.
 
         Raises:
             UserError: there is no run, it is damaged, or its log cannot be read there.
         """
-        try:
-            table = json.loads((directory / "job.json").read_text())
-            job = read_job(json.dumps(table["job"]))
-            if not (directory / "run.sqlite").exists():
-                raise UserError("run.sqlite is missing")
-            store = cls(directory, job, Path(table["base"]), table["run_id"])
-            if store._db.execute("SELECT COUNT(*) FROM run").fetchone() != (1,):
+        refuse_unprintable(directory)
+        with errors_named(directory):
+            description = RunDescription.read(directory)
+            store = cls(directory, description, read_log(directory / "run.sqlite"))
+            try:
+                (check_run if check else check_description)(store)
+            except BaseException:
                 store.close()
-                raise UserError("run.sqlite describes no run")
-        except FileNotFoundError:
-            raise UserError(f"{directory} contains no run (no job.json)") from None
-        except (OSError, sqlite3.Error, UserError) as error:
-            cause: object = error
-            if isinstance(error, sqlite3.Error) and not os.access(directory, os.W_OK):
-                cause = "SQLite needs write permission there; copy it to a directory you own"
-            raise UserError(f"the run in {directory} cannot be read: {cause}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"the run in {directory} cannot be read: job.json is damaged"
-            ) from error
+                raise
         return store
+
+    @classmethod
+    def open_by_log(cls, directory: Path) -> Store:
+        """Open a run for reading without its `job.json`, which may be damaged.
+
+        Raises:
+            UserError: there is no run, or its log cannot be read.
+        """
+        refuse_unprintable(directory)
+        with errors_named(directory):
+            log = read_log(directory / "run.sqlite")
+            try:
+                return cls(directory, logged_description(log), log)
+            except BaseException:
+                log.close()
+                raise
+
+    @classmethod
+    def open_to_continue(cls, directory: Path) -> Store:
+        """Check an existing run, and open it for writing.
+
+        Raises:
+            UserError: there is no run, it is damaged, or its log cannot be used.
+        """
+        # Reading first: a connection that writes removes what SQLite ignores in a damaged log.
+        with contextlib.closing(cls.open(directory, check=True)) as checked:
+            description = checked.description
+        with errors_named(directory):
+            return cls(directory, description, SealedDatabase(directory / "run.sqlite", SCHEMA))
 
     def close(self) -> None:
         """Close the log."""
-        self._db.close()
+        self.log.close()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -148,7 +160,7 @@ class Store:
         Raises:
             UserError: another process holds the lock, or the log could not be used in the block.
         """
-        with _alone_in(self.directory):
+        with alone_in(self.directory):
             try:
                 yield
             except sqlite3.Error as error:
@@ -169,6 +181,7 @@ class Store:
             "INSERT OR REPLACE INTO attempts VALUES (?, ?, 'planned', ?, NULL, NULL)",
             (planned.round, planned.attempt, json.dumps(planned.to_json())),
         )
+        self.log.write_head()
 
     def fail(self, record: FailedAttempt) -> None:
         """Store that a planned attempt has failed."""
@@ -176,6 +189,7 @@ class Store:
             "UPDATE attempts SET state='failed', record=? WHERE round=? AND attempt=?",
             (json.dumps(record.to_json()), record.round, record.attempt),
         )
+        self.log.write_head()
 
     def commit(self, record: RoundRecord, state: CommittedState) -> None:
         """Make a planned round visible with the state after it; then drop old checkpoints."""
@@ -189,6 +203,7 @@ class Store:
                 record.attempt,
             ),
         )
+        self.log.write_head()
         self._drop_old_checkpoints()
 
     def begin_comparison(self, number: int, attempt: int, round_: int, request: Compare) -> None:
@@ -197,6 +212,7 @@ class Store:
             "INSERT INTO comparison_attempts VALUES (?, ?, ?, ?, NULL)",
             (number, attempt, round_, json.dumps(dataclasses.asdict(request))),
         )
+        self.log.write_head()
 
     def end_comparison(self, record: ComparisonRecord) -> None:
         """Store the outcome of a comparison attempt."""
@@ -204,6 +220,7 @@ class Store:
             "UPDATE comparison_attempts SET record=? WHERE number=? AND attempt=?",
             (json.dumps(record.to_json()), record.number, record.attempt),
         )
+        self.log.write_head()
 
     def save_elapsed(self, seconds: float) -> None:
         """Store the elapsed time of the run."""
@@ -228,6 +245,7 @@ class Store:
             "UPDATE run SET status=?, reason=?, final=?",
             (status, reason, None if final is None else json.dumps(final.to_json())),
         )
+        self.log.write_head()
 
     def reopen(self) -> None:
         """Store that the run continues after it had ended."""
@@ -238,7 +256,7 @@ class Store:
     def status(self) -> tuple[str, str, FinalModel | None]:
         """Status and reason of the run, and its final model if it finished."""
         status, reason, final = self._db.execute("SELECT status, reason, final FROM run").fetchone()
-        return status, reason, FinalModel.from_json(json.loads(final)) if final else None
+        return status, reason, FinalModel.from_json(parsed(final)) if final else None
 
     def logged_attempts(self) -> Iterator[LoggedAttempt]:
         """All attempts, ended or not, in order of round and attempt."""
@@ -247,7 +265,7 @@ class Store:
         )
         for state, planned, record in rows:
             yield LoggedAttempt(
-                planned=PlannedAttempt.from_json(json.loads(planned)),
+                planned=PlannedAttempt.from_json(parsed(planned)),
                 record=_record(state, record) if record else None,
             )
 
@@ -279,7 +297,7 @@ class Store:
     def events(self) -> list[LoggedEvent]:
         """All logged events, oldest first."""
         rows = self._db.execute("SELECT event FROM events ORDER BY rowid")
-        return [logged_event_from_json(json.loads(text)) for (text,) in rows]
+        return [logged_event_from_json(parsed(text)) for (text,) in rows]
 
     def run_state(self) -> RunState:
         """The state that the run continues from."""
@@ -288,7 +306,7 @@ class Store:
         ).fetchone()
         round_, committed = 0, CommittedState()
         if newest:
-            round_, committed = newest[0], CommittedState.from_json(json.loads(newest[1]))
+            round_, committed = newest[0], CommittedState.from_json(parsed(newest[1]))
         last_attempt = self._db.execute(
             "SELECT attempt, planned, state, record FROM attempts WHERE round=? "
             "ORDER BY attempt DESC",
@@ -332,7 +350,7 @@ class Store:
         given_up = isinstance(failed, FailedAttempt) and failed.given_up
         if given_up or self.status()[0] != "running":
             return None
-        return PlannedAttempt.from_json(json.loads(planned))
+        return PlannedAttempt.from_json(parsed(planned))
 
     def _comparisons(self) -> Iterator[ComparisonRecord]:
         """All ended comparison attempts, oldest first."""
@@ -340,7 +358,7 @@ class Store:
             "SELECT record FROM comparison_attempts WHERE record NOT NULL ORDER BY number, attempt"
         )
         for (record,) in rows:
-            yield ComparisonRecord.from_json(json.loads(record))
+            yield ComparisonRecord.from_json(parsed(record))
 
     def _saved_elapsed(self) -> float:
         row = self._db.execute("SELECT elapsed FROM running_time").fetchone()
@@ -348,7 +366,7 @@ class Store:
 
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
         """Write the final model into the run directory; returns its path."""
-        path = self.directory / "model.safetensors"
+        path = self.directory / FINAL_MODEL
         with replacing(path) as file:
             file.write(payload)
         return path
@@ -360,23 +378,21 @@ class Store:
             "`isthmus run --resume` continues from the last committed round"
         )
 
-    def _drop_old_checkpoints(self) -> None:
-        """Keep only the files that the newest commits name."""
-        newest = self._db.execute(
-            "SELECT run_state FROM attempts WHERE state='committed' ORDER BY round DESC LIMIT ?",
+    def newest_commits(self) -> list[tuple[int, CommittedState]]:
+        """Rounds and states of the newest commits, whose checkpoints are kept; newest first."""
+        rows = self._db.execute(
+            "SELECT round, run_state FROM attempts WHERE state='committed' ORDER BY round DESC "
+            "LIMIT ?",
             (KEPT_CHECKPOINTS,),
         )
-        kept: set[str] = set()
-        for (text,) in newest:
-            state = CommittedState.from_json(json.loads(text))
-            kept |= {saved.file for saved in (*state.models.values(), state.optimizer) if saved}
-        self.checkpoints.keep_only(kept)
+        return [(round_, CommittedState.from_json(parsed(text))) for round_, text in rows]
+
+    def _drop_old_checkpoints(self) -> None:
+        """Keep only the files that the newest commits name."""
+        commits = self.newest_commits()
+        self.checkpoints.keep_only({saved.file for _, state in commits for saved in state.files})
 
 
 def _record(state: str, text: str) -> EndedAttempt:
     kind = RoundRecord if state == "committed" else FailedAttempt
-    return kind.from_json(json.loads(text))
-
-
-def _alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:
-    return file_lock(directory / "lock", f"another process runs {directory} already")
+    return kind.from_json(parsed(text))

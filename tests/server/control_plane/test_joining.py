@@ -306,7 +306,7 @@ def test_a_damaged_registry_is_reported_in_one_sentence(fleet, words):
     arguments = words.replace("STATE", str(fleet.state)).split()
     error = CliRunner().invoke(server, arguments).exception
     assert isinstance(error, UserError)
-    assert str(error).startswith(f"the registry in {fleet.state} cannot be used: no such column: ")
+    assert str(error).startswith(f"{fleet.state / 'fleet.sqlite'} is damaged (its tables are not ")
 
 
 async def test_joining_at_the_port_of_the_link_mentions_the_join_port(fleet, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(operated):
         log.write_bytes(b"this is no database, but long enough to look like one" * 100)
     assert await operated.states() == {id_: "failed"}
     with pytest.raises(
-        AdmissionRefused, match=f"the run in .*{id_} cannot be read: file is not a database"
+        AdmissionRefused, match=f"the run directory .*{id_} cannot be used: file is not a database"
     ):
         await asyncio.to_thread(
             lambda: list(OperatorClient(operated.me.directory).events(pb.LogsRequest(id=id_)))

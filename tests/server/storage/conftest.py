@@ -10,8 +10,8 @@ def new_run(make_job, tmp_path):
     """Create a run in a new directory."""
     stores = []
 
-    def new_run(name="run"):
-        stores.append(Store.create(tmp_path / name, make_job(), tmp_path))
+    def new_run(name="run", *overrides):
+        stores.append(Store.create(tmp_path / name, make_job(*overrides), tmp_path))
         return stores[-1]
 
     yield new_run
@@ -25,7 +25,7 @@ def open_again():
     stores = []
 
     def open_again(store):
-        stores.append(Store.open(store.directory))
+        stores.append(Store.open_to_continue(store.directory))
         return stores[-1]
 
     yield open_again

@@ -66,7 +66,7 @@ def test_a_policy_finds_its_state_as_it_left_it(state):
 def test_a_damaged_record_is_refused_in_one_sentence():
     data = committed(1.0).to_json()
     data["receipts"][0]["seconds"] = None
-    with pytest.raises(UserError, match=r"^a stored record cannot be read \(receipts.0.seconds: "):
+    with pytest.raises(UserError, match=r"^a stored record is damaged \(receipts.0.seconds: "):
         RoundRecord.from_json(data)
 
 

@@ -1,0 +1,247 @@
+"""Verify a run directory, and go back to an earlier commit of its log."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from isthmus.errors import DamagedError, UserError
+from isthmus_server.storage import run_description
+from isthmus_server.storage.damage_checks import (
+    FINAL_MODEL,
+    check_description,
+    check_final_model,
+    check_no_newer_checkpoint,
+)
+from isthmus_server.storage.records import CommittedState
+from isthmus_server.storage.run_description import RunDescription, alone_in, refuse_unprintable
+from isthmus_server.storage.schema import SCHEMA
+from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.storage.store import KEPT_CHECKPOINTS, Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    checked: str
+    """What was checked, and its extent."""
+    damage: str = ""
+    """What is damaged and what to do; empty if it is intact."""
+
+
+def verify(directory: Path) -> Iterator[Finding]:
+    """Check everything in a run directory that can be checked, also what the run may not need.
+
+    Raises:
+        UserError: there is no run, another version has written it, or it cannot be read.
+    """
+    with contextlib.suppress(DamagedError):
+        RunDescription.read(directory)
+    try:
+        store = Store.open_by_log(directory)
+    except DamagedError as error:
+        yield Finding("round log", str(error))
+        return
+    with contextlib.closing(store):
+        yield from _findings(store)
+
+
+def _findings(store: Store) -> Iterator[Finding]:
+    rows = 0
+
+    def log() -> str:
+        nonlocal rows
+        rows = store.log.check()
+        attempts = sum(1 for _ in store.logged_attempts())
+        store.run_state()
+        events = len(store.events())
+        return f"round log: {rows} rows, {attempts} attempts, {events} events"
+
+    def description() -> str:
+        check_description(store)
+        return "job.json"
+
+    def checkpoints() -> str:
+        check_no_newer_checkpoint(store)
+        return f"checkpoints: none after round {store.last_round()}"
+
+    yield _finding("round log", log)
+    yield _finding("job.json", description)
+    if not rows:
+        return  # what follows depends on the log
+    yield _finding("checkpoints", checkpoints)
+    for round_, state in store.newest_commits():
+        for saved in state.files:
+            path = store.checkpoints.directory / saved.file
+
+            def file(round_: int = round_, path: Path = path, digest: str = saved.sha256) -> str:
+                if round_ < store.last_round() and not path.exists():  # after a rollback
+                    return f"checkpoints of round {round_}: not kept; no rollback is possible"
+                store.checkpoints.check_file(path, digest)
+                return f"checkpoints/{path.name} of round {round_}: {path.stat().st_size} bytes"
+
+            yield _finding(f"checkpoints/{path.name}", file)
+    if store.status()[0] == "finished":
+
+        def model() -> str:
+            check_final_model(store)
+            return FINAL_MODEL
+
+        yield _finding(FINAL_MODEL, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolledBack:
+    """What a rollback has done."""
+
+    round: int
+    """The last committed round now; 0 if none."""
+    restored: bool
+    """`job.json` was damaged, and was written again."""
+    dropped: Path
+    """The directory with a copy of what was changed or removed."""
+
+
+def roll_back(directory: Path) -> RolledBack:
+    """Go back to the newest commit that is intact; if nothing is damaged, to the one before.
+
+    The attempt at the next round is then one that was cut short, as after a crash, so the run
+    continues with the same plan and the same devices, and gives the same models.
+
+    Raises:
+        UserError: another process runs it, or no earlier commit can be continued.
+        DamagedError: the log itself is damaged.
+    """
+    refuse_unprintable(directory)
+    with alone_in(directory), contextlib.closing(Store.open_by_log(directory)) as store:
+        store.log.check_rows()
+        try:
+            return _Rollback(store).carry_out()
+        except (sqlite3.Error, OSError) as error:
+            raise store.unusable(error) from error
+
+
+class _Rollback:
+    """One rollback of a run whose log is intact, though it may have lost commits."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.directory = store.directory
+        self.last = store.last_round()
+        self.status, _, self.final = store.status()
+        self.job_damaged = not self._passes(lambda: check_description(store))
+        self.model_damaged = not self._passes(lambda: check_final_model(store))
+        log_damaged = not self._passes(store.log.check)
+        newer = not self._passes(lambda: check_no_newer_checkpoint(store))
+        self.damaged = self.job_damaged or self.model_damaged or log_damaged or newer
+
+    def carry_out(self) -> RolledBack:
+        target, state = self._target()
+        if target < self.last or self.model_damaged:
+            self._refuse_if_it_cannot_continue(target, state)
+        kept = {saved.file for saved in state.files}
+        folder = self.store.checkpoints.directory
+        doomed = [path for path in folder.iterdir() if path.name not in kept]
+        reopened = target < self.last or self.model_damaged
+        if reopened and (self.directory / FINAL_MODEL).exists():
+            doomed.append(self.directory / FINAL_MODEL)
+        dropped = self._copy(doomed)
+        with contextlib.closing(SealedDatabase(self.store.log.file, SCHEMA)) as log:
+            _drop_rounds_after(log.connection, target, reopened=reopened)
+            log.head.unlink(missing_ok=True)  # it may name commits that are lost
+            log.write_head()
+        for path in doomed:
+            path.unlink()
+        if self.job_damaged:
+            self.store.description.write(self.directory)
+        return RolledBack(target, self.job_damaged, dropped)
+
+    def _target(self) -> tuple[int, CommittedState]:
+        """The commit to go back to, and its state."""
+        commits, checkpoints = self.store.newest_commits(), self.store.checkpoints
+        candidates: list[tuple[int, CommittedState]] = list(commits)
+        if len(commits) < KEPT_CHECKPOINTS:
+            candidates.append((0, CommittedState()))
+        for round_, state in candidates:
+            if not all(self._passes(partial(checkpoints.check, saved)) for saved in state.files):
+                self.damaged = True
+            elif self.damaged or round_ < self.last:
+                return round_, state
+        if not self.last:
+            raise UserError(f"{self.directory} has no committed round to go back from")
+        raise DamagedError(
+            f"the checkpoints of the last {KEPT_CHECKPOINTS} committed rounds of {self.directory} "
+            "are damaged or missing; restore them from a backup, or begin a new run"
+        )
+
+    def _refuse_if_it_cannot_continue(self, target: int, state: CommittedState) -> None:
+        if state.datacenter_step and self.status in ("finished", "cancelled"):
+            raise UserError(
+                f"the datacenter has deleted its checkpoints since {self.directory} was "
+                f"{self.status}, so it cannot go back to round {target}"
+            )
+        federated = self.store.job.federated
+        if federated.secure_aggregation and not federated.clients:
+            for attempt in self.store.logged_attempts():
+                if attempt.planned.round > target + 1 and attempt.planned.invited:
+                    raise UserError(
+                        f"devices have begun round {attempt.planned.round} of {self.directory}, "
+                        f"and take part in no earlier round any more, so it cannot go back to "
+                        f"round {target}; restore what is damaged from a backup"
+                    )
+
+    def _copy(self, files: Sequence[Path]) -> Path:
+        """Copy what changes, and link what is removed, into a new directory."""
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        dropped = self.directory / f"dropped-{stamp}-{os.getpid()}"
+        dropped.mkdir()
+        with contextlib.closing(sqlite3.connect(dropped / "run.sqlite")) as copy:
+            self.store.log.connection.backup(copy)
+        for name in (run_description.FILE, "run.head"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(self.directory / name, dropped / name)
+        for path in files:
+            try:
+                (dropped / path.name).hardlink_to(path)
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(path, dropped / path.name)
+        return dropped
+
+    @staticmethod
+    def _passes(check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except UserError:
+            return False
+        return True
+
+
+def _drop_rounds_after(db: sqlite3.Connection, last: int, *, reopened: bool) -> None:
+    """Leave the attempt at the next round as one that was cut short, and remove later ones."""
+    db.execute("BEGIN IMMEDIATE")
+    db.execute(
+        "UPDATE attempts SET state='planned', record=NULL, run_state=NULL "
+        "WHERE round=? AND state='committed'",
+        (last + 1,),
+    )
+    db.execute("DELETE FROM attempts WHERE round>?", (last + 1,))
+    # Their numbers stay used: devices refuse a comparison that they have seen.
+    db.execute("UPDATE comparison_attempts SET record=NULL WHERE round>?", (last + 1,))
+    if reopened:
+        db.execute("UPDATE run SET status='running', reason='', final=NULL")
+    db.execute("COMMIT")
+
+
+def _finding(what: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(check())
+    except (UserError, OSError, sqlite3.Error) as error:
+        return Finding(what, str(error))

@@ -1,0 +1,218 @@
+"""A run's identity and job: `job.json`, of which the round log has a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import DamagedError, UserError
+from isthmus.job import Job, read_job
+from isthmus.system.file_lock import file_lock
+from isthmus_server.storage.checkpoints import replacing
+from isthmus_server.storage.schema import FORMAT, SCHEMA, log_format, read_log
+from isthmus_server.storage.sealed_database import SealedDatabase
+
+FILE = "job.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDescription:
+    """What a run directory is about; it never changes."""
+
+    run_id: str
+    base: Path
+    """The directory from which the job's relative paths start."""
+    job: Job
+
+    def to_text(self) -> str:
+        """The contents of `job.json`."""
+        table = {
+            "format": FORMAT,
+            "run_id": self.run_id,
+            "base": str(self.base),
+            "job": self.job.model_dump(mode="json"),
+        }
+        return json.dumps(table, indent=1)
+
+    def write(self, directory: Path) -> None:
+        """Write `job.json` durably."""
+        with replacing(directory / FILE) as file:
+            file.write(self.to_text().encode())
+
+    @classmethod
+    def from_text(cls, text: str) -> RunDescription:
+        """Read what `to_text` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        table = json.loads(text)
+        run_id, base = (_text(table[key]) for key in ("run_id", "base"))
+        return cls(run_id, Path(base), read_job(json.dumps(table["job"])))
+
+    @classmethod
+    def read(cls, directory: Path) -> RunDescription:
+        """Read `job.json`; the round log must confirm it with `check_unchanged`.
+
+        Raises:
+            DamagedError: it cannot be read.
+            UserError: there is no run, or another version of Isthmus has written it.
+        """
+        try:
+            data = (directory / FILE).read_bytes()
+        except FileNotFoundError:
+            if (directory / "run.head").exists():
+                raise damaged(f"{FILE} is missing", directory) from None
+            raise UserError(f"{directory} contains no run (no {FILE})") from None
+        try:
+            format_ = json.loads(data).get("format")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise damaged(f"{FILE} is not JSON", directory) from error
+        if format_ != FORMAT:
+            raise _other_format(format_, directory)
+        try:
+            return cls.from_text(data.decode())
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(f"{FILE} describes no run ({error})", directory) from error
+
+    def check_unchanged(self, directory: Path, logged: RunDescription) -> None:
+        """Compare `job.json` with the copy that the round log has had since the run began.
+
+        Raises:
+            DamagedError: they differ, with the first key that does.
+        """
+        found, expected = json.loads(self.to_text()), json.loads(logged.to_text())
+        for key, value in _leaves(expected):
+            if (other := dict(_leaves(found)).get(key)) != value:
+                raise damaged(
+                    f"{FILE} was changed after the run began ({key} was {value!r}, is {other!r})",
+                    directory,
+                )
+
+
+def new_run_id(job: Job) -> str:
+    """An id for a new run of a job."""
+    return f"{job.name}-{uuid.uuid4().hex[:8]}"
+
+
+def begin_log(directory: Path, description: RunDescription) -> None:
+    """Create directory, log and `job.json`, without which, after a crash, there is no run.
+
+    Raises:
+        UserError: there is a run, or another process creates it.
+        DamagedError: there is one whose `job.json` is lost.
+        OSError, sqlite3.Error: the directory cannot be used.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with alone_in(directory):  # two processes started together must not create one run
+        if (directory / FILE).exists():
+            raise UserError(
+                f"{directory} already contains a run; continue it with `isthmus run --resume "
+                "--run-dir DIR`, or choose another directory"
+            )
+        if (directory / "run.head").exists():
+            with contextlib.closing(read_log(directory / "run.sqlite")) as log:
+                if log.connection.execute("SELECT 1 FROM attempts").fetchone():
+                    raise damaged(f"{FILE} is missing", directory)
+        for name in ("checkpoints", "logs"):
+            (directory / name).mkdir(exist_ok=True)
+        for path in directory.glob("run.*"):
+            path.unlink()
+        with contextlib.closing(SealedDatabase(directory / "run.sqlite", SCHEMA)) as log:
+            row = (description.run_id, description.to_text())
+            log.connection.execute("INSERT INTO run VALUES (?, ?, 'running', '', NULL)", row)
+            log.write_head()
+        description.write(directory)
+
+
+def logged_description(log: SealedDatabase) -> RunDescription:
+    """The description that the round log has.
+
+    Raises:
+        DamagedError: the log describes no run.
+    """
+    rows = log.connection.execute("SELECT about FROM run").fetchall()
+    try:
+        ((text,),) = rows
+        return RunDescription.from_text(text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{log.file} describes no run; restore it from a backup") from error
+
+
+def alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the lock of the process that runs a run directory, inside the block."""
+    return file_lock(directory / "lock", f"another process runs {directory} already")
+
+
+@contextlib.contextmanager
+def errors_named(directory: Path) -> Iterator[None]:
+    """Name the run in errors that occur while it is opened."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"the run in {directory} cannot be used: {error}") from error
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(f"the run directory {directory} cannot be used: {error}") from error
+
+
+def damaged(what: str, directory: Path) -> DamagedError:
+    """The error for a damaged `job.json`."""
+    return DamagedError(
+        f"{what}; restore it, or let `isthmus runs rollback {directory}` write it again"
+    )
+
+
+def refuse_unprintable(path: Path) -> None:
+    """Refuse a path that cannot be sent to participants, or stored.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"the path {os.fsencode(path)!r} is not valid UTF-8; choose another directory"
+        ) from None
+
+
+def _other_format(found: object, directory: Path) -> UserError:
+    """The error for another format; only if the log has that format too, it is no damage."""
+    try:
+        logged = log_format(directory / "run.sqlite")
+    except OSError:
+        logged = None
+    if found is None and logged == 0:
+        return UserError(
+            f"the run in {directory} was written by an older version of isthmus, before format "
+            f"{FORMAT}; read it with that version"
+        )
+    if found == logged and isinstance(found, int):
+        age = "a newer" if found > FORMAT else "an older"
+        return UserError(
+            f"the run in {directory} was written by {age} version of isthmus, in format {found}; "
+            f"this version reads format {FORMAT}"
+        )
+    return damaged(f"{FILE} has the format {found!r} and run.sqlite {logged!r}", directory)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested objects, with dotted keys."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _leaves(part, f"{key}.{name}" if key else name)
+    else:
+        yield key, value

@@ -1,0 +1,306 @@
+"""SQLite databases that notice damage: a seal over all rows, and a head file outside the database.
+
+SQLite detects neither a changed byte within a value nor a write-ahead log that was cut short: it
+ignores everything after the first frame that does not fit. So every database of a server has
+
+* a *seal*: the number of row changes so far, and the sum of the SHA-256 of all rows modulo 2^256
+  (the incremental multiset hash MSet-Add-Hash of Clarke et al., ASIACRYPT 2003). Triggers update it
+  in the transaction of each change. It detects accidents: a user who can write the file can also
+  seal it.
+* a *head*: a small file next to the database with the seal as of the last important commit. It is
+  replaced after the commit. A database with fewer changes than its head has lost commits; one with
+  more is that of a crash between the two, or is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from isthmus.errors import DamagedError
+from isthmus.system.sealed_files import read_sealed, write_sealed
+
+_SEAL = """
+CREATE TABLE IF NOT EXISTS seal (
+    one INTEGER PRIMARY KEY CHECK (one = 1), changes INTEGER NOT NULL, total BLOB NOT NULL
+);
+INSERT OR IGNORE INTO seal VALUES (1, 0, zeroblob(32));
+"""
+_MODULUS = 1 << 256
+
+Mode = Literal["write", "read", "immutable"]
+
+_NO_DAMAGE = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_NOMEM,
+}
+"""Errors of SQLite that say nothing about the contents of a database."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seal:
+    """The state of a database."""
+
+    changes: int
+    """Rows that were inserted, updated or deleted since it was created."""
+    total: bytes
+    """Sum of the SHA-256 of its rows modulo 2^256, 32 bytes."""
+
+
+class SealedDatabase:
+    """One connection to a sealed database.
+
+    Guarantees:
+      * a change of a row, and its effect on the seal, are in one transaction;
+      * `check` passes only if all rows are those that were written, and none that were committed
+        before the last `write_head` is missing.
+    """
+
+    def __init__(self, file: Path, schema: str, mode: Mode = "write") -> None:
+        """Open the database; to write it, create it if neither it nor its head exists.
+
+        Nothing is checked yet. A connection that reads changes no byte of the database; for
+        `immutable` the file must not change either, and its write-ahead log is ignored.
+
+        Raises:
+            DamagedError: it is missing, although its head exists.
+            sqlite3.Error: it cannot be opened.
+        """
+        self.file = file
+        self.head = file.with_suffix(".head")
+        self._schema = schema
+        if not file.exists() and (self.head.exists() or mode != "write"):
+            raise DamagedError(f"{file} is missing; restore it and its -wal file from a backup")
+        if mode != "write":
+            immutable = "&immutable=1" if mode == "immutable" else ""
+            uri = f"{file.absolute().as_uri()}?mode=ro{immutable}"
+            self.connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+            return
+        self.connection = sqlite3.connect(file, timeout=10.0, isolation_level=None)
+        try:
+            self._prepare(schema)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    @classmethod
+    def checked(cls, file: Path, schema: str) -> SealedDatabase:
+        """Check a database, then open it for writing; creates it if it is new.
+
+        The check comes first, because a connection that can write removes what SQLite ignores.
+
+        Raises:
+            DamagedError: it is damaged, or has lost commits.
+            sqlite3.Error: it cannot be opened.
+        """
+        if file.exists() and (file.stat().st_size or file.with_suffix(".head").exists()):
+            with contextlib.closing(cls(file, schema, "read")) as database:
+                database.check()
+        database = cls(file, schema)
+        if not database.head.exists():
+            database.write_head()
+        return database
+
+    def _prepare(self, schema: str) -> None:
+        db = self.connection
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.execute("PRAGMA recursive_triggers=ON")  # a replaced row is deleted first
+        db.executescript(schema + _SEAL)
+        db.create_function("row_hash", -1, row_hash, deterministic=True)
+        db.create_function("total_with", 2, _total_with, deterministic=True)
+        db.create_function("total_without", 2, _total_without, deterministic=True)
+        for table in _tables(db):
+            columns = _columns(db, table)
+            new, old = (
+                f"row_hash('{table}', {side}.rowid, "
+                + ", ".join(f"{side}.{name}" for name in columns)
+                + ")"
+                for side in ("NEW", "OLD")
+            )
+            for event, total in (
+                ("INSERT", f"total_with(total, {new})"),
+                ("UPDATE", f"total_with(total_without(total, {old}), {new})"),
+                ("DELETE", f"total_without(total, {old})"),
+            ):
+                # Temporary: only a connection that has the functions can use them.
+                db.execute(
+                    f"CREATE TEMP TRIGGER {event}_{table} AFTER {event} ON main.{table} BEGIN "
+                    f"UPDATE seal SET changes = changes + 1, total = {total}; END"
+                )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def seal(self) -> Seal:
+        """The seal as of the last commit."""
+        row = self.connection.execute("SELECT changes, total FROM seal").fetchone()
+        return Seal(int(row[0]), bytes(row[1]))
+
+    def write_head(self) -> None:
+        """Record the last commit outside the database; call it when a commit must not be lost.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        seal = self.seal()
+        newest = None
+        with contextlib.suppress(DamagedError):
+            newest = self._read_head()
+        if newest is None or newest.changes < seal.changes:  # another process may be ahead
+            write_sealed(self.head, {"changes": seal.changes, "total": seal.total.hex()})
+
+    def _read_head(self) -> Seal | None:
+        """The seal in the head file; None if there is no such file.
+
+        Raises:
+            DamagedError: it is damaged.
+        """
+        try:
+            values = read_sealed(self.head)
+            return Seal(int(values["changes"]), bytes.fromhex(values["total"]))
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            raise DamagedError(
+                f"{error}; if {self.file.name} is not a copy from a backup, remove "
+                f"{self.head.name}: it is written again"
+            ) from None
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check(self) -> int:
+        """Read all rows and compare them with the seal and the head; returns the number of rows.
+
+        Raises:
+            DamagedError: rows were changed, lost or added, or the database cannot be read.
+            sqlite3.Error: for another reason than damage, for example without permission.
+        """
+        head = self._read_head()  # first: a process that writes now changes the database first
+        seal, rows = self.check_rows()
+        if head is None:
+            return rows
+        if seal.changes < head.changes:
+            raise DamagedError(
+                f"{self.file} has lost its last {head.changes - seal.changes} changes: it ends "
+                f"before the commit that {self.head.name} names. Restore the database with its "
+                f"-wal file, or remove {self.head.name} to continue without these changes"
+            )
+        if seal.changes == head.changes and seal != head:
+            raise self._damaged(f"{self.head.name} does not belong to it")
+        return rows
+
+    def check_rows(self) -> tuple[Seal, int]:
+        """Read all rows and compare them with the seal; returns the seal and the number of rows.
+
+        Raises:
+            DamagedError, sqlite3.Error: as `check`.
+        """
+        with self._damage_named(), self._snapshot():
+            self._check_structure()
+            seal, rows, total = self.seal(), 0, 0
+            for table in _tables(self.connection):
+                for row in self.connection.execute(f"SELECT rowid, * FROM {table}"):
+                    total += int.from_bytes(row_hash(table, *row), "big")
+                    rows += 1
+        if seal.total != (total % _MODULUS).to_bytes(32, "big"):
+            raise self._damaged("its rows are not those that were written")
+        return seal, rows
+
+    def _check_structure(self) -> None:
+        query = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+        with contextlib.closing(sqlite3.connect(":memory:")) as reference:
+            reference.executescript(self._schema + _SEAL)
+            expected = reference.execute(query).fetchall()
+        if self.connection.execute(query).fetchall() != expected:
+            raise self._damaged("its tables are not those of this version")
+        (found,) = self.connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise self._damaged(" ".join(str(found).split()))
+
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        self.connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE:
+                raise
+            raise self._damaged(str(error)) from error
+        except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, DamagedError):
+                raise
+            raise self._damaged("its seal cannot be read") from error
+
+    def _damaged(self, why: str) -> DamagedError:
+        return DamagedError(f"{self.file} is damaged ({why}); restore it from a backup")
+
+
+def row_hash(table: str, *values: Any) -> bytes:
+    """The SHA-256 of one row: its table, its row number and its values with their types.
+
+    >>> row_hash("jobs", 1, "x", None) == row_hash("jobs", 1, "x", b"")
+    False
+    >>> row_hash("jobs", 1, 2.0) == row_hash("jobs", 1, 2)  # SQLite may store one as the other
+    True
+    """
+    digest = hashlib.sha256(table.encode())
+    for value in values:
+        match value:
+            case None:
+                kind, data = b"n", b""
+            case str():
+                kind, data = b"t", value.encode("utf-8", "surrogatepass")
+            case bytes():
+                kind, data = b"b", value
+            case float() if not value.is_integer():
+                kind, data = b"f", struct.pack(">d", value)
+            case _:
+                kind, data = b"i", str(int(value)).encode()
+        digest.update(kind + len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.digest()
+
+
+def _total_with(total: bytes, row: bytes) -> bytes:
+    value = int.from_bytes(total, "big") + int.from_bytes(row, "big")
+    return (value % _MODULUS).to_bytes(32, "big")
+
+
+def _total_without(total: bytes, row: bytes) -> bytes:
+    value = int.from_bytes(total, "big") - int.from_bytes(row, "big")
+    return (value % _MODULUS).to_bytes(32, "big")
+
+
+def _tables(db: sqlite3.Connection) -> list[str]:
+    """The sealed tables: all but the seal itself and those of SQLite."""
+    rows = db.execute(
+        "SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%' "
+        "AND name <> 'seal' ORDER BY name"
+    )
+    return [name for (name,) in rows]
+
+
+def _columns(db: sqlite3.Connection, table: str) -> list[str]:
+    return [row[1] for row in db.execute(f"PRAGMA main.table_info({table})")]

@@ -1,0 +1,108 @@
+"""A sealed database notices changed, lost and restored rows."""
+
+import contextlib
+import shutil
+import sqlite3
+
+import pytest
+
+from isthmus.errors import DamagedError
+from isthmus_server.storage.sealed_database import SealedDatabase
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS things (name TEXT PRIMARY KEY, size REAL, note BLOB) STRICT;"
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Open the database of this test; all are closed at its end."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(file=tmp_path / "things.sqlite"):
+            database = SealedDatabase.checked(file, SCHEMA)
+            stack.enter_context(contextlib.closing(database))
+            return database
+
+        yield opened
+
+
+def fill(database, names="abc"):
+    for name in names:
+        row = (name, 5, name.encode())
+        database.connection.execute("INSERT OR REPLACE INTO things VALUES (?, ?, ?)", row)
+    database.write_head()
+
+
+def test_every_kind_of_change_keeps_the_seal_valid(opened):
+    database = opened()
+    fill(database)
+    fill(database, "b")  # replaced
+    database.connection.execute("UPDATE things SET size=2.5, note=NULL WHERE name='a'")
+    database.connection.execute("DELETE FROM things WHERE name='c'")
+    assert database.check() == 2
+    assert opened().check() == 2  # ahead of its head, as after a crash before it was written
+
+
+def test_a_transaction_that_is_rolled_back_does_not_change_the_seal(opened):
+    database = opened()
+    fill(database)
+    before = database.seal()
+    database.connection.execute("BEGIN")
+    database.connection.execute("DELETE FROM things")
+    database.connection.execute("ROLLBACK")
+    assert database.seal() == before
+    assert database.check() == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE things SET size=6 WHERE name='a'",
+        "DELETE FROM things WHERE name='a'",
+        "INSERT INTO things VALUES ('d', 1, NULL)",
+        "UPDATE seal SET changes=1",
+        "DROP TABLE things",
+        "CREATE TABLE more (name TEXT)",
+    ],
+)
+def test_a_change_by_another_program_is_refused(opened, change, tmp_path):
+    fill(opened())
+    with contextlib.closing(sqlite3.connect(tmp_path / "things.sqlite")) as db, db:
+        db.execute(change)
+    with pytest.raises(DamagedError, match=r"things.sqlite (is damaged|has lost its last 2 chang)"):
+        opened()
+
+
+def test_a_database_that_lost_commits_is_refused_and_left_as_it_is(opened, tmp_path):
+    fill(opened())
+    (tmp_path / "copy").mkdir()
+    for name in ("things.sqlite", "things.sqlite-wal", "things.head"):
+        shutil.copyfile(tmp_path / name, tmp_path / "copy" / name)
+    wal = tmp_path / "copy" / "things.sqlite-wal"
+    data = bytearray(wal.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    wal.write_bytes(data)
+    with pytest.raises(DamagedError, match=r"has lost its last \d changes: it ends before the"):
+        opened(tmp_path / "copy" / "things.sqlite")
+    assert wal.read_bytes() == data
+    (tmp_path / "copy" / "things.head").unlink()  # as the message says
+    assert opened(tmp_path / "copy" / "things.sqlite").check() < 3
+
+
+def test_a_missing_database_or_damaged_head_is_refused(opened, tmp_path):
+    fill(opened())
+    head = tmp_path / "things.head"
+    head.write_bytes(head.read_bytes().replace(b"changes", b"changed"))
+    with pytest.raises(DamagedError, match=r"things.head is damaged: .*remove things.head: it is"):
+        opened()
+    head.write_bytes(b"")
+    (tmp_path / "things.sqlite").unlink()
+    with pytest.raises(DamagedError, match=r"things.sqlite is missing; restore it"):
+        opened()
+
+
+def test_a_head_of_another_database_is_refused(opened, tmp_path):
+    for name in ("things", "others"):
+        fill(opened(tmp_path / f"{name}.sqlite"), "abc" if name == "things" else "xyz")
+    shutil.copyfile(tmp_path / "others.head", tmp_path / "things.head")
+    with pytest.raises(DamagedError, match=r"things.head does not belong to it"):
+        opened()
