@@ -14,6 +14,7 @@ The hierarchy::
     └── LinkError                       the connection to a participant
         ├── ParticipantLost             silent for longer than its lease, or restarted
         └── AdmissionRefused            the request was refused, with the reason
+            └── CertificateExpired      by a clock, which may be wrong: worth another try
 
 Users see only the message of a `UserError`: what is wrong, where, and what to do.
 
@@ -83,3 +84,7 @@ class ParticipantLost(LinkError):
 
 class AdmissionRefused(LinkError):
     """The other side received the request and refused it."""
+
+
+class CertificateExpired(AdmissionRefused):
+    """A certificate is over by the clock of this machine or of the server, which may be wrong."""

@@ -13,8 +13,14 @@ import re
 
 _LONGEST = 200
 
+_NOT_PASSED = "its certificate does not pass"
+_CLOSED = "it closed the connection"
+HANDSHAKE_FAILURES = (_NOT_PASSED, _CLOSED)
+"""In the messages for TLS handshakes that failed: the server's certificate was not accepted, or
+the server did not accept this participant's."""
+
 _KNOWN = (
-    (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", r"its certificate does not pass: \1"),
+    (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", rf"{_NOT_PASSED}: \1"),
     (r"Hostname Verification Check", "its certificate is for another name than the one dialled"),
     (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
     (r"HTTP/2|http1", "what answers there does not speak gRPC"),
@@ -25,7 +31,7 @@ _KNOWN = (
     (r"No route to host|Network is unreachable", "there is no way to it in the network"),
     (r"(?i)timed? ?out|deadline", "it did not answer in time"),
     (r"Connection reset|Broken pipe", "the connection was cut"),
-    (r"Socket closed|Stream removed", "it closed the connection"),
+    (r"Socket closed|Stream removed", _CLOSED),
 )
 
 

@@ -239,7 +239,7 @@ def test_a_job_runs_across_a_slow_network_and_an_attacker_is_refused(
         ),
         "a guessed token": (
             f"the server at {JOINING} refused to join this machine: this server does not know "
-            "this token, or it expired long ago"
+            "this token, or it was used long ago"
         ),
         "a token for another server": (
             f"the server at {JOINING} is not the one this token is for; nothing was sent to it"

@@ -18,13 +18,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
 from isthmus.identity import tls
+from isthmus.system.clocks import utc
 from isthmus.system.file_lock import file_lock
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 
-RENEW_AT = 2 / 3
-"""Share of a certificate's validity after which it is renewed."""
+RENEW_AT = 5 / 6
+"""Share of a certificate's validity after which it is renewed. The first half is before it was
+issued, because clocks may be behind: two thirds of the time for which it was issued."""
 
 _MEMBER = "member.json"
 _AUTHORITY = "authority.pem"
@@ -39,6 +41,9 @@ class Membership:
       * only the owner can read the secrets in it;
       * key and certificate change together: after a crash either the old or the new pair is there.
     """
+
+    key: tls.Key
+    certificate: x509.Certificate
 
     def __init__(self, directory: Path) -> None:
         """Read the membership that `join` saved in the directory.
@@ -121,22 +126,32 @@ class Membership:
     @property
     def renew_at(self) -> float:
         """Time at which to request the next certificate, in unix seconds."""
-        begin = self.certificate.not_valid_before_utc.timestamp()
-        end = self.certificate.not_valid_after_utc.timestamp()
-        return begin + RENEW_AT * (end - begin)
+        return self.certificate.not_valid_before_utc.timestamp() + RENEW_AT * self.life
+
+    @property
+    def life(self) -> float:
+        """Length of the certificate's validity in seconds."""
+        begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
+        return (end - begin).total_seconds()
+
+    def check_valid(self) -> None:
+        """Check the certificate by this machine's clock.
+
+        Raises:
+            CertificateExpired: it is over.
+        """
+        end, now = self.certificate.not_valid_after_utc.timestamp(), time.time()
+        if now > end:
+            raise CertificateExpired(
+                f"the certificate of {self.name!r} ended at {utc(end)} by this machine's clock, "
+                f"which is at {utc(now)}; if that clock is right, join again with a new token"
+            )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials with this certificate that trust only the fleet's authority.
 
-        Raises:
-            AdmissionRefused: the certificate has expired.
+        An expired one can be used: the clock of this machine may be wrong, and the server decides.
         """
-        end = self.certificate.not_valid_after_utc
-        if time.time() > end.timestamp():
-            raise AdmissionRefused(
-                f"the certificate of {self.name!r} ended on {end:%Y-%m-%d %H:%M} UTC; "
-                "join again with a new token"
-            )
         return grpc.ssl_channel_credentials(
             root_certificates=tls.pem(self.authority),
             private_key=tls.key_pem(self.key),
@@ -152,7 +167,8 @@ class Membership:
         """Save the certificate (PEM) that was issued for the last `next_request`.
 
         Raises:
-            AdmissionRefused: it is for another key or participant, or by another authority.
+            AdmissionRefused: it is for another key or participant, by another authority, or ends
+                before the present one, which is kept.
         """
         certificate, key = tls.read_certificate(data), self._next_key
         if key is None or certificate.public_key() != key.public_key():
@@ -160,6 +176,12 @@ class Membership:
         check_issued(certificate, self.authority, self.kind, self.identity_public)
         if tls.subject_of(certificate).name != self.name:
             raise AdmissionRefused("the renewed certificate belongs to another participant")
+        end, present = certificate.not_valid_after_utc, self.certificate.not_valid_after_utc
+        if end < present:
+            raise AdmissionRefused(
+                f"the new certificate ends at {utc(end.timestamp())}, before the present one at "
+                f"{utc(present.timestamp())}: the server's clock is or was wrong"
+            )
         path = self.directory / _CREDENTIALS
         write_private_file(path, tls.key_pem(key) + tls.pem(certificate))
         self.key, self.certificate, self._next_key = key, certificate, None

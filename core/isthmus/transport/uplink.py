@@ -24,6 +24,7 @@ from isthmus.identity.membership import Membership, check_dialling
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.heartbeats import Heartbeats
+from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream
 from isthmus.transport.worker import Worker
@@ -52,9 +53,6 @@ _FINAL = {
     grpc.StatusCode.UNAUTHENTICATED,
 }
 """The server refused the request itself; a retry would not help."""
-
-_LONGEST_SLEEP = 600.0
-"""Most seconds between two checks of the certificate, for machines that are suspended."""
 
 _WELCOME_SECONDS = 30.0
 """Time limit of the server's first message."""
@@ -91,7 +89,8 @@ class Uplink:
       * a result is kept until the server acknowledges it;
       * a stream on which the server sends nothing for a lease is closed and opened again;
       * with a membership, both ends authenticate with certificates, and the participant's is
-        renewed before it expires; without one, only a server on this machine is accepted.
+        renewed before it expires; without one, only a server on this machine is accepted;
+      * an expired certificate or a wrong clock never ends `run`.
     """
 
     def __init__(
@@ -105,6 +104,7 @@ class Uplink:
         on_welcome: Callable[[link_pb2.Welcome], None] = lambda welcome: None,
         longest_pause: float = 60.0,
         membership: Membership | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -118,6 +118,7 @@ class Uplink:
             on_welcome: called with every welcome message, which contains the enrolment.
             longest_pause: most seconds between two connection attempts.
             membership: the participant's certificate and keys, for a server that requires them.
+            now: returns the time in Unix seconds.
 
         Raises:
             UserError: the server is on another machine and there is no membership, or the
@@ -126,6 +127,7 @@ class Uplink:
         check_dialling(address, link_pb2.Role.Name(role).lower(), name, membership)
         self.address = address
         self.membership = membership
+        self._renewal = None if membership is None else CertificateRenewal(membership, now)
         self.name = name
         self.role = role
         self.worker = worker
@@ -162,6 +164,8 @@ class Uplink:
                     why = error.details() or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
                         why = short_message(why)
+                    if self._renewal is not None and self._linked_at == math.inf:
+                        why += self._renewal.doubt(why)
                 except (TimeoutError, UpdateError, *GONE) as error:
                     why = str(error) or "silence"
                 task = asyncio.current_task()
@@ -196,8 +200,8 @@ class Uplink:
                 self._welcomed(first.welcome)
                 log.info("linked to %s as %s", self.address, self.name)
                 self._stream, self._linked_at = stream, time.monotonic()
-                if self.membership is not None:
-                    stream.spawn(self._renew(stream, self.membership))
+                if self._renewal is not None:
+                    stream.spawn(self._renewal.run(stream))
                 async with Heartbeats(lease).of(stream):
                     while (message := await stream.receive()) is not None:
                         await self._take(stream, message)
@@ -217,6 +221,8 @@ class Uplink:
             raise UpdateError(f"the server's welcome has lease_seconds={welcome.lease_seconds}")
         if self.membership is not None and welcome.authority != self.membership.enroller:
             raise AdmissionRefused("the server has another authority than the one that was joined")
+        if self._renewal is not None:
+            self._renewal.welcomed(welcome.clock)
         if self._welcome is not None and welcome.instance != self._welcome.instance:
             self._forget("the server was started anew")
         elif welcome.is_new:
@@ -232,34 +238,6 @@ class Uplink:
                 self.worker.cancel(job.request, reason)  # acknowledged when it has stopped
             else:
                 self.worker.acknowledged(job.request, False, reason)
-
-    async def _renew(self, stream: Stream, membership: Membership) -> None:
-        """Request the next certificate when two thirds of this one's validity are over."""
-        while True:
-            left = membership.renew_at - time.time()
-            if left > 0:
-                await asyncio.sleep(min(left, _LONGEST_SLEEP))
-                continue
-            request = link_pb2.Renew(signing_request=membership.next_request())
-            await stream.send(link_pb2.Envelope(renew=request))
-            end = membership.certificate.not_valid_after_utc.timestamp()
-            await asyncio.sleep(min(max((end - time.time()) / 10, 0.1), _LONGEST_SLEEP))
-
-    async def _renewed(self, renewed: link_pb2.Renewed) -> None:
-        membership, welcome = self.membership, self._welcome
-        if membership is None or welcome is None:
-            return
-        try:
-            if not renewed.certificate:
-                raise AdmissionRefused(renewed.reason)
-            await asyncio.to_thread(membership.renewed, renewed.certificate)
-        except (AdmissionRefused, OSError) as error:
-            log.warning("the certificate of %s was not renewed: %s", self.name, error)
-            return
-        end = membership.certificate.not_valid_after_utc
-        log.info("the certificate of %s is renewed until %s", self.name, end)
-        welcome.enrolment = renewed.enrolment
-        self.on_welcome(welcome)
 
     async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
         if isinstance(message, Piece):
@@ -281,7 +259,10 @@ class Uplink:
                     log.info("%s: its result was not used: %s", self.name, receipt.reason)
                 self.worker.acknowledged(job.request, receipt.accepted, receipt.reason)
         elif kind == "renewed":
-            await self._renewed(message.renewed)
+            renewal, welcome = self._renewal, self._welcome
+            if renewal and welcome and await renewal.take(message.renewed):
+                welcome.enrolment = message.renewed.enrolment
+                self.on_welcome(welcome)
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
             reason = message.cancel.reason or "nobody waits for it"

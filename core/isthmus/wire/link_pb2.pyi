@@ -61,20 +61,22 @@ class Hello(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "is_new")
+    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "is_new", "clock")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     ENROLMENT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     IS_NEW_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     version: int
     lease_seconds: float
     authority: bytes
     enrolment: bytes
     instance: str
     is_new: bool
-    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., is_new: _Optional[bool] = ...) -> None: ...
+    clock: float
+    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., is_new: _Optional[bool] = ..., clock: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()

@@ -11,7 +11,8 @@ If the authority and the server are one party, that party is trusted not to inve
 >>> Directory(authority.public, now=lambda: 2_000_000_001).check(enrolment)
 Traceback (most recent call last):
     ...
-isthmus.errors.PeerMisbehaved: the enrolment of 'clinic-7' ended at 2000000000
+isthmus.errors.PeerMisbehaved: the enrolment of 'clinic-7' ended at 2033-05-18 03:33:20 UTC by this
+machine's clock, which is at 2033-05-18 03:33:21 UTC
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import time
 from collections.abc import Callable, Set
 
+from isthmus.system.clocks import utc
 from isthmus_privacy.crypto import keys, refusal
 from isthmus_privacy.crypto.canonical import NUMBER, Message, exactly, tagged, tagged_hash, text
 from isthmus_privacy.crypto.keys import KEY_BYTES, SIGNATURE_BYTES, SigningKey
@@ -135,10 +137,11 @@ class Directory:
         name = enrolment.name
         if enrolment.identity_key in self.revoked:
             refusal.refuse("enrolment-revoked", f"the key of {name!r} is revoked", peer=name)
-        if self.now() > enrolment.not_after:
+        if (now := self.now()) > enrolment.not_after:
             refusal.refuse(
                 "enrolment-expired",
-                f"the enrolment of {name!r} ended at {enrolment.not_after}",
+                f"the enrolment of {name!r} ended at {utc(enrolment.not_after)} by this machine's "
+                f"clock, which is at {utc(now)}",
                 peer=name,
             )
         if enrolment in self._verified:

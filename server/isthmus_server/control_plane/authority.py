@@ -12,7 +12,8 @@ import functools
 import ipaddress
 import shutil
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,9 +34,6 @@ AUTHORITY_LIFE = datetime.timedelta(days=3650)
 SERVER_LIFE = datetime.timedelta(days=30)
 """Validity of the server's own certificate, which is renewed when a third of it is left."""
 PARTICIPANT_LIFE = datetime.timedelta(days=7)
-
-_BACKDATE = datetime.timedelta(minutes=5)
-"""Certificates begin this much earlier, because a participant's clock may be slow."""
 
 _AUTHORITY = "authority.pem"
 _SERVER = "server.pem"
@@ -75,7 +73,7 @@ def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
     key = tls.new_key()
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus authority")])
     certificate = (
-        _builder(AUTHORITY_LIFE)
+        _builder(AUTHORITY_LIFE, time.time())
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
@@ -110,8 +108,9 @@ class CertificateAuthority:
         directory: Path,
         participant_life: datetime.timedelta = PARTICIPANT_LIFE,
         server_life: datetime.timedelta = SERVER_LIFE,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        """Read the keys.
+        """Read the keys. `now` returns the time in Unix seconds.
 
         Raises:
             UserError: there is no authority, or others can read its keys.
@@ -119,6 +118,7 @@ class CertificateAuthority:
         self.directory = directory
         self.participant_life = participant_life
         self.server_life = server_life
+        self.now = now
         try:
             for name in (_AUTHORITY, _ENROLLER):
                 check_private(directory / name)
@@ -170,7 +170,7 @@ class CertificateAuthority:
         # Name and kind are the token's, whatever the request contains.
         subject = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
         certificate = (
-            _builder(self.participant_life)
+            _builder(self.participant_life, self.now())
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
             .issuer_name(self.certificate.subject)
             .public_key(key)
@@ -183,13 +183,18 @@ class CertificateAuthority:
         return tls.pem(certificate), tls.subject_of(certificate)
 
     def server_pair(self) -> tuple[bytes, bytes]:
-        """Return the server's key and certificate (PEM), renewed if a third of the life is left."""
+        """Return the server's key and certificate (PEM).
+
+        It is renewed if a third of its life is left, or if it was issued when the clock was so far
+        ahead that it is not valid yet.
+        """
         path = self.directory / _SERVER
         check_private(path)
         data = path.read_bytes()
         certificate = tls.read_certificate(data)
-        left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-        if left < self.server_life / 3:
+        now = datetime.datetime.fromtimestamp(self.now(), datetime.UTC)
+        left = certificate.not_valid_after_utc - now
+        if left < self.server_life / 3 or now < certificate.not_valid_before_utc:
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
             self.renew_server(names.value)
             data = path.read_bytes()
@@ -200,7 +205,7 @@ class CertificateAuthority:
         """Create the server's next key and certificate, for the host names of the server."""
         key = tls.new_key()
         certificate = (
-            _builder(self.server_life)
+            _builder(self.server_life, self.now())
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus server")]))
             .issuer_name(self.certificate.subject)
             .public_key(key.public_key())
@@ -213,13 +218,18 @@ class CertificateAuthority:
         write_private_file(self.directory / _SERVER, tls.key_pem(key) + tls.pem(certificate))
 
 
-def _builder(life: datetime.timedelta) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+def _builder(life: datetime.timedelta, now: float) -> x509.CertificateBuilder:
+    """A certificate that ends after `life`.
+
+    It begins as long before it is issued, so that it is valid on machines whose clock is behind,
+    and also after this machine's clock was ahead and has been set right.
+    """
+    issued = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
         x509.CertificateBuilder()
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATE)
-        .not_valid_after(now + life)
+        .not_valid_before(issued - abs(life))
+        .not_valid_after(issued + life)
     )
 
 

@@ -109,7 +109,10 @@ def participants(state: Path) -> None:
         entries = registry.participants()
     table = Table("name", "kind", "joined", "certificate until", box=None)
     for entry in entries:
-        until = "revoked" if entry.revoked is not None else _date(entry.not_after)
+        if entry.revoked is not None or entry.not_after is None:
+            until = "revoked"
+        else:
+            until = _date(entry.not_after) if entry.not_after > time.time() else "expired"
         table.add_row(entry.name, entry.kind, _date(entry.joined), until)
     Console().print(table if entries else "no participant has joined yet")
 
@@ -180,9 +183,5 @@ def _seconds(text: str) -> float:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _date(timestamp: float | None) -> str:
-    return (
-        "expired"
-        if timestamp is None
-        else time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
-    )
+def _date(timestamp: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.transport.enrolment import Enrolments
+from isthmus_server.transport.limits import Refusal
 from isthmus_server.transport.link import Link
 
 _T = TypeVar("_T")
@@ -34,9 +34,9 @@ class Members(Enrolments):
     """
 
     def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
-        super().__init__(authority.enroller)
+        super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority
-        self.registry = Registry(directory)
+        self.registry = Registry(directory, now=self.now)
         self.revoked.update(self.registry.revoked_identities())
         self._checked_version = self.registry.version
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
@@ -96,7 +96,7 @@ class Members(Enrolments):
         def run() -> _T:
             try:
                 if self._writer is None:
-                    self._writer = Registry(self.directory)
+                    self._writer = Registry(self.directory, now=self.now)
                 return change(self._writer)
             except (sqlite3.Error, UserError) as error:
                 log.error("the registry in %s cannot be written: %s", self.directory, error)
@@ -109,9 +109,10 @@ class Members(Enrolments):
     def disconnect_revoked(self, link: Link) -> None:
         """Disconnect participants that are revoked or whose certificate has expired.
 
+        The latter may connect again, for it may be the clock of this server that is wrong.
         Cheap if nothing has changed. Call it often: a revocation takes effect with the next call.
         """
-        now = time.time()
+        now = self.now()
         version = self.registry.version
         changed = version != self._checked_version
         if changed:
@@ -123,5 +124,5 @@ class Members(Enrolments):
             try:
                 self.registry.check(subject)
             except AdmissionRefused as error:
-                link.disconnect(peer.name, str(error))
+                link.disconnect(peer.name, *Refusal.of(error))
         self._checked_version = version  # last, so that a failed check is repeated

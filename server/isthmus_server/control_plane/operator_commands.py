@@ -53,6 +53,7 @@ class OperatorClient:
         self.member = Membership(state)
         if self.member.kind != "operator":
             raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
+        self.member.check_valid()
         self._channel = self._dial()
         if time.time() > self.member.renew_at:
             request = pb.RenewRequest(signing_request=self.member.next_request())

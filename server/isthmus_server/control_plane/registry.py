@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
 from isthmus.identity import tls
 from isthmus.names import checked_name
+from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
 from isthmus_server.storage.sealed_database import SealedDatabase
 
 _SCHEMA = """
@@ -42,7 +43,7 @@ MAX_CERTIFICATES = 1000
 repeatedly fails to store the next one."""
 
 _KEEP_SECONDS = 24 * 3600.0
-"""Period after which an expired certificate or token is deleted."""
+"""Period after which a used token, or an expired certificate that has been replaced, is deleted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +70,18 @@ class Registry:
     Guarantees:
       * a token is used once: of any number of joins at the same time, one gets the name;
       * a name, and an identity, belong to one participant at a time;
-      * a revoked identity is never accepted again.
+      * a revoked identity is never accepted again;
+      * nothing that a participant may still use is deleted because of the time, for the clock may
+        be wrong: not its last certificate, and no unused token.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Check and open the file; creates it if there was none.
+    def __init__(self, directory: Path, *, now: Callable[[], float] = time.time) -> None:
+        """Check and open the file; creates it if there was none. `now` returns Unix seconds.
 
         Raises:
             UserError: it is damaged, or cannot be opened.
         """
+        self._now = now
         path = directory / "fleet.sqlite"
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
@@ -108,8 +112,8 @@ class Registry:
         """
         checked_name(name)
         with self._transaction():
-            now = time.time()
-            self._db.execute("DELETE FROM tokens WHERE expires < ?", (now - _KEEP_SECONDS,))
+            long_ago = self._now() - _KEEP_SECONDS
+            self._db.execute("DELETE FROM tokens WHERE used < ?", (long_ago,))
             self._refuse_taken(name)
             self._db.execute(
                 "INSERT INTO tokens (digest, name, kind, expires) VALUES (?, ?, ?, ?)",
@@ -128,14 +132,14 @@ class Registry:
                 or the identity is taken. Nothing was changed.
         """
         with self._transaction():
-            now = time.time()
+            now = self._now()
             row = self._db.execute(
                 "SELECT name, kind, expires, used, certificate FROM tokens WHERE digest=?",
                 (digest,),
             ).fetchone()
             if row is None:
                 raise AdmissionRefused(
-                    "this server does not know this token, or it expired long ago"
+                    "this server does not know this token, or it was used long ago"
                 )
             name, for_kind, expires, used, certificate = row
             if used is not None:
@@ -143,7 +147,10 @@ class Registry:
                     return name, certificate
                 raise AdmissionRefused("this token has been used; ask the operator for another")
             if now >= expires:
-                raise AdmissionRefused("this token has expired; ask the operator for another")
+                raise AdmissionRefused(
+                    f"this token ended at {utc(expires)} {BY_SERVERS_CLOCK} {utc(now)}; ask the "
+                    "operator for another"
+                )
             if kind != for_kind:
                 raise AdmissionRefused(
                     f"this token is for a participant of kind {for_kind!r}, not {kind!r}"
@@ -161,7 +168,7 @@ class Registry:
                 "INSERT OR REPLACE INTO participants VALUES (?, ?, ?, ?, NULL)",
                 (name, kind, identity, now),
             )
-            self._add_certificate(subject, now)
+            self._add_certificate(subject)
             self._db.execute(
                 "UPDATE tokens SET used=?, certificate=? WHERE digest=?",
                 (now, certificate, digest),
@@ -174,10 +181,9 @@ class Registry:
         """Check that the holder of a certificate is a participant now.
 
         Raises:
-            AdmissionRefused: it is revoked, expired or unknown, with the reason.
+            CertificateExpired: it is over by this server's clock.
+            AdmissionRefused: it is revoked or unknown, with the reason.
         """
-        if time.time() > subject.not_after:
-            raise AdmissionRefused(f"the certificate of {subject.name!r} has expired; join again")
         row = self._db.execute(
             "SELECT p.kind, p.identity, p.revoked, c.serial FROM participants p "
             "LEFT JOIN certificates c ON c.serial=? AND c.name=p.name WHERE p.name=?",
@@ -190,6 +196,12 @@ class Registry:
             raise AdmissionRefused(f"{subject.name!r} has been revoked")
         if serial is None or (kind, identity) != (subject.kind, subject.identity):
             raise AdmissionRefused(f"this certificate of {subject.name!r} is not valid any more")
+        if (now := self._now()) > subject.not_after:
+            raise CertificateExpired(
+                f"the certificate of {subject.name!r} ended at {utc(subject.not_after)} "
+                f"{BY_SERVERS_CLOCK} {utc(now)}; if that clock is right, join again with a new "
+                "token"
+            )
 
     def renew(self, old: tls.Subject, issue: Issue) -> bytes:
         """Issue the next certificate (PEM) of a participant.
@@ -200,13 +212,18 @@ class Registry:
         with self._transaction():
             self.check(old)
             query = "SELECT count(*) FROM certificates WHERE name=? AND not_after>?"
-            (valid,) = self._db.execute(query, (old.name, time.time())).fetchone()
+            (valid,) = self._db.execute(query, (old.name, self._now())).fetchone()
             if valid >= MAX_CERTIFICATES:
                 raise AdmissionRefused(
                     f"{old.name!r} has {valid} valid certificates; use one of them"
                 )
             certificate, subject = issue(old.name)
-            self._add_certificate(subject, time.time())
+            self._add_certificate(subject)
+            self._db.execute(
+                "DELETE FROM certificates WHERE name=? AND not_after < ? AND rowid < "
+                "(SELECT rowid FROM certificates WHERE serial=?)",  # the one it connected with
+                (old.name, self._now() - _KEEP_SECONDS, old.serial),
+            )
             return certificate
 
     def revoke(self, name: str) -> None:
@@ -231,7 +248,7 @@ class Registry:
                 raise UserError(f"{name!r} is revoked already")
             self._db.execute(
                 "UPDATE participants SET revoked=? WHERE name=? AND revoked IS NULL",
-                (time.time(), name),
+                (self._now(), name),
             )
             self._db.execute("DELETE FROM certificates WHERE name=?", (name,))
             self._db.execute("INSERT OR IGNORE INTO revoked_identities VALUES (?)", (row[0],))
@@ -288,8 +305,7 @@ class Registry:
         ).fetchone()
         return row is not None
 
-    def _add_certificate(self, subject: tls.Subject, now: float) -> None:
-        self._db.execute("DELETE FROM certificates WHERE not_after < ?", (now - _KEEP_SECONDS,))
+    def _add_certificate(self, subject: tls.Subject) -> None:
         self._db.execute(
             "INSERT INTO certificates VALUES (?, ?, ?)",
             (subject.serial, subject.name, subject.not_after),

@@ -24,8 +24,9 @@ LEASE_SECONDS = 10.0
 _REVOCATION_SECONDS = 0.2
 """Interval of checks for revocations that another process wrote."""
 
-_RENEWAL_CHECKS = 100
-"""Checks of the server's own certificate during its validity; renewed when a third is left."""
+_RENEWAL_SECONDS = 60.0
+"""Interval of checks of the server's own certificate. It is short in order to notice that the clock
+was set."""
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class ControlPlaneServer:
         """Renew the server's own certificate in time, without a restart."""
         certificates = self.members.certificate_authority
         while True:
-            await asyncio.sleep(certificates.server_life.total_seconds() / _RENEWAL_CHECKS)
+            await asyncio.sleep(_RENEWAL_SECONDS)
             try:
                 pair = await asyncio.to_thread(certificates.server_pair)
             except Exception:

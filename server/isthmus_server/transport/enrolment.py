@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
@@ -17,16 +18,20 @@ from isthmus_privacy.secagg import Authority
 
 log = logging.getLogger(__name__)
 
-VALID_SECONDS = 30 * 24 * 3600
-"""Validity of an enrolment, which is renewed with every connection."""
+VALID_SECONDS = 10 * 365 * 24 * 3600
+"""Validity of an enrolment for a run on this machine: longer than the run, whatever happens to the
+clock. A server on a network signs identities only until the end of their certificates."""
 
 
 class Enrolments:
     """Admits every participant, and enrols it under an authority of this process."""
 
-    def __init__(self, authority: Authority | None = None) -> None:
-        """`authority` signs enrolments; None creates one."""
+    def __init__(
+        self, authority: Authority | None = None, *, now: Callable[[], float] = time.time
+    ) -> None:
+        """`authority` signs enrolments, None creates one; `now` returns Unix seconds."""
         self._authority = authority or Authority()
+        self.now = now
         self.revoked: set[bytes] = set()
         """Identity keys that are no longer accepted; grows while the server runs."""
 
@@ -53,7 +58,7 @@ class Enrolments:
         """Sign that `name` has an identity key; returns the statement, empty without a key."""
         if len(identity) != 32:
             return b""
-        end = int(time.time() + VALID_SECONDS if not_after is None else not_after)
+        end = int(self.now() + VALID_SECONDS if not_after is None else not_after)
         return self._authority.enrol(name, identity, not_after=end).to_bytes()
 
     async def renewed(

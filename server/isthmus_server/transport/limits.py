@@ -7,11 +7,12 @@ import contextlib
 import hashlib
 import resource
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
 
-from isthmus.errors import UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
 from isthmus.transport.blobs import Piece
 from isthmus.transport.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
@@ -127,11 +128,28 @@ def certificate_digest(context: grpc.aio.ServicerContext) -> bytes:
     return b"" if certificate is None else hashlib.sha256(certificate).digest()
 
 
-async def abort_stream(context: grpc.aio.ServicerContext, refusal: str | None) -> None:
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+class Refusal(NamedTuple):
+    """Why a participant is not admitted (any more)."""
+
+    reason: str
+    status: grpc.StatusCode = DENIED
+    """Participants connect again after ABORTED and UNAVAILABLE, and end after PERMISSION_DENIED."""
+
+    @classmethod
+    def of(cls, error: AdmissionRefused) -> Refusal:
+        """An expired certificate is refused by a clock, so the participant may try again."""
+        again = isinstance(error, CertificateExpired)
+        return cls(str(error), grpc.StatusCode.ABORTED if again else DENIED)
+
+
+async def abort_stream(context: grpc.aio.ServicerContext, refusal: Refusal | None) -> None:
     """End a stream with a reason, which may not be read; None: a newer stream replaces it."""
-    code, reason = grpc.StatusCode.ABORTED, "this process has opened another stream"
-    if refusal is not None:
-        code, reason = grpc.StatusCode.PERMISSION_DENIED, refusal
+    reason, code = refusal or Refusal(
+        "this process has opened another stream", grpc.StatusCode.ABORTED
+    )
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ABORT_SECONDS):
             await context.abort(code, reason)

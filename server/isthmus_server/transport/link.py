@@ -25,6 +25,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.transport.blob_store import BlobStore
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.limits import (
+    DENIED,
     HELLO_SECONDS,
     IDLE_SECONDS,
     MAX_MESSAGE_BYTES,
@@ -32,6 +33,7 @@ from isthmus_server.transport.limits import (
     MAX_STREAMS_PER_CERTIFICATE,
     PARTICIPANT_MESSAGES,
     REPLY_KINDS,
+    Refusal,
     abort_stream,
     certificate_digest,
     certificate_of,
@@ -254,7 +256,7 @@ class Link:
                 while (message := await stream.receive()) is not None:
                     await self._handle(peer, stream, message)
         except AdmissionRefused as error:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            await abort_stream(context, Refusal.of(error))
         except UpdateError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
@@ -282,6 +284,7 @@ class Link:
             enrolment=self.enrolments.enrol(peer.name, hello.identity, not_after),
             instance=self._instance,
             is_new=peer.is_new,
+            clock=self.enrolments.now(),
         )
 
     async def _take_stream(
@@ -322,15 +325,14 @@ class Link:
         peer.lease = loop.call_later(self.lease_seconds, self._expire_lease, peer)
 
     def _expire_lease(self, peer: Peer) -> None:
-        seconds = self.lease_seconds
-        self._remove(peer, f"lost: silent for longer than the lease of {seconds:g} s")
+        self._remove(peer, f"lost: silent for longer than the lease of {self.lease_seconds:g} s")
 
-    def disconnect(self, name: str, reason: str) -> None:
-        """Remove a participant and end its stream; the reason is sent to it."""
+    def disconnect(self, name: str, reason: str, status: grpc.StatusCode = DENIED) -> None:
+        """Remove a participant and end its stream with a status; the reason is sent to it."""
         peer = self.peers.get(name)
         if peer is None:
             return
-        peer.refusal = reason
+        peer.refusal = Refusal(reason, status)
         self._remove(peer, reason)
         if peer.stream is not None and peer.serving is not None:
             peer.serving.cancel()

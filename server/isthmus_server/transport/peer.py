@@ -11,6 +11,7 @@ from isthmus.identity.tls import Subject
 from isthmus.transport.blobs import Assembly, Piece
 from isthmus.transport.stream import Stream, to_the_end
 from isthmus.wire import link_pb2
+from isthmus_server.transport.limits import Refusal
 
 MAX_OUTBOX = 64
 """Receipts and cancellations kept for one participant: as many as it may have open requests."""
@@ -68,7 +69,7 @@ class Peer:
         """Expires the participant, while it has no stream."""
         self.is_new = True
         """Whether listeners have not been notified of it yet."""
-        self.refusal: str | None = None
+        self.refusal: Refusal | None = None
         """Why its stream is being ended; None while it is admitted."""
         self.pending: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
         """Requests without a reply, by id."""

@@ -91,7 +91,7 @@ def test_a_join_that_was_revoked_meanwhile_is_not_repeated(registry):
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"digest": b"other"}, "this server does not know this token, or it expired long ago"),
+        ({"digest": b"other"}, "this server does not know this token, or it was used long ago"),
         (
             {"kind": "datacenter"},
             "this token is for a participant of kind 'client', not 'datacenter'",
@@ -107,7 +107,7 @@ def test_a_mismatched_token_is_refused_and_kept(registry, how, sentence):
 
 def test_an_expired_token_is_refused(registry):
     allow(registry, "a", seconds=-1)
-    with pytest.raises(AdmissionRefused, match="this token has expired"):
+    with pytest.raises(AdmissionRefused, match=r"this token ended at .* by the server's clock"):
         redeem(registry)
 
 
@@ -167,7 +167,6 @@ def test_one_identity_cannot_have_two_names(registry):
         ({"serial": "2"}, "this certificate of 'a' is not valid any more"),
         ({"kind": "datacenter"}, "this certificate of 'a' is not valid any more"),
         ({"identity": b"j" * 32}, "this certificate of 'a' is not valid any more"),
-        ({"seconds": -1}, "the certificate of 'a' has expired; join again"),
     ],
 )
 def test_a_certificate_that_is_not_in_the_registry_is_not_valid(registry, shown, sentence):

@@ -1,7 +1,6 @@
 """Renewal and revocation of certificates on a running server."""
 
 import asyncio
-import datetime
 import sqlite3
 
 import pytest
@@ -16,9 +15,9 @@ from isthmus_server.control_plane.authority import CertificateAuthority, initial
 from isthmus_server.control_plane.registry import Registry
 
 
-async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet):
-    life = datetime.timedelta(seconds=100)  # with the five minutes before, two thirds are over
-    await fleet.listen(authority=CertificateAuthority(fleet.state, participant_life=life))
+async def test_a_certificate_is_renewed_over_the_live_link_with_a_new_key(fleet, monkeypatch):
+    monkeypatch.setattr("isthmus.identity.membership.RENEW_AT", 0.4)  # half of it is over
+    await fleet.listen()
     member = await fleet.member("phone-0")
     before = member.certificate, member.key
     dialling = fleet.dial(member)

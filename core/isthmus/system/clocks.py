@@ -1,0 +1,17 @@
+"""Times of the wall clock for messages. Durations are measured with `time.monotonic`."""
+
+from __future__ import annotations
+
+import datetime
+
+BY_SERVERS_CLOCK = "by the server's clock, which is at"
+"""In refusals by a server whose clock may be wrong; participants add what their clock shows."""
+
+
+def utc(timestamp: float) -> str:
+    """A time in Unix seconds as text.
+
+    >>> utc(2_000_000_000)
+    '2033-05-18 03:33:20 UTC'
+    """
+    return f"{datetime.datetime.fromtimestamp(timestamp, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -1,0 +1,121 @@
+"""Renews a participant's certificate in time, and reports clocks that disagree.
+
+The server ends certificates by its clock, so that the time to renew one is measured by the server's
+clock as well: it is in every welcome, and elapsed time is added. A wrong clock on this machine
+changes nothing, unless it is so wrong that TLS rejects the server's certificate. In that case, and
+if the server's clock is wrong, the participant tries again until the clock is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from isthmus.errors import AdmissionRefused, UpdateError
+from isthmus.grpc_errors import HANDSHAKE_FAILURES
+from isthmus.identity.membership import Membership
+from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
+from isthmus.transport.stream import Stream
+from isthmus.wire import link_pb2
+
+TOLERANCE_SECONDS = 300.0
+"""Clocks that differ by more are reported."""
+
+_LONGEST_SLEEP = 600.0
+"""Most seconds between two checks of the certificate, for machines that are suspended."""
+
+_LATEST_CLOCK = 2.0**37
+"""A later time (in the year 6325) is not a server's."""
+
+log = logging.getLogger(__name__)
+
+
+class CertificateRenewal:
+    """The certificate of one participant on its connections to the server.
+
+    Guarantees:
+      * a certificate is renewed when a third of its life is left by the server's clock;
+      * requests that are not granted are repeated at least a hundredth of its life apart;
+      * a certificate is replaced only by one that ends later.
+    """
+
+    def __init__(self, membership: Membership, now: Callable[[], float] = time.time) -> None:
+        """`now` returns this machine's time in Unix seconds."""
+        self._membership = membership
+        self._now = now
+        self._server_clock: float | None = None
+        """The server's time at the last welcome."""
+        self._welcomed_at = 0.0
+        """Monotonic time of the last welcome."""
+        self._reported = False
+
+    def welcomed(self, clock: float) -> None:
+        """Take the server's time (Unix seconds) from its welcome.
+
+        Raises:
+            UpdateError: it is no time.
+        """
+        if not 0 <= clock <= _LATEST_CLOCK:
+            raise UpdateError(f"the server's welcome has clock={clock}")
+        self._server_clock, self._welcomed_at = clock, time.monotonic()
+        differs = abs(clock - self._now()) > TOLERANCE_SECONDS
+        if differs and not self._reported:
+            log.warning("set the clock that is wrong: %s", self.clocks())
+        self._reported = differs
+
+    def server_time(self) -> float:
+        """The server's time now, as far as it is known, else this machine's."""
+        if self._server_clock is None:
+            return self._now()
+        return self._server_clock + time.monotonic() - self._welcomed_at
+
+    def clocks(self) -> str:
+        """What both clocks show, for messages."""
+        own = f"this machine's clock is at {utc(self._now())}"
+        if self._server_clock is None:
+            return own
+        return f"{own} and the server's at {utc(self.server_time())}"
+
+    def doubt(self, reason: str) -> str:
+        """What to add to the reason why no stream was opened, if a clock may be at fault."""
+        certificate, now = self._membership.certificate, self._now()
+        if BY_SERVERS_CLOCK in reason:
+            return f"; this machine's clock is at {utc(now)}"
+        if not any(words in reason for words in HANDSHAKE_FAILURES):
+            return ""
+        begin = utc(certificate.not_valid_before_utc.timestamp())
+        end = utc(certificate.not_valid_after_utc.timestamp())
+        return (
+            "; maybe a clock is wrong, or this machine has to join again: its certificate is valid "
+            f"from {begin} to {end}, and {self.clocks()}"
+        )
+
+    async def run(self, stream: Stream) -> None:
+        """Request the next certificate on an open stream whenever it is time."""
+        membership = self._membership
+        while True:
+            left = membership.renew_at - self.server_time()
+            if left > 0:
+                await asyncio.sleep(min(left, _LONGEST_SLEEP))
+                continue
+            request = link_pb2.Renew(signing_request=membership.next_request())
+            await stream.send(link_pb2.Envelope(renew=request))
+            end = membership.certificate.not_valid_after_utc.timestamp()
+            pause = max((end - self.server_time()) / 10, membership.life / 100)
+            await asyncio.sleep(min(pause, _LONGEST_SLEEP))
+
+    async def take(self, renewed: link_pb2.Renewed) -> bool:
+        """Store the certificate in the server's answer; returns whether it contains one."""
+        membership = self._membership
+        try:
+            if not renewed.certificate:
+                raise AdmissionRefused(renewed.reason)
+            await asyncio.to_thread(membership.renewed, renewed.certificate)
+        except (AdmissionRefused, OSError) as error:
+            log.warning("the certificate of %s was not renewed: %s", membership.name, error)
+            return False
+        end = membership.certificate.not_valid_after_utc.timestamp()
+        log.info("the certificate of %s is renewed until %s", membership.name, utc(end))
+        return True
