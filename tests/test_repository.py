@@ -31,8 +31,8 @@ COMMANDS = [
     "isthmus chaos --clients --json --minutes --plan --seed --set --state JOB",
     "isthmus client join --state --token-file TOKEN URL",
     (
-        "isthmus client start --data --die-with-parent --hours --name --policy --print-systemd "
-        "--server --shard --state --tasks --threads"
+        "isthmus client start --data --die-with-parent --hours --log-file --name --policy "
+        "--print-systemd --server --shard --state --tasks --threads"
     ),
     "isthmus compare --json --policies --run-dir --seeds --set JOB",
     "isthmus datacenter agent --control",

@@ -100,6 +100,11 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
 )
 @click.option("--print-systemd", is_flag=True, help="Print a systemd unit and exit.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the parent process exits.")
+@click.option(
+    "--log-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File that standard error goes to, to be named in failures; only with --name.",
+)
 def start(
     state: Path,
     server: str | None,
@@ -112,8 +117,13 @@ def start(
     policy_file: Path | None,
     print_systemd: bool,
     die_with_parent: bool,
+    log_file: Path | None,
 ) -> None:
-    """Connect to the server and take part in its rounds until stopped."""
+    """Connect to the server and take part in its rounds until stopped.
+
+    The log goes to standard error. With secure aggregation it is the only place that says why this
+    device could not do something: the server is not told.
+    """
     if die_with_parent:
         process.die_with_parent()
     logging.getLogger("isthmus").setLevel(logging.INFO)
@@ -127,9 +137,11 @@ def start(
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
-        agent = Agent(participant, data, threads, hours)
+        agent = Agent(participant, data, threads, hours, log_file=log_file)
         asyncio.run(_until_stopped(serve(server, agent), name))
         return
+    if log_file is not None:
+        raise UserError("--log-file would tell a remote server about this machine; remove it")
     member = Membership(state)
     limits = load(policy_file or state / "policy.toml")
     if print_systemd:

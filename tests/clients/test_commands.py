@@ -43,6 +43,13 @@ def test_limits_are_refused_for_a_device_that_has_not_joined(tmp_path):
     assert str(error).startswith("--policy, --tasks and --print-systemd need a device that has ")
 
 
+def test_a_remote_server_is_not_told_where_this_machine_logs(tmp_path):
+    arguments = ["start", "--state", str(tmp_path), "--log-file", str(tmp_path / "log")]
+    error = CliRunner().invoke(client, arguments).exception
+    assert isinstance(error, UserError)
+    assert str(error) == "--log-file would tell a remote server about this machine; remove it"
+
+
 async def test_the_log_of_a_device_has_the_reasons_sent_to_the_server(caplog):
     network = LoopbackNetwork()
     link = await network.listen()

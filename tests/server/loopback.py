@@ -26,6 +26,8 @@ class BreakableProxy:
         self.limits = self.next_limits = {}
         self.carried = []
         """Bytes that each connection forwarded, by direction."""
+        self.received = bytearray()
+        """All bytes that the server received through this proxy."""
         self.stalled = asyncio.Event()
         """A limit was reached."""
         self.refusing = False
@@ -59,6 +61,8 @@ class BreakableProxy:
                 limit = limits.get(direction)
                 room = len(data) if limit is None else max(limit - carried[direction], 0)
                 sink.write(data[:room])
+                if direction == "up":
+                    self.received += data[:room]
                 carried[direction] += min(room, len(data))
                 if room < len(data):
                     self.stalled.set()

@@ -98,7 +98,8 @@ def test_local_participants_run_the_documented_commands(make_job, tmp_path):
     found = participant_commands(job, "127.0.0.1:1234", tmp_path)
     assert list(found) == ["datacenter-0", "client-0", "client-1"]
     assert " ".join(found["client-1"]) == (
-        "client start --name client-1 --shard 1/2 --server 127.0.0.1:1234 --die-with-parent"
+        "client start --name client-1 --shard 1/2 --server 127.0.0.1:1234 --die-with-parent "
+        f"--log-file {tmp_path}/logs/client-1.log"
     )
     assert " ".join(found["datacenter-0"]).startswith("datacenter launch --scheduler local")
     assert "--ranks 4" in " ".join(found["datacenter-0"])

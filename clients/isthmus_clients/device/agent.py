@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from isthmus.errors import AdmissionRefused, UpdateError
+from isthmus.errors import AdmissionRefused, JobError, UpdateError
 from isthmus.identity.membership import Membership
+from isthmus.job import read_job
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.uplink import Uplink
@@ -21,6 +21,7 @@ from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.device.task_host import InProcessHost, TaskHost
+from isthmus_clients.training.withholding import constant_failures
 
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
@@ -34,7 +35,8 @@ class Agent:
 
     Guarantees:
       * its data never leaves this process: only an update, its weight and average figures do;
-      * in a run with secure aggregation nothing is sent in clear, for any request of the server;
+      * in a run with secure aggregation nothing is sent in clear, for any request of the server,
+        and a failure tells nothing about the data (`isthmus_clients.training.withholding`);
       * requests run one at a time and off the event loop, so that the link stays alive.
     """
 
@@ -50,6 +52,7 @@ class Agent:
         tasks: Path | None = None,
         guard: LimitsGuard | None = None,
         host: TaskHost | None = None,
+        log_file: Path | None = None,
     ) -> None:
         """Create a device.
 
@@ -64,19 +67,20 @@ class Agent:
                 path in the request, for a server that started this device itself.
             guard: checks requests against the owner's limits; None allows everything.
             host: runs the task's code; None runs it in this process.
+            log_file: where this process logs, for failures to name; only for a server that started
+                this device itself.
         """
         self.participant = participant
         self.hours = hours
         self.tasks = tasks
         self._active: ActiveRun | None = None
         self._guard = guard
+        self._log_file = log_file
         limits = None if guard is None else guard.limits
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
         clients_min = None if limits is None else limits.privacy.clients_min
-        self._secure = SecureSessions(signing_key, history_file, clients_min)
+        self._secure = SecureSessions(participant.name, signing_key, history_file, clients_min)
         self.host = host or InProcessHost(participant, data, tasks, threads, self._throttle.pause)
-        self._buffered: tuple[link_pb2.Request, Buffer, link_pb2.Trained] | None = None
-        """An update that waits for a buffered secure sum: its request, bytes and reply."""
         self._working = asyncio.Lock()
 
     @property
@@ -97,7 +101,12 @@ class Agent:
         Raises:
             UpdateError: the run is not open, or the size is not that of its models.
             AdmissionRefused: the owner does not allow the request.
+            DetailsWithheld: there is no memory, in a run with secure aggregation.
         """
+        with constant_failures(self._is_secure(request), self._log_file):
+            return self._allocate(request, size)
+
+    def _allocate(self, request: link_pb2.Request, size: int) -> Buffer | None:
         kind = request.WhichOneof("work")
         if kind == "open":
             from isthmus_clients.device import task_delivery
@@ -122,7 +131,30 @@ class Agent:
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Open or close a run, train for one round, or score models."""
+        """Open or close a run, train for one round, or score models.
+
+        Raises:
+            DetailsWithheld: it failed, in a run with secure aggregation.
+            IsthmusError: it failed; in a run with secure aggregation, for a reason that depends on
+                the request only.
+        """
+        with constant_failures(self._is_secure(request), self._log_file):
+            return await self._work(request, model, progress)
+
+    def _is_secure(self, request: link_pb2.Request) -> bool:
+        """Whether the details of a failure are withheld from the server."""
+        if self._guard is not None and self._guard.limits.privacy.secure_aggregation:
+            return True
+        if request.HasField("open"):
+            try:
+                return read_job(request.open.job).federated.secure_aggregation
+            except JobError:
+                return True
+        return self._active is None or self._active.job.federated.secure_aggregation
+
+    async def _work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
         kind = request.WhichOneof("work")
         if kind == "open":
             async with self._working:
@@ -146,7 +178,7 @@ class Agent:
             return link_pb2.Reply(flower_replied=answer), records
         if kind == "agree":
             async with self._working:
-                return await asyncio.to_thread(self._agree_on_buffered, request.agree), None
+                return await asyncio.to_thread(self._agree, request.agree), None
         if kind == "secure_step":
             async with self._working:
                 stepped, payload = await self._throttled(self._secure.step, request.secure_step)
@@ -155,7 +187,7 @@ class Agent:
             if self._active is not None and self._active.run_id == request.close.run_id:
                 self._active = None
                 self.host.close()
-            self._buffered = None
+            self._secure.forget_kept()
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise AdmissionRefused(f"an edge client does not support the request {kind!r}")
 
@@ -175,7 +207,7 @@ class Agent:
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Reuse the memory of the acknowledged update, unless it is kept for a later sum."""
-        if self._buffered is None or self._buffered[0].id != request.id:
+        if self._secure.kept_id != request.id:
             self.host.release(request.id)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
@@ -196,85 +228,26 @@ class Agent:
             run.check_plain_allowed()
         if work.keep:
             run.check_buffered()
-            trained, update = self.host.train(request.id, work, payload, lambda progress: None)
-            self._buffered = request, update, trained
-            return link_pb2.Reply(trained=link_pb2.Trained(seconds=trained.seconds)), None
-        if not work.secure:
-            trained, update = self.host.train(request.id, work, payload, progress)
-            trained.result.CopyFrom(describe(update))
-            return link_pb2.Reply(trained=trained), update
-        from isthmus_privacy.purpose import TrainingPurpose
+            self._secure.keep(self.host, request, payload)
+            return link_pb2.Reply(trained=link_pb2.Trained()), None
+        if work.secure:
+            return self._secure.train(self.host, run, request, payload), None
+        trained, update = self.host.train(request.id, work, payload, progress)
+        trained.result.CopyFrom(describe(update))
+        return link_pb2.Reply(trained=trained), update
 
-        about = (work.run_id, work.round, work.attempt)
-        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient)
-        attempt = self._secure.propose(about, work.secure, work.model, purpose.hash)
-        trained, update = self.host.train(request.id, work, payload, lambda progress: None)
-        keys = self._secure.advertise(
-            attempt,
-            run.layout.decode(update),
-            examples=trained.examples,
-            loss=trained.training.get("loss", 0.0),
-            seed=self._seed_of(run, work.round),
-        )
-        reply = link_pb2.Trained(seconds=trained.seconds, secure=keys)
-        return link_pb2.Reply(trained=reply), None
-
-    def _agree_on_buffered(self, work: link_pb2.Agree) -> link_pb2.Reply:
-        """Begin the secure sum of the buffered update, discounted by its age in rounds."""
-        from isthmus.job.federated import buffer_name
-        from isthmus_privacy.purpose import BufferedPurpose
-
-        if self._buffered is None or self._buffered[0].train_local.run_id != work.run_id:
-            raise UpdateError("this device keeps no update of that run")
-        request, update, trained = self._buffered
-        run, start = self._run(work.run_id), request.train_local
-        run.check_buffered()
-        starts = tuple((s.round, s.model, s.with_gradient) for s in work.starts)
-        purpose = BufferedPurpose(run.secure_purpose, starts)
-        own = (start.round, start.model.sha256, start.with_gradient)
-        buffer = run.job.federated.buffer
-        staleness = purpose.check_start(own, work.round, buffer.max_staleness)
-        about = (work.run_id, work.round, work.attempt)
-        blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
-        attempt = self._secure.propose(about, work.secure, blob, purpose.hash)
-        self._buffered = None
-        keys = self._secure.advertise(
-            attempt,
-            run.layout.decode(update).mul_(buffer.discount(staleness)),
-            examples=trained.examples,
-            loss=trained.training.get("loss", 0.0),
-            seed=self._seed_of(run, work.round),
-        )
-        self.host.release(request.id)
-        reply = link_pb2.Trained(seconds=trained.seconds, secure=keys)
-        return link_pb2.Reply(trained=reply)
+    def _agree(self, work: link_pb2.Agree) -> link_pb2.Reply:
+        """Begin the secure sum of the update that this device keeps."""
+        return self._secure.agree(self.host, self._run(work.run_id), work)
 
     def _score(self, work: link_pb2.Score, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
-        from isthmus.task import paired_scores
-        from isthmus_privacy.purpose import ComparisonPurpose
-
         run = self._run(work.run_id)
-        if not work.secure:
-            run.check_plain_allowed()
-            scores = self.host.score(work, payload)
-            return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
-        about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
-        candidates = tuple(tuple(mean.of) for mean in work.candidates)
-        purpose = ComparisonPurpose(run.secure_purpose, candidates)
-        attempt = self._secure.propose(about, work.secure, work.models, purpose.hash)
-        started = time.monotonic()
-        vector = paired_scores.score_vector(self.host.score(work, payload))
-        seed = self._seed_of(run, -work.comparison)
-        keys = self._secure.advertise(attempt, vector, examples=1, loss=0.0, seed=seed)
-        seconds = time.monotonic() - started
-        return link_pb2.Reply(trained=link_pb2.Trained(seconds=seconds, secure=keys))
-
-    def _seed_of(self, run: ActiveRun, round_: int) -> bytes:
-        """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
-        from isthmus_clients.training.local_run import local_seed
-
-        return local_seed(run.job.seed, round_, self.participant.name)
+        if work.secure:
+            return self._secure.score(self.host, run, work, payload)
+        run.check_plain_allowed()
+        scores = self.host.score(work, payload)
+        return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
 
     def _run(self, run_id: str, *, app: bool = False) -> ActiveRun:
         run = self._active
@@ -289,11 +262,12 @@ class Agent:
         self._active = None
         task_delivery.admit_job(work, package, self.tasks, self._guard)
         run = ActiveRun.of(work, self.tasks)
-        examples = self.host.open(work)
+        secure = run.job.federated.secure_aggregation
+        with constant_failures(secure, self._log_file, on_data=True):
+            examples = self.host.open(work)
         self._active = run
         if run.has_app:
             return link_pb2.Reply(opened=link_pb2.Opened())
-        secure = run.job.federated.secure_aggregation
         opened = link_pb2.Opened(examples=0 if secure else examples, hours=self.hours)
         return link_pb2.Reply(opened=opened)
 

@@ -5,6 +5,8 @@ PyTorch is imported with the first attempt, so that an idle device stays small.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,18 +15,30 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
+from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.task_host import TaskHost
+from isthmus_clients.training.withholding import attempted
 
 if TYPE_CHECKING:
     import torch
 
     from isthmus_clients.training.secure import Credentials, SecureParticipation
+    from isthmus_privacy.secagg import Slot
+
+log = logging.getLogger(__name__)
 
 
 class SecureSessions:
-    """Begins an attempt, keeps it between requests and answers its steps."""
+    """Joins an attempt with an update or scores, keeps it between requests, answers its steps.
+
+    Guarantees:
+      * whatever the task does with this device's data, the server receives a masked vector; one
+        without a usable update is zero, with weight 0.
+    """
 
     def __init__(
         self,
+        name: str,
         signing_key: Ed25519PrivateKey | None,
         history_file: Path | None,
         clients_min: int | None,
@@ -32,17 +46,21 @@ class SecureSessions:
         """Identify the device.
 
         Args:
+            name: of the device.
             signing_key: the device's identity; None generates a key for this process.
             history_file: persists which rounds this device was in; None keeps that in memory.
             clients_min: minimum number of clients in a sum that the owner requires; None for the
                 default.
         """
+        self._name = name
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._history_file = history_file
         self._clients_min = clients_min
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
+        self._kept: tuple[link_pb2.Request, tuple[link_pb2.Trained, Buffer] | None] | None = None
+        """What waits for a buffered sum: the request, and the result unless it is unusable."""
 
     @property
     def identity(self) -> bytes:
@@ -53,8 +71,103 @@ class SecureSessions:
         """Take the enrolment of this device's identity from the server's welcome."""
         self._welcome = welcome
 
-    def propose(
-        self, about: tuple[str, int, int], config: bytes, blob: link_pb2.Blob, purpose: bytes
+    @property
+    def kept_id(self) -> str | None:
+        """ID of the request whose update is kept, and its memory with it."""
+        return None if self._kept is None else self._kept[0].id
+
+    def forget_kept(self) -> None:
+        """Forget the update that is kept: its run is closed."""
+        self._kept = None
+
+    def train(
+        self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, payload: Buffer
+    ) -> link_pb2.Reply:
+        """Train, and join the sum of the updates.
+
+        Raises:
+            PeerMisbehaved: the configuration is refused, before anything is trained.
+            UpdateError: this device is not enrolled, or cannot record the attempt.
+        """
+        from isthmus_privacy.purpose import TrainingPurpose
+        from isthmus_privacy.secagg import TRAINING_SLOTS
+
+        work = request.train_local
+        about = (work.run_id, work.round, work.attempt)
+        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient)
+        attempt = self._propose(about, work.secure, work.model, purpose.hash, TRAINING_SLOTS)
+        result = _train_silently(host, request, payload)
+        return self._join_with_update(attempt, run, result)
+
+    def keep(self, host: TaskHost, request: link_pb2.Request, payload: Buffer) -> None:
+        """Train, and keep the update until `agree`."""
+        self._kept = request, _train_silently(host, request, payload)
+
+    def agree(self, host: TaskHost, run: ActiveRun, work: link_pb2.Agree) -> link_pb2.Reply:
+        """Join the sum of a buffer with the kept update, discounted by its age in rounds.
+
+        Raises:
+            PeerMisbehaved: the configuration is refused.
+            UpdateError: no update of the run is kept, or see `train`.
+        """
+        from isthmus.job.federated import buffer_name
+        from isthmus_privacy.purpose import BufferedPurpose
+        from isthmus_privacy.secagg import TRAINING_SLOTS
+
+        if self._kept is None or self._kept[0].train_local.run_id != work.run_id:
+            raise UpdateError("this device keeps no update of that run")
+        request, result = self._kept
+        run.check_buffered()
+        start = request.train_local
+        starts = tuple((s.round, s.model, s.with_gradient) for s in work.starts)
+        purpose = BufferedPurpose(run.secure_purpose, starts)
+        own = (start.round, start.model.sha256, start.with_gradient)
+        buffer = run.job.federated.buffer
+        staleness = purpose.check_start(own, work.round, buffer.max_staleness)
+        about = (work.run_id, work.round, work.attempt)
+        blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
+        attempt = self._propose(about, work.secure, blob, purpose.hash, TRAINING_SLOTS)
+        self._kept = None
+        reply = self._join_with_update(attempt, run, result, buffer.discount(staleness))
+        host.release(request.id)
+        return reply
+
+    def score(
+        self, host: TaskHost, run: ActiveRun, work: link_pb2.Score, payload: Buffer
+    ) -> link_pb2.Reply:
+        """Score models, and join the sum of the scores.
+
+        Raises:
+            PeerMisbehaved: the configuration is refused, before anything is scored.
+            UpdateError: this device is not enrolled, or cannot record the attempt.
+        """
+        import torch
+
+        from isthmus.task import paired_scores
+        from isthmus_privacy.purpose import ComparisonPurpose
+        from isthmus_privacy.secagg import SCORING_SLOTS
+
+        about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
+        candidates = tuple(tuple(mean.of) for mean in work.candidates)
+        purpose = ComparisonPurpose(run.secure_purpose, candidates)
+        attempt = self._propose(about, work.secure, work.models, purpose.hash, SCORING_SLOTS)
+        vector = attempted(
+            f"comparison {work.comparison} of {work.run_id}",
+            lambda: paired_scores.score_vector(host.score(work, payload)),
+        )
+        usable = vector is not None
+        if vector is None:
+            vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
+        seed = self._seed(run, -work.comparison)
+        return self._join(attempt, vector, int(usable), {"unusable": not usable}, seed)
+
+    def _propose(
+        self,
+        about: tuple[str, int, int],
+        config: bytes,
+        blob: link_pb2.Blob,
+        purpose: bytes,
+        slots: Sequence[Slot],
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -63,6 +176,7 @@ class SecureSessions:
             config: the encoded configuration.
             blob: names the model that came with it.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
+            slots: the figures that this device gives for such a request.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -71,21 +185,56 @@ class SecureSessions:
         from isthmus_clients.training.secure import SecureParticipation
 
         self._current = None
-        return SecureParticipation(about, config, blob.sha256, purpose, self._enrolled())
+        return SecureParticipation(about, config, blob.sha256, purpose, slots, self._enrolled())
 
-    def advertise(
+    def _join_with_update(
         self,
         attempt: SecureParticipation,
-        update: torch.Tensor,
-        *,
+        run: ActiveRun,
+        result: tuple[link_pb2.Trained, Buffer] | None,
+        scale: float = 1.0,
+    ) -> link_pb2.Reply:
+        """Join with an update, or with zeros of weight 0 without a usable one."""
+        import torch
+
+        seed = self._seed(run, attempt.config.round)
+        if result is None:
+            zeros = torch.zeros(1).expand(run.layout.size)  # takes no memory
+            return self._join(attempt, zeros, 0, {"loss": 0.0, "unusable": True}, seed)
+        trained, update = result
+        figures = {"loss": trained.training.get("loss", 0.0), "unusable": False}
+        vector = run.layout.decode(update).mul_(scale)
+        return self._join(attempt, vector, trained.examples, figures, seed)
+
+    def _seed(self, run: ActiveRun, round_: int) -> bytes:
+        """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
+        from isthmus_clients.training.local_run import local_seed
+
+        return local_seed(run.job.seed, round_, self._name)
+
+    def _join(
+        self,
+        attempt: SecureParticipation,
+        vector: torch.Tensor,
         examples: int,
-        loss: float,
+        figures: Mapping[str, float],
         seed: bytes,
-    ) -> bytes:
-        """Encode an update and begin the attempt; returns the encoded `AdvertiseKeys`."""
-        keys = attempt.advertise_keys(update, examples=examples, loss=loss, seed=seed)
+    ) -> link_pb2.Reply:
+        """Encode a vector and begin the attempt; one that cannot be encoded is replaced by zeros.
+
+        The reply has only keys: not even how long the device took, which depends on its data.
+        """
+        import torch
+
+        try:
+            keys = attempt.advertise_keys(vector, examples=examples, figures=figures, seed=seed)
+        except UpdateError:
+            log.exception("a vector cannot be encoded; this device takes part with a weight of 0")
+            nothing = {**dict.fromkeys(figures, 0.0), "unusable": 1.0}
+            zeros = torch.zeros(1).expand(vector.shape)  # takes no memory
+            keys = attempt.advertise_keys(zeros, examples=0, figures=nothing, seed=seed)
         self._current = attempt
-        return keys.to_bytes()
+        return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
 
     def step(self, message: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         """Answer the next message of the current attempt.
@@ -113,3 +262,14 @@ class SecureSessions:
         if self._welcome is not None:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         return self._credentials
+
+
+def _train_silently(
+    host: TaskHost, request: link_pb2.Request, payload: Buffer
+) -> tuple[link_pb2.Trained, Buffer] | None:
+    """Train without reports of progress; None without a usable update, which only the log tells."""
+    work = request.train_local
+    return attempted(
+        f"training in round {work.round} of {work.run_id}",
+        lambda: host.train(request.id, work, payload, lambda progress: None),
+    )

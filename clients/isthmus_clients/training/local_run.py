@@ -187,8 +187,12 @@ class DeviceRun:
         on the job's seed, the round, the device's name and its data. The figures lack `result`,
         the digest of an update that is sent in plaintext.
 
+        With secure aggregation all steps are made even if a loss is not finite, so that the time
+        until the reply does not tell.
+
         Raises:
-            TaskError: the task's code raised, or its loss or update is not finite.
+            TaskError: the task's code raised, its loss or update is not finite, or `stopped`
+                returned True.
         """
         started = time.monotonic()
         start = self.layout.decode(payload)
@@ -218,6 +222,7 @@ class DeviceRun:
     ) -> tuple[int, Averages]:
         settings = self.job.federated
         averages = Averages()
+        diverged: TaskError | None = None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_number(self.seed_of(round_)))
             with user_code("optimizer()"):
@@ -234,10 +239,12 @@ class DeviceRun:
                 loss = values.mean()
                 step += 1
                 if not math.isfinite(value := float(loss.detach())):
-                    raise TaskError(
+                    diverged = diverged or TaskError(
                         f"the loss of {self.participant.name} is {value} at step {step}; "
                         "lower the learning rate or check the data"
                     )
+                    if not settings.secure_aggregation:
+                        raise diverged
                 averages.add({"loss": values})
                 with user_code("the backward pass"):
                     torch.autograd.backward(loss)
@@ -246,6 +253,8 @@ class DeviceRun:
                 with user_code("the optimizer's step"):
                     optimizer.step()
                 progress(link_pb2.Progress(steps=step, loss=value))
+        if diverged is not None:
+            raise diverged
         return step, averages
 
     def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:

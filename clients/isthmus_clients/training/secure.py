@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from isthmus_privacy.secagg import (
     Roster,
     RoundConfig,
     SigningKey,
+    Slot,
     Survivors,
     encode,
 )
@@ -114,6 +116,7 @@ class SecureParticipation:
         config: bytes,
         model_hash: bytes,
         purpose: bytes,
+        slots: Sequence[Slot],
         credentials: Credentials,
     ) -> None:
         """Check the configuration that the server proposes.
@@ -124,6 +127,7 @@ class SecureParticipation:
             config: the encoded configuration.
             model_hash: SHA-256 of the blob that came with the request.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
+            slots: the figures that this device gives for such a request.
             credentials: the device's.
 
         Raises:
@@ -136,6 +140,7 @@ class SecureParticipation:
         self.config = RoundConfig.from_bytes(config)
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
+        self.config.check_slots(slots)
         self.session = ClientSession(
             self.config,
             identity=credentials.identity,
@@ -151,17 +156,23 @@ class SecureParticipation:
         self._encoded: Encoded | None = None
 
     def advertise_keys(
-        self, update: torch.Tensor, *, examples: int, loss: float, seed: bytes
+        self,
+        update: torch.Tensor,
+        *,
+        examples: int,
+        figures: Mapping[str, float],
+        seed: bytes,
     ) -> AdvertiseKeys:
         """Encode an update (N) and return the keys it will be masked with.
 
-        `seed` determines its rounding, so that a repeated round encodes the same vector.
+        `figures` has a value for each slot of the configuration. `seed` determines the rounding, so
+        that a repeated round encodes the same vector.
         """
         self._encoded = encode(
             self.config,
             update,
             weight=min(examples, self.config.weight_max),
-            figures={slot.name: loss for slot in self.config.slots},
+            figures=figures,
             dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
         )
         return self.session.advertise_keys()

@@ -33,6 +33,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-margins",
     "config-values-wrap",
     "config-slots-wrap",
+    "config-slots-differ",
     "config-model-differs",
     "config-purpose-differs",
     "buffered-mode-differs",

@@ -42,7 +42,14 @@ A whole round of four clients, one of which drops out:
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.crypto.refusal import REFUSALS
 from isthmus_privacy.secagg.client import ClientSession
-from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig, Slot
+from isthmus_privacy.secagg.config import (
+    SCORING_SLOTS,
+    TRAINING_SLOTS,
+    UNUSABLE,
+    ClientRequirements,
+    RoundConfig,
+    Slot,
+)
 from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
 from isthmus_privacy.secagg.history import History
 from isthmus_privacy.secagg.identity import Authority, Directory, Enrolment
@@ -62,6 +69,9 @@ from isthmus_privacy.secagg.server import RingSum, ServerSession
 
 __all__ = [
     "REFUSALS",
+    "SCORING_SLOTS",
+    "TRAINING_SLOTS",
+    "UNUSABLE",
     "AdvertiseKeys",
     "Aggregate",
     "Authority",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import (
@@ -58,6 +59,17 @@ class Slot(Message):
     exact: bool = False
     """True: an integer of 0 .. maximum, summed exactly. False: an average over the client's
     examples, aggregated to the average over the examples of all clients."""
+
+
+UNUSABLE = Slot(name="unusable", maximum=1.0, exact=True)
+"""1 from a client that has no usable vector, which sends zeros of weight 0: their sum is the only
+thing that the server learns about failures."""
+
+TRAINING_SLOTS = (Slot(name="loss", maximum=1000.0), UNUSABLE)
+"""Figures of a client that has trained."""
+
+SCORING_SLOTS = (UNUSABLE,)
+"""Figures of a client that has scored models."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +192,21 @@ class RoundConfig(Message):
                 "config-slots-wrap",
                 f"clients_max={self.clients_max} x a weight or count of {largest:.0f} does not fit "
                 f"{self.bits} bits",
+            )
+
+    def check_slots(self, expected: Sequence[Slot]) -> None:
+        """Refuse a configuration with other figures than the client gives.
+
+        A figure out of its range could not be encoded, which the server would notice.
+
+        Raises:
+            PeerMisbehaved: they differ.
+        """
+        if self.slots != tuple(expected):
+            refusal.refuse(
+                "config-slots-differ",
+                f"the figures {[slot.name for slot in self.slots]} are wanted, and this device "
+                f"gives {[slot.name for slot in expected]}, each within its own range",
             )
 
     def _malformed(self) -> str | None:

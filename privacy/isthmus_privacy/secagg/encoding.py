@@ -28,7 +28,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -82,7 +82,7 @@ def encode(
     Args:
         config: the round's configuration, checked.
         update: (N) any real floating type, on the CPU; not modified.
-        weight: number of examples, 0 .. config.weight_max.
+        weight: number of examples, 0 .. config.weight_max; 0 for a vector that does not count.
         figures: slot name to value, one for each slot.
         dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors; None draws
             a random one. It need not be secret.
@@ -130,14 +130,14 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
     weight, clipped, *rest = slots.tolist()
-    if not _in_range(config, total, weight, clients):
+    if not _in_range(config, total, weight, clients) or not _counts_fit(config, rest, clients):
         refusal.refuse(
             "sum-out-of-range",
             f"the unmasked sum of {clients} clients is out of range: a client sent a vector that "
             "does not have the agreed form",
         )
     if weight == 0:
-        refusal.refuse("zero-total-weight", f"all {clients} clients report a weight of 0")
+        refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")
     vector = torch.empty(config.size, dtype=torch.float32)
     scale = config.weight_max / weight
     for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
@@ -266,6 +266,15 @@ def _in_range(config: RoundConfig, total: torch.Tensor, weight: int, clients: in
         return False
     maximum = clients * config.levels
     return all(int(t.min()) >= 0 and int(t.max()) <= maximum for t in _tiles(config, total))
+
+
+def _counts_fit(config: RoundConfig, sums: Sequence[int], clients: int) -> bool:
+    """Whether the sums of the slots that are counts can come from honest clients."""
+    return all(
+        0 <= value <= clients * slot.maximum
+        for slot, value in zip(config.slots, sums, strict=True)
+        if slot.exact
+    )
 
 
 def _dequantise(config: RoundConfig, values: torch.Tensor, clients: int) -> torch.Tensor:

@@ -40,7 +40,13 @@ def participant_commands(job: Job, server: str, directory: Path) -> dict[str, li
     for index in range(count):
         name = f"client-{index}"
         commands[name] = ["client", "start", "--name", name, "--shard", f"{index}/{count}", *tail]
+        commands[name] += ["--log-file", str(log_file(directory, name))]
     return commands
+
+
+def log_file(directory: Path, name: str) -> Path:
+    """Output of a local participant."""
+    return directory / "logs" / f"{name}.log"
 
 
 class LocalProcesses:
@@ -84,7 +90,7 @@ class LocalProcesses:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
 
     async def _supervise(self, name: str, arguments: Sequence[str]) -> None:
-        log = self.directory / "logs" / f"{name}.log"
+        log = log_file(self.directory, name)
         for _ in range(MAX_STARTS):
             try:
                 program = await self.fork_server.start(arguments, log)

@@ -53,6 +53,8 @@ class LocalTraining:
     reply: link_pb2.Reply | None = None
     lost: ParticipantLost | None = None
     """Why there will be no reply."""
+    seconds: float = 0.0
+    """Time until the reply, as the server measures it."""
 
 
 class BufferedDevices:
@@ -109,8 +111,11 @@ class BufferedDevices:
         return training
 
     async def _wait(self, training: LocalTraining) -> None:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
         try:
             training.reply = await self.context.link.ask(training.name, training.request)
+            training.seconds = loop.time() - asked
         except ParticipantLost as lost:
             training.lost = lost
         finally:
@@ -148,8 +153,8 @@ class BufferAttempt:
         self._losses: list[tuple[float, int]] = []
         self._started: list[LocalTraining] = []
         self._secure: SecureAggregationAttempt | None = None
-        self._staleness: dict[str, int] = {}
-        """Staleness of the devices whose updates are summed securely."""
+        self._summed: dict[str, LocalTraining] = {}
+        """The devices whose updates are summed securely."""
 
     @property
     def _filled(self) -> int:
@@ -205,7 +210,7 @@ class BufferAttempt:
         cohort = self._summable([trained[name] for name in list(trained)[: spec.settings.cohort]])
         for training in cohort:
             del trained[training.name]
-        self._staleness = {training.name: spec.round - training.round for training in cohort}
+        self._summed = {training.name: training for training in cohort}
         starts = sorted({_start_of(training) for training in cohort})
         buffer_id = buffer_name(context.run_id, spec.round)
         buffer = link_pb2.Blob(sha256=buffer_id, size=spec.model.size)
@@ -226,13 +231,13 @@ class BufferAttempt:
         purpose = BufferedPurpose(context.purpose, tuple(starts))
         config = training_config(context, spec, buffer, purpose.hash)
         self._secure = SecureAggregationAttempt(
-            context, config, buffer, self._staleness, first_request
+            context, config, buffer, self._summed, first_request
         )
         try:
             result = await self._secure.run(deadline)
         except AttemptFailed as error:
             raise AttemptFailed(str(error), self._all_receipts(error.receipts)) from error
-        staleness = sum(self._staleness.values()) / len(self._staleness)
+        staleness = sum(spec.round - training.round for training in cohort) / len(cohort)
         return dataclasses.replace(
             result,
             training={**result.training, "staleness": staleness},
@@ -261,14 +266,17 @@ class BufferAttempt:
 
     def _all_receipts(self, secure: Iterable[Receipt]) -> list[Receipt]:
         self._cancel_devices_without_model()
-        staleness = self._staleness
-        return [
-            *self._receipts.recorded,
-            *(
-                dataclasses.replace(r, staleness=staleness[r.participant], started=True)
-                for r in secure
-            ),
-        ]
+        return [*self._receipts.recorded, *map(self._with_training, secure)]
+
+    def _with_training(self, receipt: Receipt) -> Receipt:
+        """The receipt of a secure sum, with what is known of the training before it."""
+        training = self._summed[receipt.participant]
+        return dataclasses.replace(
+            receipt,
+            staleness=self._spec.round - training.round,
+            seconds=training.seconds,
+            started=True,
+        )
 
     def _cancel_devices_without_model(self) -> None:
         """Cancel devices asked here that lack the model: it is not published after the round."""

@@ -21,13 +21,15 @@ from isthmus.job.federated import FederatedSection
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
+    TRAINING_SLOTS,
+    UNUSABLE,
     AdvertiseKeys,
+    Aggregate,
     ConsistencySignature,
     MaskedInput,
     RoundConfig,
     ServerSession,
     ShareKeys,
-    Slot,
     UnmaskingShares,
     decode,
 )
@@ -36,14 +38,10 @@ from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedRes
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
 from isthmus_server.regimes.step_limits import StepLimits
-from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
-from isthmus_server.transport.sanitize import check_figures
+from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
-
-MAX_LOSS = 1000.0
-"""A device's average loss is clipped to this inside the masked vector."""
 
 TRAINING_SHARE = 0.75
 """Share of the round's time for training; then the protocol starts with those who have trained. The
@@ -53,6 +51,7 @@ not depend on how long training took."""
 _CORRUPT_PERMILLE = 100
 
 _ENOUGH = "enough devices had finished training"
+_TOO_LATE_FOR_SUM = "the attempt ended before its update was in"
 
 
 class Margins(TypedDict):
@@ -89,7 +88,7 @@ def training_config(
         model_hash=model.sha256,
         purpose=purpose,
         size=context.layout.size,
-        slots=(Slot(name="loss", maximum=MAX_LOSS),),
+        slots=TRAINING_SLOTS,
         **margins(spec.settings),
         clip=spec.settings.clip,
         weight_max=spec.settings.max_examples,
@@ -106,7 +105,9 @@ class SecureAggregationAttempt:
     Guarantees:
       * whichever devices drop out at whichever step, the sum is exactly that of the devices with
         `accepted` receipts, or the attempt fails;
-      * masked vectors are added as they arrive and none is kept.
+      * masked vectors are added as they arrive and none is kept;
+      * a device without a usable vector sends zeros of weight 0: the server learns only how many
+        did, and the attempt fails if the quorum of usable ones is not reached.
     """
 
     def __init__(
@@ -136,9 +137,10 @@ class SecureAggregationAttempt:
         round's time from now. `StepLimits` has the limits of the steps after training.
 
         Raises:
-            AttemptFailed: too few devices were left at some step.
+            AttemptFailed: too few devices were left at some step, or had a usable vector.
         """
         session = self._session
+        summed: Collection[str] = ()
         start = asyncio.get_running_loop().time()
         if deadline is None:
             deadline = start + self._context.job.time.round_seconds
@@ -164,8 +166,11 @@ class SecureAggregationAttempt:
                 "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
             )
             total = await asyncio.to_thread(session.unmask)
-            aggregate = decode(self._config, total.vector, clients=len(total.clients))
+            summed = total.clients
+            aggregate = decode(self._config, total.vector, clients=len(summed))
         except AggregationAborted as error:
+            if error.code == "zero-total-weight":
+                raise self._unusable(summed, "no device had a usable update") from None
             causes = summarize_failures(self._receipts.recorded)
             causes = f" ({causes})" if causes else ""
             raise AttemptFailed(
@@ -173,6 +178,7 @@ class SecureAggregationAttempt:
             ) from error
         finally:
             session.close()
+        self._check_usable(aggregate, summed)
         return FederatedResult(
             pseudo_gradient=aggregate.vector,
             training={
@@ -180,8 +186,36 @@ class SecureAggregationAttempt:
                 "examples": float(aggregate.weight),
                 "clipped": aggregate.clipped,
             },
-            receipts=self._all_receipts(total.clients),
+            receipts=self._all_receipts(summed),
         )
+
+    def _check_usable(self, aggregate: Aggregate, summed: Collection[str]) -> None:
+        """Refuse a sum to which fewer devices than the quorum have contributed.
+
+        Raises:
+            AttemptFailed: with the number of unusable vectors, which is all that the server knows.
+        """
+        unusable = int(aggregate.figures[UNUSABLE.name])
+        needed = self._config.clients_min
+        if len(summed) - unusable < needed:
+            raise self._unusable(
+                summed,
+                f"{unusable} of {len(summed)} devices had no usable update and the quorum is "
+                f"{needed}",
+            )
+
+    def _unusable(self, summed: Collection[str], reason: str) -> AttemptFailed:
+        for name in summed:
+            self._record_summed(name, "rejected", "too few of the summed updates were usable")
+        receipts = self._receipts.complete(_TOO_LATE_FOR_SUM)
+        return AttemptFailed(f"{reason}; {self._logs_say_why()}", receipts)
+
+    def _logs_say_why(self) -> str:
+        """Where the devices' logs are: on this machine if `isthmus run` has started them."""
+        if not self._context.job.federated.clients:
+            return "the devices' own logs say why"
+        logs = self._context.spool / "logs"
+        return f"{logs / self._receipts.names[0]}.log and the logs next to it say why"
 
     def cancelled(self, reason: str) -> list[Receipt]:
         """Receipts of the whole cohort; devices without one were dropped for `reason`."""
@@ -266,14 +300,16 @@ class SecureAggregationAttempt:
     async def _train(self, name: str) -> None:
         """The first step: a device computes its vector and advertises its keys."""
         request = self._first_request(self._config.to_bytes())
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
         async with call(self._context.link, name, request, "trained", self._receipts) as reply:
-            check_figures(reply.trained)
+            seconds = loop.time() - asked  # a device does not tell: its time depends on its data
             keys = AdvertiseKeys.from_bytes(reply.trained.secure)
             _check_sender(name, keys.name)
             if self._session.received >= self._config.clients_max:
                 raise UpdateError(_ENOUGH)
             self._session.receive_keys(keys)
-            self._receipts.remember(name, seconds=reply.trained.seconds)
+            self._receipts.remember(name, seconds=seconds)
 
     async def _upload(self, name: str) -> None:
         """The only step with a large reply: the masked vector, spooled, checked and added."""
@@ -319,15 +355,18 @@ class SecureAggregationAttempt:
         for name in summed:
             earlier = self._receipts.get(name)
             reason = f"its update is in; later: {earlier.reason}" if earlier else ""
-            self._receipts.record(
-                name,
-                "accepted",
-                reason,
-                sent=True,
-                bytes_in=self._config.payload_bytes,
-                bytes_out=self._model.size,
-            )
-        return self._receipts.complete("the attempt ended before its update was in")
+            self._record_summed(name, "accepted", reason)
+        return self._receipts.complete(_TOO_LATE_FOR_SUM)
+
+    def _record_summed(self, name: str, status: Status, reason: str) -> None:
+        self._receipts.record(
+            name,
+            status,
+            reason,
+            sent=True,
+            bytes_in=self._config.payload_bytes,
+            bytes_out=self._model.size,
+        )
 
 
 def _check_sender(name: str, claimed: str) -> None:

@@ -21,7 +21,7 @@ from isthmus.job.federated import FederatedSection
 from isthmus.task import paired_scores
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import ComparisonPurpose
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.context import FederatedContext
@@ -42,12 +42,9 @@ class PairedScores:
     """The mean of the devices' score vectors, and the receipts of all invited devices."""
 
     mean: Sequence[float]
+    devices: int
+    """Number of devices in the mean."""
     receipts: Sequence[Receipt]
-
-    @property
-    def devices(self) -> int:
-        """Number of devices in the mean."""
-        return sum(receipt.status == "accepted" for receipt in self.receipts)
 
 
 class ComparisonRunner:
@@ -211,12 +208,15 @@ async def _secure_scores(
         model_hash=work.models.sha256,
         purpose=purpose.hash,
         size=paired_scores.vector_size(len(work.candidates)),
+        slots=SCORING_SLOTS,
         **margins(settings),
         clip=1.0,
     )
     attempt = SecureAggregationAttempt(context, config, work.models, cohort, first_request)
     result = await attempt.run()
-    return PairedScores(result.pseudo_gradient.tolist(), result.receipts)
+    # Every usable vector has a weight of 1.
+    devices = int(result.training["examples"])
+    return PairedScores(result.pseudo_gradient.tolist(), devices, result.receipts)
 
 
 class _PlaintextComparison:
@@ -257,7 +257,7 @@ class _PlaintextComparison:
                 receipts,
             )
         in_order = [self._figures[n] for n in self._receipts.names if n in self._figures]
-        return PairedScores(torch.stack(in_order).mean(0).tolist(), receipts)
+        return PairedScores(torch.stack(in_order).mean(0).tolist(), len(in_order), receipts)
 
     async def _ask(self, name: str) -> None:
         link, candidates = self._context.link, len(self._work.candidates)

@@ -198,15 +198,21 @@ class ParticipantRoster(ParticipantListener):
             raise UserError("; ".join([*missing, *self._reasons_to_decline()[:3]]))
 
     def _reasons_to_decline(self) -> list[str]:
-        """Each reason once, with up to three participants that gave it."""
+        """Each reason once, with up to three participants that gave it.
+
+        Reasons that differ only by the participant's own name, as in the path of its log, are one.
+        """
         names_by_reason: dict[str, list[str]] = {}
+        reasons: dict[str, str] = {}
         for name, (_, reason) in sorted(self._declined.items()):
-            names_by_reason.setdefault(reason, []).append(name)
+            anonymous = reason.replace(name, "")
+            names_by_reason.setdefault(anonymous, []).append(name)
+            reasons.setdefault(anonymous, reason)
         return [
             ", ".join(names[:3])
             + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            + f" declined: {reason}"
-            for reason, names in names_by_reason.items()
+            + f" declined: {reasons[anonymous]}"
+            for anonymous, names in names_by_reason.items()
         ]
 
     async def _wait_for(self, clients: int, datacenters: int) -> bool:

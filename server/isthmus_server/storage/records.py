@@ -269,6 +269,18 @@ class RoundRecord(AttemptRecord):
     profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Rates and memory of each datacenter's ranks, by its name."""
 
+    @property
+    def unusable(self) -> str:
+        """How many devices had no usable update with secure aggregation; empty for none."""
+        count = int(self.training.get("federated", {}).get("unusable", 0))
+        if not count:
+            return ""
+        summed = sum(
+            receipt.regime == "federated" and receipt.status == "accepted"
+            for receipt in self.receipts
+        )
+        return f"{count} of {summed} devices had no usable update; their own logs say why"
+
     def as_past_round(self) -> PastRound:
         """The totals and means that policies receive, without data on single participants."""
         devices = [receipt for receipt in self.receipts if receipt.regime == "federated"]

@@ -229,7 +229,7 @@ def _planned(explained: ExplainedDecision) -> list[str]:
 
 
 def _outcome(explained: ExplainedDecision) -> list[str]:
-    """The outcome of each attempt, in one or two lines."""
+    """The outcome of each attempt, in up to three lines."""
     lines = []
     evaluated = [past.metrics for past in explained.recent if past.metrics]
     before = evaluated[-1] if evaluated else {}
@@ -244,6 +244,7 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
         parts += [f"{counts.dropped} dropped"] if counts.dropped else []
         moved = f"{record.cost.device_bytes / 1e6:.3g} MB to and from devices"
         lines.append(", ".join([*parts, duration, moved]))
+        lines += [record.unusable] if record.unusable else []
         if record.metrics:
             change = _change(before, record.metrics)
             lines.append(f"held-out {format_metrics(record.metrics)}{change}")

@@ -130,6 +130,8 @@ class ProgressView:
             if receipt.reason:
                 outcome = f"{escape(receipt.participant)} {receipt.status}"
                 self._print(f"           [yellow]{outcome}:[/yellow] {escape(receipt.reason)}")
+        if record.unusable:
+            self._print(f"           [yellow]{record.unusable}[/yellow]")
 
     def _show_comparison(self, record: ComparisonRecord) -> None:
         result = record.result

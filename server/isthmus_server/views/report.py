@@ -111,12 +111,15 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
 
 
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
-    """Receipts with a reason, and participants that declined or left; a line each."""
+    """Receipts with a reason, unusable updates, and participants that declined or left."""
     lines = [
         f"round {record.round}: {receipt.participant} {receipt.status}: {receipt.reason}"
         for record in attempts
         for receipt in record.receipts
         if receipt.reason
+    ]
+    lines += [
+        f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
     ]
     lines += [
         f"{event.participant} {event.kind}: {event.reason}"

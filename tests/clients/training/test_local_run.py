@@ -270,3 +270,22 @@ def test_the_owner_s_copy_of_a_task_and_the_owner_s_data_are_used(write_task, ma
         DeviceRun(work, who, None, own)
     (tmp_path / "own.txt").write_text("five!")
     assert DeviceRun(work, who, tmp_path / "own.txt", own).examples == 5
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_with_secure_aggregation_a_loss_of_nan_does_not_end_training_early(open_run, secure):
+    """The time until the reply would tell in which step it became nan."""
+    run = open_run(
+        "federated.local_steps=5",
+        f"federated.secure_aggregation={str(secure).lower()}",
+        methods="""
+        steps = 0
+
+        def loss(self, output, target):
+            self.steps += 1
+            return output.sum(1) * float('nan')
+        """,
+    )
+    with pytest.raises(TaskError, match="is nan at step 1"):
+        train(run)
+    assert run.task.steps == (5 if secure else 1)

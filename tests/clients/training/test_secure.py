@@ -33,7 +33,7 @@ def propose(credentials, round_=1, attempt=1, run="run"):
         clients_max=5,
     )
     about = (run, round_, attempt)
-    return SecureParticipation(about, config.to_bytes(), bytes(32), bytes(32), credentials)
+    return SecureParticipation(about, config.to_bytes(), bytes(32), bytes(32), (), credentials)
 
 
 def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):

@@ -1,5 +1,7 @@
 """The server proposes an unsafe configuration to a client, or repeats one."""
 
+import dataclasses
+
 from tests.privacy.attacks.registry import ALICE, DRAW, expect_refusal
 from tests.privacy.protocol import (
     AUTHORITY,
@@ -10,6 +12,7 @@ from tests.privacy.protocol import (
 )
 
 from isthmus_privacy.secagg import (
+    TRAINING_SLOTS,
     ClientRequirements,
     Directory,
     History,
@@ -64,6 +67,19 @@ def weights_that_wrap():
 @expect_refusal("config-slots-wrap")
 def counts_that_wrap():
     client_with(slots=(Slot(name="hits", maximum=2.0**30, exact=True),))
+
+
+@expect_refusal("config-slots-differ")
+def a_loss_that_must_be_a_whole_number():
+    exact = tuple(dataclasses.replace(slot, exact=True) for slot in TRAINING_SLOTS)
+    make_config(slots=exact).check_slots(TRAINING_SLOTS)
+
+
+@expect_refusal("config-slots-differ")
+def a_count_that_the_client_does_not_give():
+    make_config(slots=(*TRAINING_SLOTS, Slot(name="visits", maximum=1.0))).check_slots(
+        TRAINING_SLOTS
+    )
 
 
 @expect_refusal("config-model-differs")

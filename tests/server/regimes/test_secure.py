@@ -5,118 +5,22 @@ import json
 
 import pytest
 import torch
+from tests.server.regimes.secure_run import NAMES, SecureRun
 from tests.server.waiting import wait_until
 
-from isthmus.errors import TaskError
-from isthmus.job import Job, with_changes
+from isthmus.job import with_changes
 from isthmus.job.schema import TimeSection
-from isthmus.task import Participant
-from isthmus.task.code_digest import code_digest
-from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
-from isthmus.wire import link_pb2
-from isthmus_clients.device.agent import Agent
 from isthmus_privacy.secagg import RoundConfig
-from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
-from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.federated import FederatedRegime
+from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.regimes.step_limits import StepLimits
 
-NAMES = "abcde"
-LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 MESSAGES = ("open", "train_local", "roster", "inbox", "survivors", "consistency_signatures")
 MESSAGE_OF_STEP = dict(
     zip(("training", "sharing keys", "sending", "signing", "unmasking"), MESSAGES[1:], strict=True)
 )
 """The message that devices receive in each step of an attempt."""
-
-
-class InterruptedDevice:
-    """A real agent that falls silent, fails, or changes its vector at a certain message."""
-
-    def __init__(self, name, training_lock):
-        self.agent = Agent(Participant(name=name, regime="federated"), None)
-        self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
-        self.buffer, self.acknowledged = self.agent.buffer, self.agent.acknowledged
-        self.cancel = self.agent.cancel
-        self.training_lock = training_lock
-        self.silent_at = None
-        self.fails_at = None
-        self.tamper = None
-
-    async def work(self, request, model, progress):
-        step = request.WhichOneof("work")
-        if step == "secure_step":
-            step = request.secure_step.WhichOneof("message")
-        if step == self.silent_at:
-            await asyncio.Event().wait()
-        if step == self.fails_at:
-            raise TaskError("the battery is empty")
-        async with self.training_lock:
-            reply, payload = await self.agent.work(request, model, progress)
-        if self.tamper is not None and step == "inbox":
-            payload = self.tamper(reply, payload)
-        return reply, payload
-
-
-class SecureRun:
-    """Devices that have opened a run, and attempts with all of them."""
-
-    def __init__(self, network, job: Job, directory):
-        self.network, self.job = network, job
-        self.directory = directory
-        self.devices = {}
-
-    async def open(self):
-        training_lock = asyncio.Lock()
-        for name in NAMES:
-            self.devices[name] = InterruptedDevice(name, training_lock)
-            self.network.dial(self.devices[name], name)
-        await wait_until(lambda: set(NAMES) <= self.network.link.peers.keys())
-        for name in NAMES:
-            opening = self.opening(self.job)
-            request = link_pb2.Request(id=self.network.link.new_id(), open=opening)
-            reply = await self.network.link.ask(name, request)
-            assert reply.opened.examples == 0  # devices do not report how much data they have
-
-    def opening(self, job):
-        return link_pb2.OpenRun(
-            run_id="run",
-            job=job.model_dump_json(),
-            base=str(self.directory),
-            layout=LAYOUT.header,
-            task_digest=code_digest(job.task.source, self.directory),
-        )
-
-    async def train(self, job=None, attempt=1):
-        """One attempt from a fixed model."""
-        self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
-        blob = describe(self.model)
-        self.network.link.publish(blob, self.model)
-        opening = self.opening(self.job)
-        regime = FederatedRegime(
-            FederatedContext(self.network.link, job or self.job, opening, LAYOUT, self.directory)
-        )
-        spec = AttemptSpec(
-            round=1,
-            attempt=attempt,
-            model=blob,
-            cohort=dict.fromkeys(NAMES, 20),
-            settings=(job or self.job).federated,
-        )
-        return await regime.train(spec)
-
-    async def plain_mean(self, names):
-        """The mean of the updates of those devices, which have equally many examples."""
-        updates = []
-        for name in names:
-            payload = LAYOUT.encode(LAYOUT.decode(self.model))
-            open_run = self.devices[name].agent.host.run
-            work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
-            open_run.train(work, payload, lambda progress: None, lambda: False)
-            updates.append(LAYOUT.decode(payload).double())
-        return torch.stack(updates).mean(0)
 
 
 @pytest.fixture
@@ -313,7 +217,7 @@ async def test_a_device_stores_each_sum_that_it_helped_to_unmask(run, tmp_path):
     agent = run.devices["a"].agent
     agent._secure._history_file, agent._secure._credentials = memory, None
     await run.train()
-    ((round_, _, survivors),) = json.loads(memory.read_text())["run"]["unmasked"]
+    ((round_, _, survivors),) = json.loads(memory.read_text())["runs"]["run"]["unmasked"]
     assert (round_, survivors) == (1, list(NAMES))
 
 

@@ -1,10 +1,12 @@
 """The report of a run and its JSON schema."""
 
 import json
+from io import StringIO
 
 import jsonschema
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from tests.server.storage.records import (
     FINAL,
     comparison_record,
@@ -22,11 +24,15 @@ from isthmus_server.storage.events import (
     ParticipantJoined,
     ParticipantLeft,
     ParticipantReady,
+    RoundCommitted,
     RunStopped,
 )
 from isthmus_server.storage.records import CommittedState, Receipt
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Stop
+from isthmus_server.views import explanation_page, report
+from isthmus_server.views.explain import explain
+from isthmus_server.views.progress import ProgressView
 from isthmus_server.views.report import Report, read_report
 
 
@@ -114,3 +120,23 @@ def test_the_schema_refuses_other_documents(validate, make_job, tmp_path, key, v
 def test_a_report_needs_the_directory_of_a_run():
     with pytest.raises(UserError, match=r"^give the directory of a run, or --schema$"):
         CliRunner().invoke(commands.report, [], catch_exceptions=False)
+
+
+def test_updates_that_did_not_count_are_shown_by_every_view(make_job, tmp_path):
+    """Otherwise an operator would not notice a task that fails everywhere."""
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    receipts = [
+        Receipt(participant=name, regime="federated", status="accepted") for name in ("a", "b", "c")
+    ]
+    store.plan(planned_attempt(1))
+    record = round_record(1, receipts, training={"federated": {"loss": 1.0, "unusable": 2.0}})
+    store.commit(record, CommittedState())
+    output = StringIO()
+    console = Console(file=output, width=200)
+    report.show(read_report(store), console)
+    explanation_page.show(explain(store), console)
+    with ProgressView(console) as view:
+        view(RoundCommitted(record=record))
+    store.close()
+    sentence = "2 of 3 devices had no usable update; their own logs say why"
+    assert output.getvalue().count(sentence) == 3

@@ -1,0 +1,69 @@
+"""What leaves a device about a failure in a run with secure aggregation: nothing about its data.
+
+The text of an exception, or that there was one, can depend on the data: a server that chooses the
+models could read an example bit by bit. So a failure of the task ends in an update without weight
+(`attempted`), and any other failure in one constant sentence (`constant_failures`). The device's
+own log has the details. See docs/decisions/0032-withhold-failures-in-secure-runs.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from isthmus.errors import IsthmusError
+
+_Result = TypeVar("_Result")
+
+log = logging.getLogger(__name__)
+
+WITHHELD = "the device could not do this; its own log says why"
+"""What the server reads of a failure that may depend on the device's data."""
+
+
+class DetailsWithheld(IsthmusError):
+    """A failure whose details are only in the device's own log."""
+
+    def __init__(self, log_file: Path | None = None) -> None:
+        """`log_file` is named only to a server that started this device itself."""
+        super().__init__(WITHHELD if log_file is None else f"{WITHHELD}: {log_file}")
+
+
+def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
+    """The result of work on the device's data, or None if it failed, which only the log tells."""
+    try:
+        return work()
+    except Exception:
+        log.exception("%s failed; this device takes part with a weight of 0", what)
+        return None
+
+
+@contextmanager
+def constant_failures(
+    withheld: bool, log_file: Path | None = None, *, on_data: bool = False
+) -> Iterator[None]:
+    """Replace errors that may depend on the device's data by one constant sentence.
+
+    Deliberate errors keep their sentences where no data is read: the owner's limits, refusals of
+    the protocol, an unknown run, a task that is not installed.
+
+    Args:
+        withheld: whether the run has secure aggregation; otherwise errors pass unchanged.
+        log_file: see `DetailsWithheld`.
+        on_data: the block reads the device's data or runs the task, so that every error counts.
+
+    Raises:
+        DetailsWithheld: the block raised such an error.
+    """
+    try:
+        yield
+    except DetailsWithheld:
+        raise
+    except Exception as error:
+        if not withheld or (isinstance(error, IsthmusError) and not on_data):
+            raise
+        log.exception("this device could not execute a request")
+        raise DetailsWithheld(log_file) from None

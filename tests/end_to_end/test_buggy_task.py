@@ -1,0 +1,35 @@
+"""A newcomer's task has a bug: `isthmus run` names the file with the traceback, in one sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUGS = {
+    "opening": "return self.rows(participant.shard[0] if participant.shard else 50, 64)",
+    "training": "return torch.optim.SGD(parameters, lr=0.2)",
+}
+"""The line that is replaced by a mistake."""
+
+
+@pytest.mark.parametrize("where", BUGS)
+def test_the_sentence_at_the_end_leads_to_the_traceback(
+    folder: Path, start: Any, where: str
+) -> None:
+    task = folder / "task.py"
+    lines = task.read_text().replace(BUGS[where], "return undefined_name").splitlines()
+    task.write_text("\n".join(lines))
+    number = lines.index("        return undefined_name") + 1
+    changes = ("strategy.policy=federated", "datacenter.ranks=0", "attempts=1")
+    run = start("job.toml", "--run-dir", "run", *(p for c in changes for p in ("--set", c)))
+    assert run.finish() == 1
+    last = run.output.strip().splitlines()[-1]
+    log = re.search(r"\S+/client-0\.log", last)
+    assert log is not None, run.output
+    text = (folder / log[0]).read_text()
+    assert "Traceback" in text
+    assert f"{task}:{number}: NameError: name 'undefined_name' is not defined" in text
+    assert "undefined_name" not in run.output  # the devices say it to their own logs only
