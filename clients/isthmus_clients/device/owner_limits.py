@@ -11,7 +11,6 @@ so that a crash never refunds it.
 from __future__ import annotations
 
 import fnmatch
-import json
 import shutil
 import subprocess
 import time
@@ -23,10 +22,10 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from isthmus.errors import AdmissionRefused, JobError, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job
 from isthmus.job.section import DAYS, Hours, Section, sentences
-from isthmus.system.private_files import write_private_file
+from isthmus.system.sealed_files import read_sealed, write_sealed
 
 _BUSCTL_SECONDS = 2.0
 _NOT_METERED = (2, 4)
@@ -198,20 +197,22 @@ class LimitsGuard:
             raise AdmissionRefused(f"its owner allows {limits.rounds_per_day} rounds a day")
         if limits.bytes_per_day is not None and used > limits.bytes_per_day:
             raise AdmissionRefused(f"its owner allows {limits.bytes_per_day} bytes a day")
-        usage = json.dumps({"day": today, "rounds": rounds, "bytes": used})
         try:
-            write_private_file(self._usage, usage.encode())
+            write_sealed(self._usage, {"day": today, "rounds": rounds, "bytes": used})
         except OSError as error:
             raise AdmissionRefused(f"it cannot record its usage ({error.strerror})") from None
 
     def _used(self, today: str) -> tuple[int, int]:
         try:
-            usage = json.loads(self._usage.read_text())
+            usage = read_sealed(self._usage)
             return (usage["rounds"], usage["bytes"]) if usage["day"] == today else (0, 0)
         except FileNotFoundError:
             return 0, 0
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise AdmissionRefused(f"its recorded usage cannot be read ({error})") from None
+        except (OSError, DamagedError, LookupError) as error:
+            raise AdmissionRefused(
+                f"its recorded usage cannot be read ({error}); its owner can remove that file, "
+                "which sets the usage of the day to zero"
+            ) from None
 
     def _charging(self) -> bool:
         try:

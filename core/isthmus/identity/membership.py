@@ -7,7 +7,6 @@ access; `start` reads it. The private keys are generated on this machine and nev
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -18,11 +17,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
 from isthmus.identity import tls
 from isthmus.system.clocks import utc
 from isthmus.system.file_lock import file_lock
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
+from isthmus.system.sealed_files import read_sealed, write_sealed
 
 RENEW_AT = 5 / 6
 """Share of a certificate's validity after which it is renewed. The first half is before it was
@@ -54,7 +54,7 @@ class Membership:
         self.directory = directory
         path = directory / _MEMBER
         try:
-            about = json.loads(path.read_text(encoding="utf-8"))
+            about = read_sealed(path)
             self.name = str(about["name"])
             self.kind = str(about["kind"])
             self.server = str(about["server"])
@@ -63,7 +63,9 @@ class Membership:
             self.identity = _read_identity(directory)
             self.authority = tls.read_certificate((directory / _AUTHORITY).read_bytes())
             check_private(directory / _CREDENTIALS)
-            self._read_credentials()
+            data = (directory / _CREDENTIALS).read_bytes()
+            self.key, self.certificate = tls.read_pair(data)
+            self._check_intact()
         except FileNotFoundError as error:
             raise UserError(
                 f"{directory} holds no membership ({Path(str(error.filename)).name} is missing); "
@@ -71,9 +73,12 @@ class Membership:
                 "TOKEN"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AdmissionRefused) as error:
-            if isinstance(error, UserError):
+            if isinstance(error, UserError) and not isinstance(error, DamagedError):
                 raise
-            raise UserError(f"the membership in {directory} cannot be used: {error}") from None
+            raise DamagedError(
+                f"the membership in {directory} cannot be used: {error}; restore the directory "
+                "from a backup, or have the operator revoke it and join again"
+            ) from None
         self._next_key: tls.Key | None = None
 
     @classmethod
@@ -100,11 +105,10 @@ class Membership:
             "server": server,
             "enroller": enroller.hex(),
         }
-        data = json.dumps(about, indent=1).encode() + b"\n"
         with _writing(directory):
             write_private_file(directory / _AUTHORITY, tls.pem(authority))
             write_private_file(directory / _CREDENTIALS, tls.key_pem(key) + tls.pem(certificate))
-            write_private_file(directory / _MEMBER, data)
+            write_sealed(directory / _MEMBER, about)
             (directory / _JOINING).unlink(missing_ok=True)
         return cls(directory)
 
@@ -186,10 +190,18 @@ class Membership:
         write_private_file(path, tls.key_pem(key) + tls.pem(certificate))
         self.key, self.certificate, self._next_key = key, certificate, None
 
-    def _read_credentials(self) -> None:
-        data = (self.directory / _CREDENTIALS).read_bytes()
-        self.key = _private_key(data)
-        self.certificate = tls.read_certificate(data)
+    def _check_intact(self) -> None:
+        """Compare the files with each other.
+
+        Raises:
+            ValueError: one of them was changed.
+        """
+        if not tls.issued_by(self.authority, self.authority):
+            raise ValueError(f"{_AUTHORITY} is damaged")
+        if not tls.issued_by(self.certificate, self.authority):
+            raise ValueError(f"{_AUTHORITY} did not sign the certificate in {_CREDENTIALS}")
+        if tls.subject_of(self.certificate).identity != self.identity_public:
+            raise ValueError(f"{_IDENTITY} is not the identity in {_CREDENTIALS}")
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the exclusive lock of this membership inside the block.
@@ -225,8 +237,7 @@ def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
     make_private_directory(directory)
     with _writing(directory):
         if not (directory / _IDENTITY).exists():
-            seed = Ed25519PrivateKey.generate().private_bytes_raw()
-            write_private_file(directory / _IDENTITY, seed.hex().encode() + b"\n")
+            write_private_file(directory / _IDENTITY, tls.new_seed_file())
         if not (directory / _JOINING).exists():
             write_private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
     try:
@@ -281,7 +292,7 @@ def _private_key(data: bytes) -> tls.Key:
 
 
 def _read_identity(directory: Path) -> Ed25519PrivateKey:
-    seed = bytes.fromhex((directory / _IDENTITY).read_text().strip())
+    seed = tls.read_seed_file((directory / _IDENTITY).read_bytes())
     return Ed25519PrivateKey.from_private_bytes(seed)
 
 

@@ -16,12 +16,14 @@ True
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import ipaddress
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.names import is_name
@@ -135,6 +137,38 @@ def read_certificate(data: bytes) -> x509.Certificate:
         return x509.load_pem_x509_certificate(data)
     except ValueError:
         raise AdmissionRefused("this is not a certificate") from None
+
+
+def read_pair(data: bytes) -> tuple[Key, x509.Certificate]:
+    """A private key and its certificate, from PEM.
+
+    Raises:
+        ValueError: they cannot be read, or do not belong to each other.
+    """
+    key = serialization.load_pem_private_key(data, password=None)
+    certificate = x509.load_pem_x509_certificate(data)
+    if not isinstance(key, Key) or key.public_key() != certificate.public_key():
+        raise ValueError("the key and the certificate do not belong to each other")
+    return key, certificate
+
+
+def new_seed_file() -> bytes:
+    """The contents of a file with a new Ed25519 private key: its seed, and a digest of it."""
+    seed = Ed25519PrivateKey.generate().private_bytes_raw()
+    return f"{seed.hex()} {hashlib.sha256(seed).hexdigest()}\n".encode()
+
+
+def read_seed_file(data: bytes) -> bytes:
+    """The seed (32 bytes) in the contents that `new_seed_file` returned.
+
+    Raises:
+        ValueError: they were changed.
+    """
+    seed_text, _, digest = data.decode().removesuffix("\n").partition(" ")
+    seed = bytes.fromhex(seed_text)
+    if len(seed) != 32 or hashlib.sha256(seed).hexdigest() != digest:
+        raise ValueError("the key is not the one that was written")
+    return seed
 
 
 def is_loopback(host: str) -> bool:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import tls
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 
@@ -38,6 +37,8 @@ PARTICIPANT_LIFE = datetime.timedelta(days=7)
 _AUTHORITY = "authority.pem"
 _SERVER = "server.pem"
 _ENROLLER = "enroller.key"
+
+_RESTORE = "restore the file from a backup; nothing else can replace it"
 
 
 def initialise(directory: Path, hosts: Iterable[str]) -> None:
@@ -82,8 +83,7 @@ def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
         .sign(key, hashes.SHA256())
     )
     write_private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
-    seed = Ed25519PrivateKey.generate().private_bytes_raw()
-    write_private_file(draft / _ENROLLER, seed.hex().encode() + b"\n")
+    write_private_file(draft / _ENROLLER, tls.new_seed_file())
     CertificateAuthority(draft).renew_server(names)
     if directory.exists():
         directory.rmdir()
@@ -123,21 +123,22 @@ class CertificateAuthority:
             for name in (_AUTHORITY, _ENROLLER):
                 check_private(directory / name)
             data = (directory / _AUTHORITY).read_bytes()
-            key = serialization.load_pem_private_key(data, password=None)
-            self.certificate = tls.read_certificate(data)
-            self._seed = bytes.fromhex((directory / _ENROLLER).read_text().strip())
-            if len(self._seed) != 32:
-                raise ValueError(f"{_ENROLLER} is not a key of 32 bytes")
-        except FileNotFoundError:
+            self._key, self.certificate = tls.read_pair(data)
+            if not tls.issued_by(self.certificate, self.certificate):
+                raise ValueError(f"{_AUTHORITY} is damaged")
+            self._seed = tls.read_seed_file((directory / _ENROLLER).read_bytes())
+        except FileNotFoundError as error:
+            if (directory / _SERVER).exists():
+                raise DamagedError(f"{error.filename} is missing; {_RESTORE}") from None
             raise UserError(
                 f"{directory} contains no server; create one: isthmus server init {directory}"
             ) from None
         except (OSError, ValueError, AdmissionRefused) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"the keys in {directory} cannot be read: {error}") from None
-        assert isinstance(key, tls.Key)  # written by `initialise`
-        self._key = key
+            raise DamagedError(
+                f"the keys in {directory} cannot be used: {error}; {_RESTORE}"
+            ) from None
 
     @functools.cached_property
     def enroller(self) -> Enroller:
@@ -187,11 +188,21 @@ class CertificateAuthority:
 
         It is renewed if a third of its life is left, or if it was issued when the clock was so far
         ahead that it is not valid yet.
+
+        Raises:
+            UserError: they are damaged, or others can read them.
         """
         path = self.directory / _SERVER
-        check_private(path)
-        data = path.read_bytes()
-        certificate = tls.read_certificate(data)
+        try:
+            check_private(path)
+            data = path.read_bytes()
+            _, certificate = tls.read_pair(data)
+            if not tls.issued_by(certificate, self.certificate):
+                raise ValueError(f"{_AUTHORITY} did not sign its certificate")
+        except (OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise DamagedError(f"{path} cannot be used: {error}; {_RESTORE}") from None
         now = datetime.datetime.fromtimestamp(self.now(), datetime.UTC)
         left = certificate.not_valid_after_utc - now
         if left < self.server_life / 3 or now < certificate.not_valid_before_utc:

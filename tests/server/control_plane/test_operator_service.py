@@ -15,6 +15,7 @@ from tests.server.storage.records import failed_attempt, planned_attempt
 from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
+from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane import job_runner, operator_service
 from isthmus_server.control_plane.commands import server
@@ -307,9 +308,8 @@ async def test_a_participant_cannot_act_as_an_operator(operated, kind):
     other = await operated.member("other", kind=kind)
     with pytest.raises(UserError, match=f"is the membership of a {kind}, not an operator's"):
         OperatorClient(other.directory)
-    (other.directory / "member.json").write_text(
-        (other.directory / "member.json").read_text().replace(f'"{kind}"', '"operator"')
-    )
+    about = other.directory / "member.json"
+    write_sealed(about, {**read_sealed(about), "kind": "operator"})
     for method, asked in (
         ("Submit", pb.SubmitRequest(job=operated.job().model_dump_json(), key="one")),
         ("Jobs", pb.JobsRequest()),
