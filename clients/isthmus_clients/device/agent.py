@@ -78,8 +78,8 @@ class Agent:
         self._log_file = log_file
         limits = None if guard is None else guard.limits
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
-        clients_min = None if limits is None else limits.privacy.clients_min
-        self._secure = SecureSessions(participant.name, signing_key, history_file, clients_min)
+        privacy = None if limits is None else limits.privacy
+        self._secure = SecureSessions(participant.name, signing_key, history_file, privacy)
         self.host = host or InProcessHost(participant, data, tasks, threads, self._throttle.pause)
         self._working = asyncio.Lock()
 

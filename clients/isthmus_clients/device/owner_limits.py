@@ -43,6 +43,10 @@ class PrivacyLimits(Section):
     """Never send an update or scores that are not masked."""
     clients_min: Annotated[int, Field(ge=2)] = 3
     """Never take part in a sum over fewer devices."""
+    selection_slack: Annotated[int, Field(ge=1)] = 10
+    """Let the server select from at most this many times as many of the enrolled devices as the sum
+    needs. Fewer protect better against a server that selects colluding devices, and require more
+    of the enrolled devices to be available at a time."""
 
 
 class OwnerLimits(Section):

@@ -22,6 +22,7 @@ from isthmus_clients.training.withholding import attempted
 if TYPE_CHECKING:
     import torch
 
+    from isthmus_clients.device.owner_limits import PrivacyLimits
     from isthmus_clients.training.secure import Credentials, SecureParticipation
     from isthmus_privacy.secagg import Slot
 
@@ -41,7 +42,7 @@ class SecureSessions:
         name: str,
         signing_key: Ed25519PrivateKey | None,
         history_file: Path | None,
-        clients_min: int | None,
+        privacy: PrivacyLimits | None,
     ) -> None:
         """Identify the device.
 
@@ -49,13 +50,13 @@ class SecureSessions:
             name: of the device.
             signing_key: the device's identity; None generates a key for this process.
             history_file: persists which rounds this device was in; None keeps that in memory.
-            clients_min: minimum number of clients in a sum that the owner requires; None for the
-                default.
+            privacy: what the owner requires; None for the defaults of the protocol, with any
+                selection of devices.
         """
         self._name = name
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._history_file = history_file
-        self._clients_min = clients_min
+        self._privacy = privacy
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
@@ -126,7 +127,9 @@ class SecureSessions:
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
-        attempt = self._propose(about, work.secure, blob, purpose.hash, TRAINING_SLOTS)
+        attempt = self._propose(
+            about, work.secure, blob, purpose.hash, TRAINING_SLOTS, selected=False
+        )
         self._kept = None
         reply = self._join_with_update(attempt, run, result, buffer.discount(staleness))
         host.release(request.id)
@@ -168,6 +171,8 @@ class SecureSessions:
         blob: link_pb2.Blob,
         purpose: bytes,
         slots: Sequence[Slot],
+        *,
+        selected: bool = True,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -177,6 +182,7 @@ class SecureSessions:
             blob: names the model that came with it.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             slots: the figures that this device gives for such a request.
+            selected: False for a full buffer, whose devices are those that finished first.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -185,7 +191,9 @@ class SecureSessions:
         from isthmus_clients.training.secure import SecureParticipation
 
         self._current = None
-        return SecureParticipation(about, config, blob.sha256, purpose, slots, self._enrolled())
+        return SecureParticipation(
+            about, config, blob.sha256, purpose, slots, self._enrolled(), selected=selected
+        )
 
     def _join_with_update(
         self,
@@ -254,8 +262,11 @@ class SecureSessions:
 
         if self._credentials is None:
             requirements = ClientRequirements()
-            if self._clients_min is not None:
-                requirements = ClientRequirements(clients_min=self._clients_min)
+            if self._privacy is not None:
+                requirements = ClientRequirements(
+                    clients_min=self._privacy.clients_min,
+                    selection_slack=self._privacy.selection_slack,
+                )
             self._credentials = Credentials(
                 self._signing_key.private_bytes_raw(), self._history_file, requirements
             )

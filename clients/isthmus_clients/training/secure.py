@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,8 @@ class SecureParticipation:
         purpose: bytes,
         slots: Sequence[Slot],
         credentials: Credentials,
+        *,
+        selected: bool = True,
     ) -> None:
         """Check the configuration that the server proposes.
 
@@ -129,6 +132,8 @@ class SecureParticipation:
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             slots: the figures that this device gives for such a request.
             credentials: the device's.
+            selected: whether the devices must have been selected by the lottery, if the device
+                requires one.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -141,6 +146,9 @@ class SecureParticipation:
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
         self.config.check_slots(slots)
+        requirements = credentials.requirements or ClientRequirements()
+        if not selected:
+            requirements = dataclasses.replace(requirements, selection_slack=None)
         self.session = ClientSession(
             self.config,
             identity=credentials.identity,
@@ -149,7 +157,7 @@ class SecureParticipation:
             history=credentials.history,
             model_hash=model_hash,
             purpose=purpose,
-            requirements=credentials.requirements,
+            requirements=requirements,
         )
         self._credentials = credentials
         credentials.save_history()

@@ -159,6 +159,13 @@ class JobRunner:
 
     def _check(self, job: Job) -> None:
         _check_participants(job)
+        federated = job.federated
+        if federated.selection == "utility" and federated.secure_aggregation:
+            raise UserError(
+                'federated.selection="utility" lets the server choose the devices of a secure sum, '
+                "which the devices of this server refuse: they are selected by lottery; remove it, "
+                "or set federated.secure_aggregation=false"
+            )
         lease = self.server.link.lease_seconds
         if job.time.lease_seconds != lease:
             raise UserError(

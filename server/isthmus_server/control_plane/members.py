@@ -21,6 +21,9 @@ from isthmus_server.transport.link import Link
 
 _T = TypeVar("_T")
 
+_COUNT_SECONDS = 10.0
+"""Interval in which the enrolled devices are counted."""
+
 log = logging.getLogger(__name__)
 
 
@@ -33,6 +36,8 @@ class Members(Enrolments):
       * writes and signatures happen on a writer thread, so that the event loop never waits.
     """
 
+    requires_tickets = True
+
     def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
         super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority
@@ -42,6 +47,7 @@ class Members(Enrolments):
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self.directory = directory
         self._writer: Registry | None = None
+        self._devices, self._count_at = 1, 0.0
 
     def close(self) -> None:
         """Close the registry."""
@@ -71,6 +77,13 @@ class Members(Enrolments):
             )
         self.registry.check(subject)
         return subject
+
+    def population(self) -> int:
+        """Number of devices in the registry that are not revoked or expired."""
+        now = self.now()
+        if now >= self._count_at:  # counting takes longer than a connection should
+            self._devices, self._count_at = self.registry.devices(), now + _COUNT_SECONDS
+        return self._devices
 
     async def renew(self, subject: tls.Subject, request: bytes) -> tuple[bytes, tls.Subject]:
         """Issue a participant's next certificate; see `Enrolments.renew`."""

@@ -264,6 +264,14 @@ class Registry:
         )
         return [RegistryEntry(*row) for row in rows]
 
+    def devices(self) -> int:
+        """Number of edge devices with a valid certificate, at least 1."""
+        query = (
+            "SELECT count(DISTINCT p.name) FROM participants p JOIN certificates c USING (name) "
+            "WHERE p.kind='client' AND p.revoked IS NULL AND c.not_after>?"
+        )
+        return max(1, int(self._db.execute(query, (self._now(),)).fetchone()[0]))
+
     def revoked_identities(self) -> set[bytes]:
         """Return Ed25519 public keys that are no longer accepted."""
         return {row[0] for row in self._db.execute("SELECT identity FROM revoked_identities")}

@@ -83,6 +83,12 @@ class AttemptSpec:
     """The same model as a vector, float32 (N); only extensions need it."""
     with_gradient: bool = False
     """Whether the blob of the model also contains a gradient that devices add to their own."""
+    draw: int = 0
+    """Draw in which the devices were selected by their tickets; 0 without tickets."""
+    selected_ppm: int = 1_000_000
+    """Millionths of all enrolled devices that were eligible in it."""
+    shortage: str = ""
+    """Why the lottery admitted too few devices, if it did."""
 
     def check_quorum(self) -> None:
         """Refuse a cohort below the quorum.
@@ -91,9 +97,8 @@ class AttemptSpec:
             AttemptFailed: too few devices.
         """
         if len(self.cohort) < self.settings.needed:
-            raise AttemptFailed(
-                f"{len(self.cohort)} devices are ready and the quorum is {self.settings.needed}", []
-            )
+            few = f"{len(self.cohort)} devices are ready and the quorum is {self.settings.needed}"
+            raise AttemptFailed(self.shortage or few, [])
 
 
 class FederatedAttempt(Protocol):

@@ -92,6 +92,8 @@ def training_config(
         **margins(spec.settings),
         clip=spec.settings.clip,
         weight_max=spec.settings.max_examples,
+        draw=spec.draw,
+        selected_ppm=spec.selected_ppm,
     )
 
 

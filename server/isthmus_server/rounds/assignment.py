@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from isthmus.job import Job
-from isthmus_server.rounds.cohort_selection import CohortSelector
+from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, Plan
@@ -41,11 +41,15 @@ def resolve_plan(
     single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
     averages = job.strategy.served_average > 0
+    selected = SelectedCohort({}) if datacenter_only else cohorts.select(round_, federated, busy)
     return RoundSpec(
         plan=plan,
         round=round_,
         attempt=attempt,
-        cohort={} if datacenter_only else cohorts.select(round_, federated, busy),
+        cohort=selected.examples,
+        draw=selected.draw,
+        selected_ppm=selected.selected_ppm,
+        shortage=selected.shortage,
         federated=federated,
         datacenters=datacenters,
         from_step=state.datacenter_step,

@@ -29,6 +29,7 @@ from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.rounds.ticket_selection import TicketLottery, TicketSelection
 from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
@@ -57,13 +58,16 @@ class ComparisonRunner:
         context: FederatedContext,
         versions: ModelVersions,
         clock: Clock,
+        lottery: TicketLottery | None,
     ) -> None:
+        """`lottery` selects for secure sums; None if devices do not require tickets."""
         self._store = store
         self._job = store.job
         self._roster = roster
         self._context = context
         self._versions = versions
         self._clock = clock
+        self._lottery = lottery
 
     async def attempt(
         self,
@@ -125,13 +129,12 @@ class ComparisonRunner:
         """
         context = self._context
         settings = comparison_settings(question, self._job.federated)
-        # Negative numbers select apart from the cohorts of rounds.
-        cohort = select_devices(
-            self._roster.available(), count=question.devices, seed=self._job.seed, round_=-number
-        )
+        selected = self._select(question, settings, number)
+        cohort = selected.names
         if len(cohort) < settings.needed:
             raise AttemptFailed(
-                f"{len(cohort)} devices are ready and a comparison on {question.devices} needs "
+                selected.shortage
+                or f"{len(cohort)} devices are ready and a comparison on {question.devices} needs "
                 f"{settings.needed}",
                 [],
             )
@@ -152,8 +155,21 @@ class ComparisonRunner:
                 candidates=candidates,
             )
             if settings.secure_aggregation:
-                return await _secure_scores(context, work, cohort, settings)
+                return await _secure_scores(context, work, selected, settings)
             return await _PlaintextComparison(context, work, cohort, settings).run()
+
+    def _select(
+        self, question: Compare, settings: FederatedSection, number: int
+    ) -> TicketSelection:
+        """The devices of a comparison; negative numbers select apart from the cohorts of rounds."""
+        available, count = self._roster.available(), question.devices
+        if self._lottery is None or not settings.secure_aggregation:
+            return TicketSelection(
+                select_devices(available, count=count, seed=self._job.seed, round_=-number)
+            )
+        return self._lottery.select(
+            -number, available, count=count, needed=settings.needed, now=self._clock.utc()
+        )
 
     def _price(self, question: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)
@@ -191,7 +207,7 @@ def _comparison(question: Compare, scores: PairedScores, price: float) -> Compar
 async def _secure_scores(
     context: FederatedContext,
     work: link_pb2.Score,
-    cohort: Sequence[str],
+    selected: TicketSelection,
     settings: FederatedSection,
 ) -> PairedScores:
     def first_request(config: bytes) -> link_pb2.Request:
@@ -211,8 +227,10 @@ async def _secure_scores(
         slots=SCORING_SLOTS,
         **margins(settings),
         clip=1.0,
+        draw=selected.draw,
+        selected_ppm=selected.selected_ppm,
     )
-    attempt = SecureAggregationAttempt(context, config, work.models, cohort, first_request)
+    attempt = SecureAggregationAttempt(context, config, work.models, selected.names, first_request)
     result = await attempt.run()
     # Every usable vector has a weight of 1.
     devices = int(result.training["examples"])

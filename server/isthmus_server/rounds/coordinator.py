@@ -118,10 +118,12 @@ class Coordinator:
             availability,
             self._publish,
         )
-        self._cohorts = CohortSelector(self.job, self.roster, availability)
+        self._cohorts = CohortSelector(
+            self.job, self.roster, availability, link.enrolments, self.clock
+        )
         self._trainer = Trainer(self.job, link, self.model, self.federated, self._datacenter)
         self._comparisons = ComparisonRunner(
-            store, self.roster, context, self._versions, self.clock
+            store, self.roster, context, self._versions, self.clock, self._cohorts.lottery
         )
         self._log = AttemptLog(store, availability, self._publish)
         self._began = self.clock.now()
@@ -243,6 +245,7 @@ class Coordinator:
                 decision=decision,
                 invited=sorted(spec.cohort),
                 datacenters=spec.datacenters,
+                draw=spec.draw,
             )
         )
         self._publish(
@@ -299,7 +302,7 @@ class Coordinator:
     async def _decide(self) -> Decision:
         """The next decision; one that a crash interrupted is taken from the log."""
         if (interrupted := self.state.cut_short) is not None:
-            await self._cohorts.repeat(self.state.round + 1, interrupted.invited)
+            await self._cohorts.repeat(interrupted)
             self.state = dataclasses.replace(self.state, cut_short=None)
             return interrupted.decision
         return await decide(

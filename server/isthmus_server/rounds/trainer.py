@@ -160,6 +160,9 @@ class Trainer:
             settings=spec.federated,
             start=None if self._federated.extension is None else self._model.vector,
             with_gradient=spec.transfers,
+            draw=spec.draw,
+            selected_ppm=spec.selected_ppm,
+            shortage=spec.shortage,
         )
 
     @asynccontextmanager

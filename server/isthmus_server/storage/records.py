@@ -337,6 +337,8 @@ class PlannedAttempt(Record):
     """Names of the devices."""
     datacenters: Sequence[str]
     """Names of the datacenters."""
+    draw: int = 0
+    """Draw of the lottery in which the devices were selected; 0 without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

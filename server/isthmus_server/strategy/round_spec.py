@@ -19,6 +19,12 @@ class RoundSpec:
     attempt: int
     cohort: Mapping[str, int]
     """Invited devices, with the examples they declared; empty in a datacenter round."""
+    draw: int = 0
+    """Draw of the lottery in which the devices were selected; 0 without one."""
+    selected_ppm: int = 1_000_000
+    """Millionths of all enrolled devices that were eligible in it."""
+    shortage: str = ""
+    """Why the lottery admitted too few devices, if it did."""
     federated: FederatedSection
     """The job's section, with the cohort size and quorum of this round."""
     datacenters: Sequence[str]

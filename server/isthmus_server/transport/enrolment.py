@@ -14,7 +14,7 @@ from collections.abc import Callable
 from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import Authority
+from isthmus_privacy.secagg import Authority, Enrolment
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ clock. A server on a network signs identities only until the end of their certif
 class Enrolments:
     """Admits every participant, and enrols it under an authority of this process."""
 
+    requires_tickets = False
+    """Whether devices accept only cohorts that were selected by tickets."""
+
     def __init__(
         self, authority: Authority | None = None, *, now: Callable[[], float] = time.time
     ) -> None:
@@ -34,6 +37,10 @@ class Enrolments:
         self.now = now
         self.revoked: set[bytes] = set()
         """Identity keys that are no longer accepted; grows while the server runs."""
+        self.current: dict[str, Enrolment] = {}
+        """The last enrolment of each participant, by name."""
+        self.last_draw = 0
+        """Latest draw of the lottery on this server; a device refuses one before its last."""
 
     @property
     def authority(self) -> bytes:
@@ -58,8 +65,17 @@ class Enrolments:
         """Sign that `name` has an identity key; returns the statement, empty without a key."""
         if len(identity) != 32:
             return b""
-        end = int(self.now() + VALID_SECONDS if not_after is None else not_after)
-        return self._authority.enrol(name, identity, not_after=end).to_bytes()
+        now = self.now()
+        end = int(now + VALID_SECONDS if not_after is None else not_after)
+        enrolment = self._authority.enrol(
+            name, identity, not_after=end, population=self.population(), now=now
+        )
+        self.current[name] = enrolment
+        return enrolment.to_bytes()
+
+    def population(self) -> int:
+        """Number of enrolled devices."""
+        return 1
 
     async def renewed(
         self, subject: Subject | None, request: bytes

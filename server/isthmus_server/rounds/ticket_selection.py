@@ -1,0 +1,114 @@
+"""Select the devices of a secure round by their tickets in the authority's lottery.
+
+Devices that have joined with a certificate refuse a roster with a member whose ticket is above the
+stated share, and a share that is wider than the round needs (`isthmus_privacy.secagg.lottery`). So
+the server selects the available devices with the lowest tickets, and states the smallest share
+that contains them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from isthmus_privacy.secagg.lottery import (
+    DRAW_SECONDS,
+    MILLION,
+    SELECTION_SLACK,
+    largest_share,
+    smallest_share,
+    ticket,
+)
+from isthmus_server.transport.enrolment import Enrolments
+
+_KEPT_SECONDS = DRAW_SECONDS // 2
+"""Age of a draw after which another attempt at the round takes a new one."""
+_DRAWS_TRIED = 20
+"""Draws of the next seconds that are tried if too few of the available devices are eligible."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TicketSelection:
+    """Devices with the lowest tickets in a draw."""
+
+    names: Sequence[str]
+    """Sorted."""
+    draw: int = 0
+    selected_ppm: int = MILLION
+    shortage: str = ""
+    """Why these are fewer than the round needs; empty if they are not."""
+
+
+class TicketLottery:
+    """Selects by tickets; all attempts at a round have the same draw if they can.
+
+    Guarantees:
+      * a draw is never before an earlier one, which devices would refuse.
+    """
+
+    def __init__(self, enrolments: Enrolments) -> None:
+        """`enrolments` has the lottery numbers, and the last draw of all runs of this server."""
+        self._enrolments = enrolments
+        self._kept: tuple[int, int] | None = None
+        """Round and draw of the last selection."""
+
+    def keep(self, round_: int, draw: int) -> None:
+        """Have the next selection for a round use a draw that its devices have seen."""
+        if draw:
+            self._kept = round_, draw
+            self._enrolments.last_draw = max(self._enrolments.last_draw, draw)
+
+    def select(
+        self, round_: int, available: Collection[str], *, count: int, needed: int, now: float
+    ) -> TicketSelection:
+        """The `count` available devices with the lowest eligible tickets.
+
+        Args:
+            round_: number of the round, or a negative one for a comparison.
+            available: names of devices that may be invited.
+            count: devices to invite.
+            needed: minimum number of devices in the sum.
+            now: Unix seconds.
+        """
+        if self._kept is not None and self._kept[0] == round_:
+            kept = self._kept[1]
+            if now - kept < _KEPT_SECONDS and kept >= self._enrolments.last_draw:
+                selection = self._draw(kept, available, count, needed)
+                if not selection.shortage:
+                    return selection
+        first = max(int(now), self._enrolments.last_draw)
+        for draw in range(first, first + _DRAWS_TRIED):
+            selection = self._draw(draw, available, count, needed)
+            if not selection.shortage:
+                self.keep(round_, draw)
+                break
+        return selection
+
+    def restate(self, names: Collection[str], draw: int, needed: int) -> TicketSelection | None:
+        """The selection of exactly these devices in an earlier draw, or None if it is not valid."""
+        selection = self._draw(draw, names, len(names), needed)
+        return selection if len(selection.names) == len(names) else None
+
+    def _draw(
+        self, draw: int, available: Collection[str], count: int, needed: int
+    ) -> TicketSelection:
+        enrolments = self._enrolments.current
+        found = {name: enrolments[name] for name in available if name in enrolments}
+        population = max((enrolment.population for enrolment in found.values()), default=1)
+        allowed = largest_share(SELECTION_SLACK, needed, population)
+        tickets: Mapping[str, float] = {
+            name: drawn
+            for name, enrolment in found.items()
+            if (drawn := ticket(enrolment.lottery, draw)) * MILLION < allowed
+        }
+        names = sorted(tickets, key=lambda name: (tickets[name], name))[:count]
+        shortage = ""
+        if len(names) < needed:
+            shortage = (
+                f"of {len(available)} available devices, {len(names)} are eligible in draw {draw}: "
+                f"with {population} enrolled devices, the devices accept a selection from "
+                f"{allowed} millionths of them for a sum over {needed} ([privacy] "
+                "selection_slack in their policy.toml)"
+            )
+        share = min(allowed, smallest_share([tickets[name] for name in names])) if names else 1
+        return TicketSelection(sorted(names), draw, share, shortage)

@@ -1,0 +1,109 @@
+"""A lying server that composes the cohort itself, and devices as processes of their own."""
+
+import contextlib
+import os
+import time
+
+import pytest
+from tests import forked
+from tests.conftest import TABLE
+from tests.server.control_plane.conftest import Fleet
+from tests.server.waiting import wait_until
+
+from isthmus.errors import UserError
+from isthmus_privacy.secagg import client_messages
+from isthmus_privacy.secagg.lottery import MILLION, largest_share, ticket
+from isthmus_server.control_plane.members import Members
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.ticket_selection import TicketLottery, TicketSelection
+from isthmus_server.storage.records import UNREACHABLE
+from isthmus_server.storage.store import Store
+from isthmus_server.views.report import read_report
+
+NAMES = ["mallory", "oscar", "victim"]
+ENROLLED = 1000
+
+
+@pytest.fixture
+async def devices(fleet: Fleet, monkeypatch):
+    """Three devices, each a process with its owner's limits, of a fleet of a thousand."""
+    monkeypatch.setattr(Members, "population", lambda self: ENROLLED)
+    await fleet.listen()
+    processes = []
+    with contextlib.ExitStack() as stack:
+        for name in NAMES:
+            member = await fleet.member(name)
+            member.tasks.mkdir()
+            (member.tasks / "task.py").write_text(TABLE + "    pass\n")
+            log = stack.enter_context((fleet.folder / f"{name}.log").open("w"))
+            words = ["client", "start", "--state", str(member.directory)]
+            processes.append(forked.start_into(log.fileno(), words, fleet.folder, os.environ))
+        await wait_until(lambda: set(NAMES) <= fleet.link.peers.keys())
+        yield fleet
+        for process in processes:
+            process.terminate()
+            process.join(30)
+
+
+async def attempt(fleet, make_job, run):
+    """One attempt at a secure round on the three devices; the reasons in the receipts."""
+    (fleet.folder / "task.py").write_text(TABLE + "    pass\n")
+    job = make_job(
+        "strategy.policy=federated",
+        "federated.secure_aggregation=true",
+        "federated.cohort=3",
+        "rounds=1",
+        "attempts=1",
+    )
+    with contextlib.closing(Store.create(fleet.folder / run, job, fleet.folder)) as store:
+        with pytest.raises(UserError) as failed:
+            await Coordinator(store, fleet.link).run()
+        (failure,) = read_report(store).to_json()["failed_attempts"]
+    return str(failed.value), {row["participant"]: row["reason"] for row in failure["receipts"]}
+
+
+async def test_a_cohort_that_the_server_composed_is_refused(devices, make_job, monkeypatch):
+    allowed = largest_share(10, 3, ENROLLED)
+
+    said, receipts = await attempt(devices, make_job, "honest")
+    assert "of 3 available devices, " in said
+    assert f"from {allowed} millionths of them for a sum over 3" in said
+    assert receipts == {}
+
+    def lie(selected_ppm, draw):
+        monkeypatch.setattr(
+            TicketLottery,
+            "select",
+            lambda self, round_, available, **rest: TicketSelection(NAMES, draw, selected_ppm),
+        )
+
+    now = int(time.time()) + 100
+    lie(MILLION, now)
+    _, receipts = await attempt(devices, make_job, "wide")
+    assert all("1000000 millionths of 1000 enrolled devices may be" in r for r in given(receipts))
+
+    lotteries = {name: devices.link.enrolments.current[name].lottery for name in NAMES}
+    chosen = next(  # the victim is eligible, and those who collude are not
+        draw
+        for draw in range(now, now + 10_000)
+        if {n for n in NAMES if ticket(lotteries[n], draw) * MILLION < allowed} == {"victim"}
+    )
+    lie(allowed, chosen)
+    monkeypatch.setattr(client_messages, "is_selected", lambda *anything: True)
+    _, receipts = await attempt(devices, make_job, "composed")
+    sentence = (
+        f"the ticket of 'mallory' is above the share of {allowed} millionths in draw {chosen}"
+    )
+    assert given(receipts) == {sentence}
+
+    lie(allowed, chosen - 1)
+    _, receipts = await attempt(devices, make_job, "earlier")
+    assert all(f"is before that of {chosen}, in which this device" in r for r in given(receipts))
+
+
+def given(receipts):
+    """The reasons that devices gave; those that were asked last may not have replied in time."""
+    assert sorted(receipts) == NAMES
+    reasons = set(receipts.values()) - {UNREACHABLE}
+    assert reasons
+    return reasons

@@ -1,0 +1,107 @@
+"""Selection by tickets: which draw and share a server states, and when it cannot."""
+
+import hashlib
+import random
+import time
+
+import pytest
+
+from isthmus_privacy.secagg import Authority
+from isthmus_privacy.secagg.lottery import MILLION, is_selected, largest_share, ticket
+from isthmus_server.rounds.ticket_selection import TicketLottery
+from isthmus_server.transport.enrolment import Enrolments
+
+NOW = 1_800_000_000.0
+NAMES = [f"phone-{number:03}" for number in range(200)]
+
+
+class LargeFleet(Enrolments):
+    """Enrolments of 200 devices, of a fleet of any size."""
+
+    def __init__(self, size):
+        super().__init__(Authority(bytes(32)))
+        self.size = size
+        for name in NAMES:
+            self.enrol(name, hashlib.sha256(name.encode()).digest(), NOW + 1e6)
+
+    def population(self):
+        return self.size
+
+
+def select(lottery, round_=1, available=NAMES, now=NOW, count=10, needed=8):
+    return lottery.select(round_, available, count=count, needed=needed, now=now)
+
+
+def test_the_lowest_tickets_are_selected_and_the_share_is_the_smallest():
+    fleet = LargeFleet(200)
+    selection = select(TicketLottery(fleet))
+    lotteries = {name: fleet.current[name].lottery for name in NAMES}
+    lowest = sorted(NAMES, key=lambda name: ticket(lotteries[name], selection.draw))[:10]
+    assert selection.names == sorted(lowest)
+    eligible = [
+        name
+        for name in NAMES
+        if is_selected(lotteries[name], selection.draw, selection.selected_ppm)
+    ]
+    assert eligible == selection.names
+    assert not any(
+        is_selected(lotteries[lowest[-1]], selection.draw, share)
+        for share in [selection.selected_ppm - 1]
+    )
+
+
+def test_all_attempts_at_a_round_have_one_draw_and_rounds_have_new_ones():
+    lottery = TicketLottery(LargeFleet(200))
+    first = select(lottery)
+    assert select(lottery, now=NOW + 100) == first
+    fewer = select(lottery, available=first.names[1:] + NAMES[:5], now=NOW + 100)
+    assert fewer.draw == first.draw
+    assert select(lottery, round_=2, now=NOW + 100).draw == NOW + 100
+    assert select(lottery, round_=3, now=NOW - 50).draw == NOW + 100  # the clock was set back
+    assert select(lottery, round_=3, now=NOW + 80_000).draw == NOW + 80_000  # too old by then
+
+
+def test_a_repeated_attempt_states_its_draw_and_share_again():
+    fleet = LargeFleet(200)
+    first = select(TicketLottery(fleet))
+    after = TicketLottery(fleet)
+    assert after.restate(first.names, first.draw, 8) == first
+    fleet.size = 100_000
+    for name in NAMES:  # their enrolments are renewed
+        fleet.enrol(name, random.Random(name).randbytes(32), NOW + 1e6)
+    assert after.restate(first.names, first.draw, 8) is None
+
+
+def test_a_share_that_holds_too_few_available_devices_is_explained():
+    lottery = TicketLottery(LargeFleet(1_000_000))
+    selection = select(lottery)
+    assert len(selection.names) < 8
+    assert selection.shortage == (
+        f"of 200 available devices, {len(selection.names)} are eligible in draw {selection.draw}: "
+        "with 1000000 enrolled devices, the devices accept a selection from 80 millionths of them "
+        "for a sum over 8 ([privacy] selection_slack in their policy.toml)"
+    )
+
+
+def test_a_tenth_of_the_fleet_is_enough():
+    """Draws of the next seconds are tried until the quorum is eligible."""
+    fleet = LargeFleet(2000)
+    lottery = TicketLottery(fleet)
+    for round_ in range(1, 30):
+        selection = select(lottery, round_)
+        assert not selection.shortage
+        assert selection.selected_ppm <= largest_share(10, 8, 2000) < MILLION
+    assert fleet.last_draw < NOW + 600
+
+
+def test_devices_without_an_enrolment_are_not_selected():
+    selection = select(TicketLottery(LargeFleet(50)), available=["stranger", *NAMES[:9]])
+    assert selection.names == NAMES[:9]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_in_a_small_fleet_everyone_is_eligible(devices):
+    fleet = LargeFleet(devices)
+    selection = select(TicketLottery(fleet), available=NAMES[:devices], needed=devices)
+    assert selection.names == NAMES[:devices]
+    assert time.time() > NOW or selection.draw == NOW
