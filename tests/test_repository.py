@@ -28,7 +28,10 @@ NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
 COMMANDS = [
     "isthmus cancel --state JOB",
-    "isthmus chaos --clients --json --minutes --plan --seed --set --state JOB",
+    (
+        "isthmus chaos --clients --crash-sweep --json --minutes --plan --sample --seed --set "
+        "--state JOB"
+    ),
     "isthmus client join --state --token-file TOKEN URL",
     (
         "isthmus client start --data --die-with-parent --hours --log-file --name --policy "

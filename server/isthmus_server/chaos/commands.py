@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from isthmus.errors import UserError
 from isthmus.job.schema import load_job, with_changes
+
+if TYPE_CHECKING:
+    from isthmus_server.chaos.crash_sweep import SweepReport
+    from isthmus_server.chaos.session import ChaosReport
 
 
 @click.command()
@@ -35,6 +40,17 @@ from isthmus.job.schema import load_job, with_changes
     help="New directory for the deployment, which is kept. Default: a temporary one, which is "
     "kept if an invariant was violated.",
 )
+@click.option(
+    "--crash-sweep",
+    is_flag=True,
+    help="Instead of a plan: kill each process before and after each of its durable steps.",
+)
+@click.option(
+    "--sample",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --crash-sweep: only N of the crashes, drawn with the seed.",
+)
 @click.option("--plan", "only_plan", is_flag=True, help="Print the plan and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end.")
 def chaos(
@@ -44,6 +60,8 @@ def chaos(
     clients: int | None,
     overrides: tuple[str, ...],
     state: Path | None,
+    crash_sweep: bool,
+    sample: int | None,
     only_plan: bool,
     as_json: bool,
 ) -> None:
@@ -55,6 +73,8 @@ def chaos(
     from isthmus_server.chaos.plan import make_plan
 
     loaded = load_job(job, overrides)
+    if sample is not None and not crash_sweep:
+        raise UserError("--sample needs --crash-sweep")
     if clients is not None:
         loaded = with_changes(loaded, {"federated.clients": clients})
     faults = make_plan(seed, minutes, loaded.federated.clients, loaded.datacenter.ranks)
@@ -72,25 +92,24 @@ def chaos(
     with ParticipantForkServer.fork(
         ranks=loaded.datacenter.ranks > 0, program=worker.run
     ) as fork_server:
+        from isthmus_server.chaos.crash_sweep import CrashSweep
         from isthmus_server.chaos.deployment import ChaosDeployment
         from isthmus_server.chaos.session import ChaosSession
 
         directory = state or Path(tempfile.mkdtemp(prefix="isthmus-chaos-"))
         deployment = ChaosDeployment(loaded, job.resolve().parent, directory, fork_server)
         say = (lambda _: None) if as_json else click.echo
-        report = run_until_stopped(ChaosSession(deployment, faults, say).run())
+        session: ChaosSession | CrashSweep = ChaosSession(deployment, faults, say)
+        if crash_sweep:
+            session = CrashSweep(deployment, say, seed=seed, sample=sample)
+        report: ChaosReport | SweepReport = run_until_stopped(session.run())
     kept = state is not None or bool(report.violations)
     if not kept:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(directory)
+        shutil.rmtree(directory, ignore_errors=True)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))
     else:
-        click.echo(
-            f"{len(report.faults)} faults, {report.jobs} jobs with {report.rounds} rounds under "
-            f"faults, {report.same_models} with the same model as without; "
-            f"{len(report.violations)} violations"
-        )
+        click.echo(report.summary())
         if kept:
             click.echo(f"the deployment is in {directory}")
     if report.violations:

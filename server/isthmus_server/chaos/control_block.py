@@ -1,4 +1,4 @@
-"""A small file in shared memory by which the injector tells one process which faults it has now."""
+"""A small file in shared memory that tells a process which faults it has, and counts its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 NO_FAULT, IO_ERROR, FULL_DISK, TORN_WRITE = range(4)
 """What the process's writes meet."""
 
-_LAYOUT = struct.Struct("<dqq")
+_LAYOUT = struct.Struct("<dqqqq")
+_CLOCK, _DISK, _HITS, _STEPS, _CRASH = range(0, _LAYOUT.size, 8)
+NEVER = 0
+"""No crash is planned."""
 
 
 class ControlBlock:
@@ -20,6 +23,7 @@ class ControlBlock:
     """
 
     def __init__(self, path: Path) -> None:
+        self._crash_note = path.with_suffix(".crash")
         if not path.exists():
             path.write_bytes(bytes(_LAYOUT.size))
         with path.open("r+b") as file:
@@ -28,29 +32,67 @@ class ControlBlock:
     @property
     def clock_offset(self) -> float:
         """Seconds that the process adds to the time."""
-        offset: float = _LAYOUT.unpack_from(self._map)[0]
+        offset: float = struct.unpack_from("<d", self._map, _CLOCK)[0]
         return offset
+
+    @clock_offset.setter
+    def clock_offset(self, seconds: float) -> None:
+        struct.pack_into("<d", self._map, _CLOCK, seconds)
 
     @property
     def disk(self) -> int:
         """`NO_FAULT`, or the fault that every write of the process meets."""
-        fault: int = _LAYOUT.unpack_from(self._map)[1]
-        return fault
+        return self._get(_DISK)
+
+    @disk.setter
+    def disk(self, fault: int) -> None:
+        self._set(_DISK, fault)
 
     @property
     def hits(self) -> int:
         """Calls that met a fault."""
-        count: int = _LAYOUT.unpack_from(self._map)[2]
-        return count
-
-    def set_clock_offset(self, seconds: float) -> None:
-        """Set the clock of the process."""
-        struct.pack_into("<d", self._map, 0, seconds)
-
-    def set_disk(self, fault: int) -> None:
-        """Let writes fail, or succeed again."""
-        struct.pack_into("<q", self._map, 8, fault)
+        return self._get(_HITS)
 
     def count_hit(self) -> None:
         """Count a call that met a fault; two threads may count one instead of two."""
-        struct.pack_into("<q", self._map, 16, self.hits + 1)
+        self._set(_HITS, self.hits + 1)
+
+    @property
+    def steps(self) -> int:
+        """Durable steps that the process and those forked from it have made."""
+        return self._get(_STEPS)
+
+    @property
+    def crash_at(self) -> int:
+        """Twice the step at which the process kills itself, plus one for after it; or `NEVER`."""
+        return self._get(_CRASH)
+
+    @crash_at.setter
+    def crash_at(self, moment: int) -> None:
+        self._set(_CRASH, moment)
+
+    def reach(self, moment: int) -> bool:
+        """Whether the process has to kill itself at a moment; it does so once."""
+        if moment % 2 == 0:
+            self._set(_STEPS, moment // 2)
+        if self.crash_at != moment:
+            return False
+        self.crash_at = NEVER
+        return True
+
+    def note_crash(self, about: str) -> None:
+        """Write down the step at which the process crashes."""
+        self._crash_note.write_text(about)
+
+    def take_crash(self) -> str:
+        """The step at which the process crashed since the last call; empty if it did not."""
+        about = self._crash_note.read_text() if self._crash_note.exists() else ""
+        self._crash_note.unlink(missing_ok=True)
+        return about
+
+    def _get(self, at: int) -> int:
+        value: int = struct.unpack_from("<q", self._map, at)[0]
+        return value
+
+    def _set(self, at: int, value: int) -> None:
+        struct.pack_into("<q", self._map, at, value)

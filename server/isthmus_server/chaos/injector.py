@@ -93,16 +93,16 @@ class FaultInjector:
     async def _disturb_disk(self, fault: Fault) -> str:
         control = self.deployment.processes[fault.target].control
         before = control.hits
-        control.set_disk(_DISK[fault.kind])
+        control.disk = _DISK[fault.kind]
         await asyncio.sleep(fault.seconds)
-        control.set_disk(control_block.NO_FAULT)
+        control.disk = control_block.NO_FAULT
         return f"{control.hits - before} calls failed"
 
     async def _disturb_clock(self, fault: Fault) -> str:
         control = self.deployment.processes[fault.target].control
-        control.set_clock_offset(fault.amount)
+        control.clock_offset = fault.amount
         await asyncio.sleep(fault.seconds)
-        control.set_clock_offset(0.0)
+        control.clock_offset = 0.0
         return ""
 
 

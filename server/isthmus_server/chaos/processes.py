@@ -41,6 +41,7 @@ class SupervisedProcess:
         """Ends of the process that nobody caused, each with its last line of output."""
         self.failed = ""
         """Why it is not started again; empty while it is."""
+        self.restart_seconds = _RESTART_SECONDS
         self._arguments = [str(control), str(folder), *arguments]
         self._fork_server = fork_server
         self._program: Program | None = None
@@ -96,14 +97,14 @@ class SupervisedProcess:
             self._program = None
             if self._stopping:
                 return
-            if self._pause is None:
+            if self._pause is None and code != -signal.SIGKILL:
                 self.exits.append(f"ended with status {code}: {_last_line(self.log)}")
                 now = time.monotonic()
                 ends = [end for end in ends if now - end < _EXIT_WINDOW] + [now]
                 if len(ends) >= _MAX_EXITS and not self.control.disk:
                     self.failed = f"ended {len(ends)} times within {_EXIT_WINDOW:.0f} s"
                     return
-            pause = _RESTART_SECONDS if self._pause is None else self._pause
+            pause = self.restart_seconds if self._pause is None else self._pause
             self._pause = None
             await asyncio.sleep(pause)
 

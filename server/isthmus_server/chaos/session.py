@@ -35,6 +35,13 @@ class ChaosReport:
     notes: list[str] = dataclasses.field(default_factory=list)
     reference_sha256: str = ""
 
+    def summary(self) -> str:
+        """The figures in one line."""
+        return (
+            f"{len(self.faults)} faults, {self.jobs} jobs with {self.rounds} rounds under faults, "
+            f"{self.same_models} with the same model as without; {len(self.violations)} violations"
+        )
+
 
 class ChaosSession:
     """Runs a job without faults, then again and again under faults, and checks the invariants."""

@@ -8,14 +8,16 @@ is in the product: only processes that `isthmus chaos` starts import it.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import io
 import os
 import resource
+import signal
 import sqlite3
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ _folder = ""
 
 _real_time, _real_time_ns = time.time, time.time_ns
 _real_open, _real_os_open, _real_fsync, _real_replace = io.open, os.open, os.fsync, os.replace
+_real_rename, _real_unlink = os.rename, os.unlink
 _real_connect = sqlite3.connect
 
 _WRITES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "BEGIN", "COMMIT")
@@ -48,6 +51,7 @@ def install() -> None:
     builtins.open = io.open = _open
     os.open = _os_open
     os.fsync, os.replace = _fsync, _replace  # type: ignore[assignment]  # they take any arguments
+    os.rename, os.unlink = _rename, _unlink  # type: ignore[assignment]  # they take any arguments
     sqlite3.connect = _connect  # type: ignore[assignment]  # it takes any arguments
 
 
@@ -59,6 +63,29 @@ def run() -> None:
     from isthmus import cli
 
     cli.main()
+
+
+# -- durable steps ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _durable_step(name: str, path: object) -> Iterator[None]:
+    """Count a call that changes what is left after a crash, and crash before or after it."""
+    if _control is None or not _absolute(path).startswith(_folder):
+        yield
+        return
+    step = _control.steps + 1
+    about = f"{name} {Path(os.fsdecode(path)).name}"  # type: ignore[arg-type]  # a path
+    _crash_at(2 * step, about)
+    yield
+    _crash_at(2 * step + 1, about)
+
+
+def _crash_at(moment: int, about: str) -> None:
+    assert _control is not None
+    if _control.reach(moment):
+        _control.note_crash(about)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- the clock -------------------------------------------------------------------------------------
@@ -121,15 +148,14 @@ def _open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options
         return _real_open(file, mode, buffering, **options)
     elif (fault := _fault()) and not Path(os.fsdecode(file)).exists():
         raise _fail(fault, file)
-    raw = _FaultyFile(
-        file, mode.replace("b", "").replace("t", ""), closefd=options.pop("closefd", True)
-    )
+    raw_mode = mode.replace("b", "").replace("t", "")
+    closefd = options.pop("closefd", True)
+    with contextlib.nullcontext() if isinstance(file, int) else _durable_step("open", file):
+        raw = _FaultyFile(file, raw_mode, closefd=closefd)
     if buffering == 0:
         return raw
     size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
-    buffered: Any = io.BufferedWriter(raw, size)
-    if "+" in mode:
-        buffered = io.BufferedRandom(raw, size)
+    buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw, size)
     if "b" in mode:
         return buffered
     return io.TextIOWrapper(buffered, line_buffering=buffering == 1, **options)
@@ -146,6 +172,16 @@ def _path_of(handle: int) -> str:
         return ""
 
 
+def _rename(source: Any, target: Any, **options: Any) -> None:
+    with _durable_step("rename", target):
+        _real_rename(source, target, **options)
+
+
+def _unlink(path: Any, **options: Any) -> None:
+    with _durable_step("unlink", path):
+        _real_unlink(path, **options)
+
+
 def _os_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
     if flags & os.O_CREAT and (fault := _fault(path)) and not Path(os.fsdecode(path)).exists():
         raise _fail(fault, path)
@@ -156,13 +192,15 @@ def _fsync(handle: Any) -> None:
     number = handle if isinstance(handle, int) else handle.fileno()
     if (fault := _fault()) and _path_of(number).startswith(_folder):
         raise _fail(fault)
-    _real_fsync(handle)
+    with _durable_step("fsync", _path_of(number)):
+        _real_fsync(handle)
 
 
 def _replace(source: Any, target: Any, **options: Any) -> None:
     if fault := _fault(target):
         raise _fail(fault, target)
-    _real_replace(source, target, **options)
+    with _durable_step("replace", target):
+        _real_replace(source, target, **options)
 
 
 # -- SQLite, which writes in C ---------------------------------------------------------------------
@@ -191,8 +229,12 @@ class _FaultyConnection(sqlite3.Connection):
 
     def _guarded(self, sql: str, call: Callable[[], _T]) -> _T:
         fault = _fault(self.file) if self.file else NO_FAULT
-        if fault == NO_FAULT or not sql.lstrip().upper().startswith(_WRITES):
+        verb = sql.split(maxsplit=1)[0].upper()
+        if not self.file or verb not in _WRITES:
             return call()
+        if fault == NO_FAULT:
+            with _durable_step(verb, self.file):
+                return call()
         assert _control is not None
         if fault == FULL_DISK:
             _control.count_hit()

@@ -68,7 +68,7 @@ def fail_in_every_way(folder, control):
         control_block.TORN_WRITE,
         control_block.NO_FAULT,
     ):
-        control.set_disk(fault)
+        control.disk = fault
         insert = [attempt(lambda: db.execute("INSERT INTO rows VALUES ('x')")) for _ in range(2)]
         results.setdefault(str(fault), []).append(
             [
@@ -101,7 +101,7 @@ def test_writes_in_the_folder_fail_while_the_fault_lasts(under_faults):
 
 def jump(folder, control):
     before = time.time()
-    control.set_clock_offset(-3600.0)
+    control.clock_offset = -3600.0
     return {"moved": time.time() - before, "steady": time.monotonic() > 0}
 
 
