@@ -29,8 +29,8 @@ TOOLS = PROJECT["tool"]
 COMMANDS = [
     "isthmus cancel --state JOB",
     (
-        "isthmus chaos --clients --crash-sweep --json --minutes --plan --sample --seed --set "
-        "--state JOB"
+        "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --plan --sample "
+        "--seed --set --state JOB"
     ),
     "isthmus client join --state --token-file TOKEN URL",
     (

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 from pathlib import Path
 
 from isthmus.errors import UserError
 
+_DRAFT = ".draft"
+
 
 def write_private_file(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably, readable by its owner only (mode 0600)."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    """Write a file atomically and durably, readable by its owner only (mode 0600).
+
+    Drafts of writers that were killed are removed. At most one process may write a file at a time;
+    another one would fail, with the file unchanged.
+    """
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*{_DRAFT}"):
+        abandoned.unlink(missing_ok=True)
+    handle, draft = tempfile.mkstemp(  # with mode 0600
+        dir=path.parent, prefix=f".{path.name}.", suffix=_DRAFT
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 )
 @click.option("--clients", type=click.IntRange(0, 64), help="Devices. Default: as in the job.")
 @click.option(
+    "--datacenters",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="Datacenters with datacenter.ranks ranks each, if the job has any.",
+)
+@click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job."
 )
 @click.option(
@@ -58,6 +65,7 @@ def chaos(
     seed: int,
     minutes: float,
     clients: int | None,
+    datacenters: int,
     overrides: tuple[str, ...],
     state: Path | None,
     crash_sweep: bool,
@@ -77,7 +85,9 @@ def chaos(
         raise UserError("--sample needs --crash-sweep")
     if clients is not None:
         loaded = with_changes(loaded, {"federated.clients": clients})
-    faults = make_plan(seed, minutes, loaded.federated.clients, loaded.datacenter.ranks)
+    ranks = loaded.datacenter.ranks
+    clusters = datacenters if ranks else 0
+    faults = make_plan(seed, minutes, loaded.federated.clients, clusters, ranks)
     if only_plan:
         if as_json:
             click.echo(json.dumps([dataclasses.asdict(fault) for fault in faults], indent=1))
@@ -89,15 +99,14 @@ def chaos(
     from isthmus_server.commands import run_until_stopped
     from isthmus_server.local.fork_server import ParticipantForkServer
 
-    with ParticipantForkServer.fork(
-        ranks=loaded.datacenter.ranks > 0, program=worker.run
-    ) as fork_server:
+    with ParticipantForkServer.fork(ranks=ranks > 0, program=worker.run) as fork_server:
         from isthmus_server.chaos.crash_sweep import CrashSweep
         from isthmus_server.chaos.deployment import ChaosDeployment
         from isthmus_server.chaos.session import ChaosSession
 
         directory = state or Path(tempfile.mkdtemp(prefix="isthmus-chaos-"))
-        deployment = ChaosDeployment(loaded, job.resolve().parent, directory, fork_server)
+        base = job.resolve().parent
+        deployment = ChaosDeployment(loaded, base, directory, fork_server, datacenters)
         say = (lambda _: None) if as_json else click.echo
         session: ChaosSession | CrashSweep = ChaosSession(deployment, faults, say)
         if crash_sweep:

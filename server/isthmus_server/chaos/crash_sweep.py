@@ -41,6 +41,10 @@ class SweepReport:
 
     points: int = 0
     """Crashes that took place."""
+    same_models: int = 0
+    """Jobs with the same SHA-256 as the one without crashes."""
+    not_compared: int = 0
+    """Jobs in which other participants were accepted."""
     not_reached: int = 0
     violations: list[str] = dataclasses.field(default_factory=list)
     steps: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -50,8 +54,8 @@ class SweepReport:
     def summary(self) -> str:
         """The figures in one line."""
         return (
-            f"{self.points} crashes, {self.not_reached} not reached; "
-            f"{len(self.violations)} violations"
+            f"{self.points} crashes, {self.same_models} with the same model as without, "
+            f"{self.not_compared} with other participants; {len(self.violations)} violations"
         )
 
 
@@ -90,7 +94,8 @@ class CrashSweep:
                 return self.report
             after = self._steps()
             self.report.steps = {name: after[name] - before[name] for name in after}
-            self.report.reference_sha256 = reference
+            self.report.reference_sha256 = self._checker.model(reference)
+            await asyncio.to_thread(self._checker.check)
             self._say(f"durable steps of one job: {self.report.steps}")
             for process in self.deployment.processes.values():
                 process.restart_seconds = _RESTART_SECONDS
@@ -117,23 +122,28 @@ class CrashSweep:
     async def _crash(self, point: CrashPoint, reference: str) -> None:
         control = self.deployment.processes[point.process].control
         control.crash_at = 2 * (control.steps + point.step) + point.after
-        found = await self._run_job()
+        id_ = await self._run_job()
         about, control.crash_at = control.take_crash(), NEVER
-        if not about:
-            self.report.not_reached += 1
-            self._say(f"{point}  was not reached")
-        else:
+        if about:
             self.report.points += 1
-            self._say(f"{point}  {about}")
-        if found is None:
-            self._violation(f"{point} ({about}): the job did not finish")
-        elif found != reference:
-            self._violation(f"{point} ({about}): the model differs")
+        else:
+            self.report.not_reached += 1
+        self._say(f"{point}  {about or 'was not reached'}")
         for violation in await asyncio.to_thread(self._checker.check):
             self._violation(f"{point} ({about}): {violation}")
+        if id_ is None:
+            self._violation(f"{point} ({about}): the job did not finish")
+        elif self._checker.model(id_) == self.report.reference_sha256:
+            self.report.same_models += 1
+        elif (number := self._checker.differing_round(reference, id_)) is not None:
+            self.report.not_compared += 1
+            self._say(f"           not compared: other participants are in round {number}")
+        else:
+            self._violation(f"{point} ({about}): the model differs")
 
     async def _run_job(self) -> str | None:
-        """Submit the job and wait for its end; the SHA-256 of its model, None without one."""
+        """Submit the job and wait for its end; its id, or None if it did not finish."""
+        await self.deployment.until_connected()
         earlier = set(self.deployment.jobs())
         deadline = time.monotonic() + _JOB_SECONDS
         while True:
@@ -150,7 +160,7 @@ class CrashSweep:
             if time.monotonic() > deadline:
                 return None
             await asyncio.sleep(_POLL_SECONDS)
-        return self._checker.model(id_) if state == "finished" else None
+        return id_ if state == "finished" else None
 
     def _steps(self) -> dict[str, int]:
         return {name: process.control.steps for name, process in self.deployment.processes.items()}

@@ -20,7 +20,7 @@ from isthmus.identity import joining, tls
 from isthmus.job import Job
 from isthmus.job.schema import with_changes
 from isthmus.wire import operator_pb2
-from isthmus_server.chaos.plan import DATACENTER, SERVER, device_names
+from isthmus_server.chaos.plan import SERVER, datacenter_names, device_names
 from isthmus_server.chaos.processes import SupervisedProcess
 from isthmus_server.chaos.proxy import DisturbedLink
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
@@ -40,15 +40,28 @@ class ChaosDeployment:
     """The processes, links and directories of one deployment."""
 
     def __init__(
-        self, job: Job, base: Path, directory: Path, fork_server: ParticipantForkServer
+        self,
+        job: Job,
+        base: Path,
+        directory: Path,
+        fork_server: ParticipantForkServer,
+        datacenters: int,
     ) -> None:
-        """Prepare a job for the deployment; `base` is the folder that its paths start from.
+        """Prepare a job for the deployment.
+
+        Args:
+            job: the numbers of devices and of ranks per datacenter are taken from it.
+            base: the folder that the job's paths start from.
+            directory: where the deployment's state is created.
+            fork_server: starts the processes.
+            datacenters: their number, if the job has ranks.
 
         Raises:
             UserError: the task is not a file, or a participant is missing.
         """
         self.devices = job.federated.clients
         self.ranks = job.datacenter.ranks
+        self.datacenters = datacenters if self.ranks else 0
         if not self.devices and not self.ranks:
             raise UserError("the job starts no participants: set federated.clients, or --clients")
         self.directory = directory.absolute()
@@ -101,13 +114,13 @@ class ChaosDeployment:
             shard = f"{index}/{self.devices}"
             start = ["client", "start", "--state", str(state), "--server", proxied]
             self._add(name, [*start, "--shard", shard, "--tasks", str(self.tasks)])
-        if self.ranks:
-            state = self.participant_state(DATACENTER)
-            await self._join(DATACENTER, "datacenter", state / "membership")
-            proxied = await self._proxied(DATACENTER)
+        for name in datacenter_names(self.datacenters):
+            state = self.participant_state(name)
+            await self._join(name, "datacenter", state / "membership")
+            proxied = await self._proxied(name)
             launch = ["datacenter", "launch", "--state", str(state), "--server", proxied]
             ranks = ["--ranks", str(self.ranks), "--grace", "5", "--tasks", str(self.tasks)]
-            self._add(DATACENTER, [*launch, *ranks])
+            self._add(name, [*launch, *ranks])
 
     async def stop(self) -> list[str]:
         """End every process; returns a sentence for each that did not end by itself."""
@@ -140,6 +153,11 @@ class ChaosDeployment:
         self.links[name] = DisturbedLink(self.port)
         await self.links[name].listen()
         return f"127.0.0.1:{self.links[name].port}"
+
+    async def until_connected(self) -> None:
+        """Wait until every participant has a connection to the server."""
+        while not all(link.connected for link in self.links.values()):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _until_listening(self) -> None:
         end = time.monotonic() + _START_SECONDS

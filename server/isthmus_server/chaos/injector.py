@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from isthmus_server.chaos import control_block, plan
 from isthmus_server.chaos.deployment import ChaosDeployment
-from isthmus_server.chaos.plan import DATACENTER, RANK, SERVER, Fault
+from isthmus_server.chaos.plan import RANK, SERVER, Fault
 from isthmus_server.chaos.proxy import DisturbedLink
 
 _DISK = {
@@ -48,8 +48,9 @@ class FaultInjector:
         self._ended(fault, note)
 
     async def _disturb_process(self, fault: Fault) -> str:
-        if fault.target == RANK:
-            pid = self.deployment.processes[DATACENTER].descendant(int(fault.amount))
+        if fault.target.endswith(RANK):
+            service = self.deployment.processes[fault.target.removesuffix(RANK)]
+            pid = service.descendant(int(fault.amount))
             stop = fault.kind == plan.STOP
             if pid is None or not _signal(pid, signal.SIGSTOP if stop else signal.SIGKILL):
                 return "none was running"

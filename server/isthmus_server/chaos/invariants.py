@@ -16,7 +16,7 @@ from isthmus_server.chaos.deployment import ChaosDeployment
 
 _ALIVE = ("queued", "running", "paused")
 _TRIES = 5
-_TEMPORARY = ("*.tmp", ".*.json.*", ".*.pem.*", ".*.key.*")
+_TEMPORARY = ("*.tmp", "*.draft")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,15 @@ class InvariantChecker:
         """The SHA-256 of the final model of a finished job."""
         final = self._final_record(id_)
         return str(final["model_sha256"])
+
+    def differing_round(self, id_: str, other: str) -> int | None:
+        """The first round of a job that another did not have with the same participants."""
+        rounds = self.rounds[other]
+        for number, row in self.rounds[id_].items():
+            same = rounds.get(number)
+            if same is None or (same.regime, same.accepted) != (row.regime, row.accepted):
+                return number
+        return None
 
     # -- the parts ---------------------------------------------------------------------------------
 

@@ -23,9 +23,8 @@ TORN_WRITE = "torn-write"
 CLOCK_JUMP = "clock-jump"
 
 SERVER = "server"
-DATACENTER = "cluster-0"
-RANK = "rank"
-"""One of the datacenter's ranks; its number is the fault's amount."""
+RANK = "/rank"
+"""Ends the target of a fault of a datacenter's rank; its number is the fault's amount."""
 
 _DECK = {
     KILL: 3,
@@ -80,12 +79,12 @@ class Fault:
         """Kind, target and figures in one line.
 
         >>> Fault(at=1.0, kind="delay", target="phone-1", seconds=3.0, amount=0.2).describe()
-        'delay       phone-1    3.0 s  200 ms each way'
+        'delay       phone-1         3.0 s  200 ms each way'
         """
         extra = {DELAY: f"  {1000 * self.amount:.0f} ms each way"}.get(self.kind, "")
         if self.kind == CLOCK_JUMP:
             extra = f"  by {self.amount:+.0f} s"
-        return f"{self.kind:<11} {self.target:<9} {self.seconds:4.1f} s{extra}"
+        return f"{self.kind:<11} {self.target:<14} {self.seconds:4.1f} s{extra}"
 
 
 def device_names(count: int) -> list[str]:
@@ -93,23 +92,30 @@ def device_names(count: int) -> list[str]:
     return [f"phone-{index}" for index in range(count)]
 
 
-def make_plan(seed: int, minutes: float, devices: int, ranks: int) -> list[Fault]:
-    """The faults of a plan in order of time; all end before its end.
+def datacenter_names(count: int) -> list[str]:
+    """The names of the deployment's datacenters."""
+    return [f"cluster-{index}" for index in range(count)]
 
-    >>> make_plan(1, 0.5, 3, 0) == make_plan(1, 0.5, 3, 0)
+
+def make_plan(seed: int, minutes: float, devices: int, datacenters: int, ranks: int) -> list[Fault]:
+    """The faults of a plan in order of time; all end before its end. `ranks`: of each datacenter.
+
+    >>> make_plan(1, 0.5, 3, 0, 0) == make_plan(1, 0.5, 3, 0, 0)
     True
     """
-    about = f"isthmus/chaos/{seed}/{minutes}/{devices}/{ranks}"
+    about = f"isthmus/chaos/{seed}/{minutes}/{devices}/{datacenters}/{ranks}"
     draw = random.Random(about)  # noqa: S311 - repeatable, not secret
     kinds = _Deck(draw, [kind for kind, count in _DECK.items() for _ in range(count)])
-    targets = {part: _targets(draw, part, devices, ranks) for part in sorted({*_PART.values()})}
+    targets = {
+        part: _targets(draw, part, devices, datacenters) for part in sorted({*_PART.values()})
+    }
     end, at = 60.0 * minutes, 0.5
     busy: dict[tuple[str, str], float] = {}
     plan: list[Fault] = []
     while at < end - 1.0:
         kind = next(kinds)
         target = next(targets[_PART[kind]])
-        seconds, amount = _figures(draw, kind, ranks if target == RANK else 0)
+        seconds, amount = _figures(draw, kind, ranks if target.endswith(RANK) else 0)
         begin = max(at, busy.get((target, _PART[kind]), 0.0))
         if begin < end - 1.0:
             fault = Fault(
@@ -142,13 +148,13 @@ class _Deck(Generic[_T]):
         return self
 
 
-def _targets(draw: random.Random, part: str, devices: int, ranks: int) -> _Deck[str]:
-    """As often the server as a device, and the datacenter's service and ranks if there are any."""
+def _targets(draw: random.Random, part: str, devices: int, datacenters: int) -> _Deck[str]:
+    """Half as often the server as all devices, and sometimes a datacenter or one of its ranks."""
     names = device_names(devices)
     cards = [*names, *[SERVER] * max(1, (len(names) + 1) // 2)]
-    if ranks:
-        cards += [DATACENTER] * max(1, len(names) // 3)
-        cards += [RANK] * (ranks if part == "process" else 0)
+    for name in datacenter_names(datacenters):
+        cards += [name] * max(1, len(names) // 3)
+        cards += [name + RANK] * (2 if part == "process" else 0)
     return _Deck(draw, cards)
 
 

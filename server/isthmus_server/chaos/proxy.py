@@ -25,6 +25,11 @@ class DisturbedLink:
         self._delay = 0.0
         self.port = 0
 
+    @property
+    def connected(self) -> bool:
+        """Whether the participant has a connection to the server."""
+        return bool(self._ends)
+
     async def listen(self) -> None:
         """Listen at a free loopback port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

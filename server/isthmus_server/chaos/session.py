@@ -165,18 +165,10 @@ class ChaosSession:
         self.report.rounds = sum(len(rounds[id_]) for id_ in rounds if id_ != reference)
         self.report.attempts = self._checker.attempts
         for id_ in others:
-            differing = [
-                number
-                for number, row in rounds[reference].items()
-                if (got := rounds[id_].get(number)) is None
-                or (got.regime, got.accepted) != (row.regime, row.accepted)
-            ]
             if self._checker.model(id_) == expected:
                 self.report.same_models += 1
-            elif differing:
-                self._note(
-                    f"{id_} is not compared: other participants are in its round {differing[0]}"
-                )
+            elif (number := self._checker.differing_round(reference, id_)) is not None:
+                self._note(f"{id_} is not compared: other participants are in its round {number}")
             else:
                 self._violations([f"{id_} ended with another model than {reference}"])
 
