@@ -111,6 +111,9 @@ class SealedDatabase:
         database = cls(file, schema)
         if not database.head.exists():
             database.write_head()
+        else:  # after a crash it is one commit behind; otherwise this writes nothing
+            with contextlib.suppress(OSError):
+                database.write_head()
         return database
 
     def _prepare(self, schema: str) -> None:
