@@ -221,7 +221,9 @@ def save_until_killed(rank: int, open_command: dict[str, Any], state: str, progr
         engine.checkpoints.begin_save(step, engine.shard, engine.optimizer)
         engine.checkpoints.finish_save()
         if rank == 0:
-            Path(progress).write_text(str(step))
+            draft = Path(f"{progress}.draft")
+            draft.write_text(str(step))
+            draft.replace(progress)  # a kill leaves one number or the other
             engine.checkpoints.keep_only({step - 1, step})
 
 

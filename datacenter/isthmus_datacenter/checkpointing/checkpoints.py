@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -32,9 +33,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
-from isthmus.errors import UserError
+from isthmus.errors import DamagedError, UserError
+from isthmus_datacenter.checkpointing.digests import HashingWriter, check_files, is_complete
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
+
+log = logging.getLogger(__name__)
 
 _GROUPS = "optimizer|groups"
 _SCALER = "optimizer|scaler"
@@ -139,7 +143,7 @@ class ShardedCheckpoints:
             dist.broadcast_object_list(name, src=0)
         written = async_save(
             state,
-            storage_writer=FileSystemWriter(self.directory / name[0]),
+            storage_writer=HashingWriter(self.directory / name[0]),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=_writer_group(),
             async_stager=stager,
@@ -177,6 +181,15 @@ class ShardedCheckpoints:
 
     # -- loading --------------------------------------------------------------------------------
 
+    def check(self, step: int) -> None:
+        """Check this rank's share of the files of a step's checkpoint. All ranks call this.
+
+        Raises:
+            DamagedError: a file is not the one that was written.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        check_files(self.directory / f"step-{step}", rank, ranks)
+
     def restore(self, step: int, shard: ModelShard, optimizer: ShardedOptimizer) -> None:
         """Load a step into a shard and a *new* optimizer. All ranks call this together.
 
@@ -195,15 +208,19 @@ class ShardedCheckpoints:
         return self._newest("step", until)
 
     def newest_mid_round(self, lineage: str, until: int) -> MidRoundCheckpoint | None:
-        """Return the last checkpoint of a lineage up to a step. All ranks call this together."""
-        step = self._newest(f"mid-round-{lineage}", until)
+        """Return the last checkpoint of a lineage up to a step. All ranks call this together.
+
+        A damaged one is ignored: the round then begins at its start, with the same result.
+        """
+        step = self._newest(f"mid-round-{lineage}", until, intact=True)
         return None if step is None else MidRoundCheckpoint(lineage, step)
 
-    def _newest(self, prefix: str, until: int) -> int | None:
+    def _newest(self, prefix: str, until: int, *, intact: bool = False) -> int | None:
         newest: list[int | None] = [None]
         if dist.get_rank() == 0:
             links = [each.name for each in self.directory.glob(f"{prefix}-*")]
-            steps = [int(link.rpartition("-")[2]) for link in links if self._is_complete(link)]
+            usable = self._is_intact if intact else self._is_complete
+            steps = [int(link.rpartition("-")[2]) for link in links if usable(link)]
             newest[0] = max((step for step in steps if step <= until), default=None)
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(newest, src=0)
@@ -256,8 +273,16 @@ class ShardedCheckpoints:
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(path)
 
+    def _is_intact(self, link: str) -> bool:
+        try:
+            check_files(self.directory / link)
+        except DamagedError as error:
+            log.warning("%s is not used: %s", link, error)
+            return False
+        return True
+
     def _is_complete(self, link: str) -> bool:
-        return (self.directory / link / ".metadata").is_file()
+        return is_complete(self.directory / link)
 
 
 class _UncopiedStager(AsyncStager):

@@ -119,7 +119,7 @@ class Engine:
         All ranks call this together.
 
         Raises:
-            ConsensusError: there is no checkpoint of that step.
+            ConsensusError: there is no checkpoint of that step, or it is damaged.
         """
         if self.step == step:
             return
@@ -134,6 +134,7 @@ class Engine:
                     f"the datacenter has no checkpoint of step {step} in {self.placement.state}; "
                     "start it with the state directory it had before"
                 )
+            self.checkpoints.check(step)
         self.checkpoints.restore(step, self.shard, self.optimizer)
         self.step = step
 

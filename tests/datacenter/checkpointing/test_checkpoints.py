@@ -16,6 +16,7 @@ from tests.datacenter.conftest import wait_until
 from tests.warm_ranks import Ranks
 
 import isthmus_datacenter.service.service
+from isthmus.errors import UserError
 from isthmus.task.scoring import build_model
 from isthmus_datacenter.service.service import DatacenterService
 from isthmus_server.rounds.coordinator import Coordinator
@@ -149,3 +150,27 @@ def test_a_round_is_saved_when_machines_are_taken_away_and_resumed(
         prepared.layout.encode(prepared.layout.gather(build_model(prepared.task, job.seed)))
     )
     assert warm_datacenter.train("not-taken", 0, 60, sent, hand_back=True)[1] == model
+
+
+def test_a_damaged_checkpoint_is_refused(warm_datacenter: Any, make_setup: Any) -> None:
+    prepared = make_setup("Table", zero_stage=3, checkpoint_steps=1)
+    folder = warm_datacenter.service.state / "damaged"
+    warm_datacenter.open("damaged", prepared)
+    warm_datacenter.train("damaged", 0, 2)
+    step = folder / "step-2"
+    names = sorted(path.name for path in step.iterdir() if path.suffix != ".sha256")
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "digests.json"]
+    for name in names:
+        whole = (step / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        for content in (flipped, whole[:-1], b""):
+            (step / name).write_bytes(content)
+            warm_datacenter.open("damaged", prepared)  # nothing is in memory any more
+            with pytest.raises(UserError, match=rf"{name}.* is damaged: .*isthmus runs rollback"):
+                warm_datacenter.train("damaged", 2, 4)
+        (step / name).write_bytes(whole)
+    warm_datacenter.open("damaged", prepared)
+    trained, blob = warm_datacenter.train("damaged", 2, 4, hand_back=True)
+    assert trained.steps == 2
+    assert blob
