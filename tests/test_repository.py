@@ -66,7 +66,7 @@ COMMANDS = [
     "isthmus submit --set --state JOB",
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",
-    "isthmus task pack --key --name --output FOLDER",
+    "isthmus task pack --key --name --output --version FOLDER",
     "isthmus task show PACKAGE",
     "isthmus why --json NUMBER RUN_DIR",
 ]

@@ -26,6 +26,7 @@ from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job
 from isthmus.job.section import DAYS, Hours, Section, sentences
 from isthmus.system.sealed_files import read_sealed, write_sealed
+from isthmus_clients.device.package_versions import PackageVersions
 
 _BUSCTL_SECONDS = 2.0
 _NOT_METERED = (2, 4)
@@ -131,8 +132,16 @@ class LimitsGuard:
         now: Callable[[], float] = time.time,
         power: Path = Path("/sys/class/power_supply"),
     ) -> None:
-        """`usage` is the file of the daily usage, `power` the sysfs directory of power supplies."""
+        """Prepare.
+
+        Args:
+            limits: of the owner.
+            usage: file of the daily usage; the versions of packages are recorded next to it.
+            now: Unix seconds.
+            power: the sysfs directory of power supplies.
+        """
         self.limits = limits
+        self.versions = PackageVersions(usage.with_name("packages.json"))
         self.now = now
         self._usage = usage
         self._power = power

@@ -67,7 +67,8 @@ def admit_job(
 
     Raises:
         AdmissionRefused: its owner does not allow the job, or its task, or the received data is not
-            a package, or not the one that was offered.
+            a package, not the one that was offered, or older than one that this device has had; or
+            the installed folder contains other files than its package.
         UserError: it cannot be installed.
         JobError: the job cannot be read.
     """
@@ -80,8 +81,10 @@ def admit_job(
     name = packages.name_of(job)
     if data is not None:
         _install(work.package, bytes(data), name, tasks, guard)
+    package = packages.check_loadable(tasks, name)
+    if package is not None:
+        guard.versions.check(package)
     if guard.limits.digests:
-        package = packages.installed(tasks, name)
         if package is None:
             raise AdmissionRefused(
                 f"its owner allows tasks by their digests (digests, in policy.toml), and {name!r} "
@@ -96,6 +99,7 @@ def _install(
     package = packages.read(data)
     if (package.name, package.digest, package.author) != (name, offer.digest, offer.author):
         raise AdmissionRefused(f"the package received for {name!r} is not the one that was offered")
+    guard.versions.check(package)
     packages.install(package, tasks, [bytes.fromhex(key) for key in guard.limits.authors])
     log.info("fetched and installed %s of the author %s", name, package.author.hex())
     folder = (tasks / name).resolve()

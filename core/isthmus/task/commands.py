@@ -8,6 +8,7 @@ import click
 
 from isthmus.errors import UserError
 from isthmus.task import packages
+from isthmus.task.manifest import MAX_VERSION
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -29,18 +30,41 @@ def key(file: Path) -> None:
 @click.option("--key", "key_file", required=True, type=_FILE, help="The author's signing key.")
 @click.option("--name", help="The folder it is installed as. Default: the folder's own name.")
 @click.option("--output", type=_FILE, help="Default: NAME.task.")
-def pack(folder: Path, key_file: Path, name: str | None, output: Path | None) -> None:
-    """Pack the files in FOLDER, signed, and print the digest."""
+@click.option(
+    "--version",
+    type=click.IntRange(min=1, max=MAX_VERSION),
+    help="Must increase with every change. Default: one above that of the package in --output, or "
+    "1 without one.",
+)
+def pack(
+    folder: Path, key_file: Path, name: str | None, output: Path | None, version: int | None
+) -> None:
+    """Pack the files in FOLDER, signed, and print file, digest and version.
+
+    Devices refuse a version below one that they have or had. Equal files keep their version.
+    """
     if key_file.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{key_file} is secret and must not be in {folder}; move it")
     name = name or folder.resolve().name
-    data = packages.pack(folder, name, packages.read_author(key_file))
-    output = output or Path(f"{name}.task")
+    output, author = output or Path(f"{name}.task"), packages.read_author(key_file)
+    data = packages.pack(folder, name, author, version or 1)
+    earlier = _read(output) if output.exists() else None
+    if earlier is not None and (earlier.name, earlier.author) == (
+        name,
+        author.public_key().public_bytes_raw(),
+    ):
+        package = packages.read(data)
+        if version is None:
+            unchanged = earlier.files == package.files
+            data = packages.pack(folder, name, author, earlier.version + (not unchanged))
+        else:
+            package.check_follows(earlier.version, earlier.digest)
     try:
         output.write_bytes(data)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
-    click.echo(f"{output} {packages.read(data).digest.hex()}")
+    package = packages.read(data)
+    click.echo(f"{output} {package.digest.hex()} version {package.version}")
 
 
 @task.command()
@@ -48,7 +72,8 @@ def pack(folder: Path, key_file: Path, name: str | None, output: Path | None) ->
 def show(package: Path) -> None:
     """List the content of PACKAGE and its author, without executing anything."""
     content = _read(package)
-    click.echo(f"{content.name}\nauthor {content.author.hex()}\ndigest {content.digest.hex()}")
+    click.echo(f"{content.name} version {content.version}")
+    click.echo(f"author {content.author.hex()}\ndigest {content.digest.hex()}")
     for path, data in content.files.items():
         click.echo(f"{len(data):>10} {path}")
 

@@ -49,6 +49,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from isthmus.errors import TaskError
+from isthmus.task import packages
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +231,7 @@ def check_installed(
 
     Raises:
         TaskError: it is not `path/to/file.py:Name` with a file in that directory.
+        AdmissionRefused: its folder was installed from a package and contains other files.
     """
     where = source.rpartition(":")[0]
     path = (tasks / where).resolve()
@@ -239,6 +241,7 @@ def check_installed(
             "its owner allows; put it there"
             + (", or name another directory with --tasks" if movable else "")
         )
+    packages.check_loadable(tasks, where.partition("/")[0])
 
 
 def _load_file(path: Path) -> Any:

@@ -1,8 +1,8 @@
 """Signed task packages: the files of a task in one archive, with a digest and a signature.
 
-    data = pack(folder, name, author)         # bytes of a zip file without compression
-    package = read(data)                      # verified; nothing is executed or written
-    install(package, tasks, approved)         # unpacked if its author is approved
+    data = pack(folder, name, author, version)  # bytes of a zip file without compression
+    package = read(data)                        # verified; nothing is executed or written
+    install(package, tasks, approved)           # unpacked if its author is approved
 
 The digest is that of the manifest, which contains the digests of the files; the author's Ed25519
 key signs it. Sizes, names and kinds in a zip file cannot be trusted: everything that is not exactly
@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
 import re
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.names import checked_name
 from isthmus.system.private_files import check_private, write_private_file
+from isthmus.task.manifest import Manifest, PackedFile
 
 if TYPE_CHECKING:
     from isthmus.job.schema import Job
@@ -41,6 +42,7 @@ MAX_FILES = 1000
 _MANIFEST, _SIGNATURE = "manifest.json", "signature"
 _KEPT = ".package"
 """Name of the package in the folder that it was unpacked into."""
+_CACHE = "__pycache__"
 _MAX_MANIFEST = 1 << 20
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -52,6 +54,8 @@ class Package:
     """A verified package: all digests match, and its author signed it."""
 
     name: str
+    version: int
+    """Only increases, for each author and name."""
     author: bytes
     """Ed25519 public key, 32 bytes."""
     digest: bytes
@@ -60,6 +64,27 @@ class Package:
     """Contents by path, with / as the separator."""
     data: bytes
     """The bytes of the package."""
+
+    def check_follows(self, version: int, digest: bytes) -> None:
+        """Refuse a package that is older than one of its author and name, or a variant of it.
+
+        Args:
+            version: of the other package.
+            digest: of the other package.
+
+        Raises:
+            AdmissionRefused: with both versions.
+        """
+        if self.version < version:
+            raise AdmissionRefused(
+                f"version {self.version} of {self.name!r} is older than version {version}, which "
+                "this machine has or had"
+            )
+        if self.version == version and self.digest != digest:
+            raise AdmissionRefused(
+                f"version {version} of {self.name!r} has other files than the version {version} "
+                "that this machine has or had; its author must increase the version"
+            )
 
 
 def new_author(path: Path) -> bytes:
@@ -104,8 +129,11 @@ def read_author(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
+def pack(folder: Path, name: str, author: Ed25519PrivateKey, version: int = 1) -> bytes:
     """Pack the files of a folder, without hidden files and Python's caches.
+
+    `version` has to be above that of every earlier package of this author and name: devices refuse
+    a lower one.
 
     Raises:
         UserError: the folder is empty, too large, or contains something that is not a plain file.
@@ -120,14 +148,15 @@ def pack(folder: Path, name: str, author: Ed25519PrivateKey) -> bytes:
     for path_ in files:
         if not _is_plain(path_):
             raise UserError(f"the file name {path_!r} has characters that not all systems support")
-    about = {
-        path_: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for path_, data in files.items()
-    }
-    key = author.public_key().public_bytes_raw().hex()
-    manifest = json.dumps(
-        {"version": 1, "name": name, "author": key, "files": about}, indent=1, sort_keys=True
-    ).encode()
+    manifest = Manifest(
+        version=version,
+        name=name,
+        author=author.public_key().public_bytes_raw().hex(),
+        files={
+            path_: PackedFile(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+            for path_, data in files.items()
+        },
+    ).to_bytes()
     signature = author.sign(_signed_bytes(hashlib.sha256(manifest).digest()))
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
@@ -141,7 +170,7 @@ def _files_of(folder: Path) -> dict[str, bytes]:
     size = 0
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        if any(part.startswith(".") or part == "__pycache__" for part in parts):
+        if any(part.startswith(".") or part == _CACHE for part in parts):
             continue
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(f"{path} is not a plain file; remove it from the folder")
@@ -168,14 +197,14 @@ def read(data: bytes) -> Package:
             entries = _plain_entries(archive, len(data))
             manifest = archive.read(entries[_MANIFEST])
             signature = archive.read(entries[_SIGNATURE])
-            table = _table(manifest)
-            author, digest = bytes.fromhex(table["author"]), hashlib.sha256(manifest).digest()
+            digest = hashlib.sha256(manifest).digest()
+            table = Manifest.parse(manifest)
+            author = bytes.fromhex(table.author)
             Ed25519PublicKey.from_public_bytes(author).verify(signature, _signed_bytes(digest))
-            about = table["files"]
-            if entries.keys() != about.keys() | {_MANIFEST, _SIGNATURE}:
+            if entries.keys() != table.files.keys() | {_MANIFEST, _SIGNATURE}:
                 raise ValueError("its files are not those of its manifest")
-            files = {path: archive.read(entries[path]) for path in about}
-            name = checked_name(table["name"])
+            files = {path: archive.read(entries[path]) for path in table.files}
+            name = checked_name(table.name)
     except InvalidSignature:
         raise AdmissionRefused("the package is not signed by the author it names") from None
     except (
@@ -191,18 +220,19 @@ def read(data: bytes) -> Package:
     ) as error:
         raise AdmissionRefused(f"this is not a task package: {error}") from None
     for path, blob in files.items():
-        if hashlib.sha256(blob).hexdigest() != about[path]["sha256"]:
+        about = table.files[path]
+        if len(blob) != about.size or hashlib.sha256(blob).hexdigest() != about.sha256:
             raise AdmissionRefused(
                 f"the package was changed: {path!r} is not what its author signed"
             )
-    return Package(name, author, digest, files, data)
+    return Package(name, table.version, author, digest, files, data)
 
 
 def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
     """Unpack a package into the folder of its name in a directory of tasks; returns the folder.
 
     Raises:
-        AdmissionRefused: its author is not approved.
+        AdmissionRefused: its author is not approved, or it is older than the installed one.
         UserError: the directory cannot be used.
     """
     if package.author not in approved:
@@ -210,6 +240,9 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
             f"{package.name!r} is by the author {package.author.hex()}, who is not approved here"
         )
     target = tasks / package.name
+    earlier = _kept_package(target)
+    if earlier is not None and earlier.author == package.author:
+        package.check_follows(earlier.version, earlier.digest)
     try:
         tasks.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tasks, prefix=".new-") as draft:
@@ -238,21 +271,20 @@ def installed(tasks: Path, name: str) -> Package | None:
     """The package that a folder was unpacked from; None for a folder without one.
 
     Raises:
-        AdmissionRefused: files of the folder differ from those of its package.
+        AdmissionRefused: the folder contains other files than its package.
         UserError: it cannot be read.
     """
     folder = tasks / name
     try:
-        kept = folder / _KEPT
-        if not _is_plain(name) or not kept.is_file() or kept.stat().st_size > MAX_BYTES:
+        package = _kept_package(folder) if _is_plain(name) else None
+        if package is None:
             return None
-        package = read(kept.read_bytes())
-        code = {
+        found = {
             path.relative_to(folder).as_posix()
-            for path in folder.rglob("*.py")
-            if path.is_file() or path.is_symlink()
+            for path in folder.rglob("*")
+            if (path.is_symlink() or not path.is_dir()) and path.parent.name != _CACHE
         }
-        changed = sorted(code - package.files.keys())
+        changed = sorted(found - package.files.keys() - {_KEPT})
         for path, blob in package.files.items():
             if not (folder / path).is_file() or (folder / path).read_bytes() != blob:
                 changed.append(path)
@@ -260,9 +292,45 @@ def installed(tasks: Path, name: str) -> Package | None:
         raise UserError(f"{folder} cannot be read: {error.strerror}") from None
     if changed:
         raise AdmissionRefused(
-            f"{folder / changed[0]} is not what the author of {name!r} signed; install it again"
+            f"{folder / changed[0]} is not what the author of {name!r} signed; install it again, "
+            f"or remove {folder / _KEPT} to keep the folder as your own task"
         )
     return package
+
+
+def check_loadable(tasks: Path, name: str) -> Package | None:
+    """Check an installed folder before its code is loaded; see `installed`.
+
+    Python's caches are removed: one with the date and size of a signed file would be executed in
+    its place.
+
+    Raises:
+        AdmissionRefused: the folder contains other files than its package.
+        UserError: it cannot be read, or a cache cannot be removed.
+    """
+    package = installed(tasks, name)
+    if package is not None:
+        for cache in list((tasks / name).rglob(_CACHE)):
+            try:
+                cache.unlink() if cache.is_symlink() else shutil.rmtree(cache)
+            except FileNotFoundError:
+                continue  # another process removes it
+            except OSError as error:
+                raise UserError(f"{cache} cannot be removed: {error.strerror}") from None
+    return package
+
+
+def _kept_package(folder: Path) -> Package | None:
+    """The package that a folder keeps.
+
+    Raises:
+        AdmissionRefused: it is damaged.
+        OSError: it cannot be read.
+    """
+    kept = folder / _KEPT
+    if not kept.is_file() or kept.stat().st_size > MAX_BYTES:
+        return None
+    return read(kept.read_bytes())
 
 
 def _check_directory(data: bytes) -> None:
@@ -302,17 +370,5 @@ def _is_plain(path: str) -> bool:
     return len(path) <= 400 and all(_PART.fullmatch(part) for part in path.split("/"))
 
 
-def _table(manifest: bytes) -> dict[str, Any]:
-    try:
-        table = json.loads(manifest)
-    except RecursionError:
-        raise ValueError("its manifest is not a table") from None
-    if not isinstance(table, dict) or not isinstance(table["files"], dict):
-        raise ValueError("its manifest is not a table")
-    if table["version"] != 1:
-        raise ValueError(f"its version is {table['version']}, and only 1 is supported")
-    return table
-
-
 def _signed_bytes(digest: bytes) -> bytes:
-    return b"isthmus/task/1" + digest
+    return b"isthmus/task/2" + digest

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import shutil
 import sys
 import zipfile
 
@@ -36,7 +37,7 @@ def packed(folder, version=1, author=AUTHOR):
     code = TABLE.replace("rows(20,", "rows(20 * version.VERSION,") + "    pass\n"
     (folder / "task.py").write_text(EXECUTED + code)
     (folder / "version.py").write_text(f"VERSION = {version}\n")
-    return packages.pack(folder, "table", author)
+    return packages.pack(folder, "table", author, version)
 
 
 def with_signature(package, signature):
@@ -166,7 +167,7 @@ async def test_a_package_is_verified_before_it_is_written(
         "another name": packages.pack(setup.folder / "table", "desk", AUTHOR),
         "not signed": with_signature(honest.data, bytes(64)),
     }[what]
-    offered = packages.Package("table", honest.author, honest.digest, {}, data)
+    offered = packages.Package("table", 1, honest.author, honest.digest, {}, data)
     monkeypatch.setattr(roster, "_installed_package", lambda job, base: offered)
     flip = (lambda data: data[:-1] + b"\xff") if what == "damaged" else (lambda _: data)
     reason = await setup.open(f"authors = ['{public(AUTHOR)}']\n{PLAIN}", flip)
@@ -182,8 +183,52 @@ async def test_a_task_that_the_owner_installed_or_changed_is_not_replaced(setup)
     assert await setup.open(limits) == 60
     setup.install(packed(setup.folder / "table", version=1), setup.tasks)
     (setup.tasks / "table/version.py").write_text("VERSION = 4\n")
-    assert await setup.open(limits) in (60, 80)  # version.py may be cached in this process
+    changed = setup.tasks / "table/version.py"
+    assert await setup.open(limits) == (
+        f"{changed} is not what the author of 'table' signed; install it again, or remove "
+        f"{setup.tasks / 'table/.package'} to keep the folder as your own task"
+    )
     assert (setup.tasks / "table/version.py").read_text() == "VERSION = 4\n"
+
+
+async def test_an_older_version_is_refused_also_after_the_task_was_removed(setup, capsys):
+    """An old package is signed as validly as a new one, including the errors in it."""
+    limits = f"authors = ['{public(AUTHOR)}']\n{PLAIN}"
+    setup.install(packed(setup.folder / "table", version=3), setup.server)
+    assert await setup.open(limits) == 60
+    shutil.rmtree(setup.tasks / "table")
+    shutil.rmtree(setup.server / "table")
+    setup.install(packed(setup.folder / "table", version=2), setup.server)
+    older = "version 2 of 'table' is older than version 3, which this machine has or had"
+    assert await setup.open(limits) == older
+    assert not list(setup.tasks.iterdir())
+    setup.install(packed(setup.folder / "table", version=2), setup.tasks)  # nor if the owner does
+    assert await setup.open(limits) == older
+    setup.install(packed(setup.folder / "table", version=4), setup.server)
+    assert await setup.open(limits) == 80
+    assert capsys.readouterr().out == "executed\n" * 2
+
+
+async def test_the_same_version_with_other_files_is_refused(setup):
+    limits = f"authors = ['{public(AUTHOR)}']\n{PLAIN}"
+    setup.install(packed(setup.folder / "table", version=3), setup.server)
+    assert await setup.open(limits) == 60
+    shutil.rmtree(setup.server / "table")
+    (setup.folder / "table/more.py").write_text("")
+    setup.install(packed(setup.folder / "table", version=3), setup.server)
+    reason = await setup.open(limits)
+    assert reason.startswith("version 3 of 'table' has other files than the version 3 that this ")
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"x": [1, "zz"]}', '{"x": 1}'])
+async def test_a_record_of_versions_that_cannot_be_read_refuses_packages(setup, damage):
+    (setup.folder / "packages.json").write_text(damage)
+    setup.install(packed(setup.folder / "table"), setup.tasks)
+    reason = await setup.open(PLAIN)
+    assert reason == (
+        "its record of task versions cannot be read; its owner can remove packages.json, after "
+        "which older versions are accepted again"
+    )
 
 
 async def test_only_tasks_with_allowed_digests_are_loaded(setup, capsys):
@@ -204,7 +249,10 @@ async def test_only_tasks_with_allowed_digests_are_loaded(setup, capsys):
     assert await setup.open(f"digests = ['{digest}']\n{PLAIN}") == 20
     (setup.tasks / "table/version.py").write_text("VERSION = 5\n")
     reason = await setup.open(f"digests = ['{digest}']\n{PLAIN}")
-    assert reason.endswith("is not what the author of 'table' signed; install it again")
+    assert reason.endswith(
+        "is not what the author of 'table' signed; install it again, or remove "
+        f"{setup.tasks / 'table/.package'} to keep the folder as your own task"
+    )
 
 
 async def test_a_server_whose_own_copy_was_changed_offers_no_package(setup, caplog):

@@ -20,6 +20,7 @@ def test_the_smallest_job_has_a_name_and_a_task():
     ("override", "sentence"),
     [
         ("sed=1", "job: unknown key sed; did you mean seed?"),
+        ("federated.noise=0.1", "job: unknown key federated.noise; known here: "),
         ("federated.cohrt=1", "job: unknown key federated.cohrt; did you mean cohort?"),
         (
             "time.zzz=1",

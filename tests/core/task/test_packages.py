@@ -1,5 +1,9 @@
+import hashlib
+import importlib.util
 import io
 import json
+import os
+import py_compile
 import zipfile
 
 import pytest
@@ -9,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import AdmissionRefused, UserError
+from isthmus.task import check_installed, load_named
 from isthmus.task.commands import task
 from isthmus.task.packages import install, installed, new_author, pack, read, read_author
 
@@ -57,10 +62,16 @@ def test_a_changed_installed_folder_is_detected(package, tmp_path):
     target = install(read(package), tasks, [PUBLIC])
     assert installed(tasks, "keyboard") == read(package)
     (target / "__pycache__").mkdir()
-    (target / "notes.txt").write_text("what is no code may be there")
+    (target / "__pycache__/task.cpython-311.pyc").write_bytes(b"compiled earlier")
     assert installed(tasks, "keyboard") == read(package)
     words = (target / "data/words.txt").read_bytes()
-    for path, data in (("data/words.txt", b"c\n"), ("task.py", None), ("torch.py", b"1")):
+    for path, data in (
+        ("data/words.txt", b"c\n"),
+        ("task.py", None),
+        ("torch.py", b"1"),
+        ("data/notes.txt", b""),
+        ("torch.so", b"2"),
+    ):
         before = (target / path).read_bytes() if (target / path).exists() else None
         (target / path).unlink(missing_ok=True)
         if data is not None:
@@ -89,9 +100,44 @@ def test_a_newer_package_replaces_an_older_one(folder, package, tmp_path):
     install(read(package), tmp_path / "tasks", [PUBLIC])
     (folder / "data/words.txt").unlink()
     (folder / "task.py").write_text("new")
-    target = install(read(pack(folder, "keyboard", AUTHOR)), tmp_path / "tasks", [PUBLIC])
+    target = install(read(pack(folder, "keyboard", AUTHOR, 2)), tmp_path / "tasks", [PUBLIC])
     assert (target / "task.py").read_text() == "new"
     assert not (target / "data/words.txt").exists()
+
+
+def test_an_older_package_or_a_variant_of_the_same_version_is_not_installed(folder, tmp_path):
+    """An old package is signed as validly as a new one, including the errors in it."""
+    tasks = tmp_path / "tasks"
+    packed = {version: read(pack(folder, "keyboard", AUTHOR, version)) for version in (1, 2, 3)}
+    for version in (2, 2, 3):
+        install(packed[version], tasks, [PUBLIC])
+    with pytest.raises(
+        AdmissionRefused, match=r"^version 1 of 'keyboard' is older than version 3, which this"
+    ):
+        install(packed[1], tasks, [PUBLIC])
+    (folder / "task.py").write_text("another")
+    with pytest.raises(AdmissionRefused, match=r"^version 3 of 'keyboard' has other files than "):
+        install(read(pack(folder, "keyboard", AUTHOR, 3)), tasks, [PUBLIC])
+    assert installed(tasks, "keyboard") == packed[3]
+    other = Ed25519PrivateKey.from_private_bytes(bytes([7]) * 32)
+    another = read(pack(folder, "keyboard", other, 1))
+    install(another, tasks, [another.author])  # versions are those of an author
+
+
+def test_a_planted_cache_is_not_executed(folder, tmp_path):
+    """Python would load a cache that claims the date and size of the signed file."""
+    (folder / "task.py").write_bytes(b"VALUE = 1\n")
+    tasks = tmp_path / "tasks"
+    target = install(read(pack(folder, "keyboard", AUTHOR)), tasks, [PUBLIC])
+    signed = (target / "task.py").stat()
+    evil = tmp_path / "task.py"
+    evil.write_bytes(b"VALUE = 2\n")
+    os.utime(evil, ns=(signed.st_atime_ns, signed.st_mtime_ns))
+    cache = importlib.util.cache_from_source(str(target / "task.py"))
+    py_compile.compile(str(evil), cfile=cache, dfile=str(target / "task.py"))
+    assert load_named("keyboard/task.py:VALUE", "task.source", base=tasks) == 2  # it would be
+    check_installed("keyboard/task.py:VALUE", tasks)
+    assert load_named("keyboard/task.py:VALUE", "task.source", base=tasks) == 1
 
 
 def test_an_unapproved_author_is_refused(package, tmp_path):
@@ -140,6 +186,78 @@ def other_author(table):
 def test_a_package_that_was_changed_is_refused(package, change, sentence):
     with pytest.raises(AdmissionRefused, match=sentence):
         read(rewritten(package, change))
+
+
+def with_manifest(package, manifest):
+    """The package with another manifest, signed by the author: nothing else protects the reader."""
+    signature = AUTHOR.sign(b"isthmus/task/2" + hashlib.sha256(manifest).digest())
+
+    def changed(entries):
+        for name, data, how in entries:
+            yield name, {"manifest.json": manifest, "signature": signature}.get(name, data), how
+
+    return rewritten(package, changed)
+
+
+def manifest_of(package):
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        return archive.read("manifest.json")
+
+
+MALFORMED = {
+    "an array": b"[]",
+    "a number": b"7",
+    "no JSON": b"{",
+    "no text": b"\xff\xfe",
+    "nothing": b"",
+    "deep nesting": b"[" * 100_000,
+    "deep nesting in a table": b'{"files": ' * 50_000 + b"1" + b"}" * 50_000,
+    "a huge number": b'{"version": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("manifest", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_manifest_is_one_sentence(package, manifest):
+    with pytest.raises(AdmissionRefused, match=r"^this is not a task package: .+$") as caught:
+        read(with_manifest(package, manifest))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["format", "version", "name", "author", "files"])
+@pytest.mark.parametrize(
+    "value", [None, True, 0, -1, 1.5, 2**60, "", "../x", [], {}, [["a"]], {"task.py": 1}]
+)
+def test_a_manifest_with_values_of_other_types_is_one_sentence(package, key, value):
+    table = {**json.loads(manifest_of(package)), key: value}
+    with pytest.raises(AdmissionRefused, match=r"^this is not a task package: .+$") as caught:
+        read(with_manifest(package, json.dumps(table).encode()))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_with_a_key_twice_is_refused(package):
+    """Two readers could take different ones."""
+    twice = manifest_of(package).replace(b'"name"', b'"version": 9,\n "name"')
+    with pytest.raises(AdmissionRefused, match="its manifest has the key 'version' twice"):
+        read(with_manifest(package, twice))
+    unknown = manifest_of(package).replace(b'"name"', b'"noise": 9,\n "name"')
+    with pytest.raises(AdmissionRefused, match=r"its manifest has an invalid noise$"):
+        read(with_manifest(package, unknown))
+
+
+@given(st.data())
+def test_every_flip_of_a_signed_manifest_is_refused_or_changes_nothing_else(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "flipped"
+    folder.mkdir(exist_ok=True)
+    (folder / "task.py").write_bytes(FILES["task.py"])
+    package = pack(folder, "keyboard", AUTHOR)
+    manifest = bytearray(manifest_of(package))
+    at = data.draw(st.integers(0, len(manifest) - 1))
+    manifest[at] ^= data.draw(st.integers(1, 255))
+    try:
+        found = read(with_manifest(package, bytes(manifest)))
+    except AdmissionRefused:
+        return
+    assert dict(found.files) == {"task.py": FILES["task.py"]}
 
 
 @given(st.data())
@@ -237,3 +355,26 @@ def test_the_commands_from_a_key_to_an_installed_task(folder, tmp_path):
     assert f"digest {said.split()[1]}" in type_("show", packed)
     assert type_("install", packed, "--author", public, "--tasks", tasks) == f"{tasks}/keyboard"
     assert (tasks / "keyboard/task.py").exists()
+
+
+def test_packing_again_increases_the_version_if_a_file_has_changed(folder, tmp_path):
+    key, packed = tmp_path / "author.key", tmp_path / "keyboard.task"
+    new_author(key)
+
+    def pack_again(*more):
+        words = ["pack", str(folder), "--key", str(key), "--output", str(packed), *more]
+        return CliRunner().invoke(task, words)
+
+    assert pack_again().output.endswith(" version 1\n")
+    same = pack_again()
+    assert same.output.endswith(" version 1\n")
+    (folder / "task.py").write_text("changed")
+    assert pack_again().output.endswith(" version 2\n")
+    assert pack_again("--version", "7").output.endswith(" version 7\n")
+    before = packed.read_bytes()
+    (folder / "task.py").write_text("changed again")
+    for version, sentence in (("6", "is older than version 7"), ("7", "has other files than")):
+        result = pack_again("--version", version)
+        assert isinstance(result.exception, AdmissionRefused)
+        assert sentence in str(result.exception)
+    assert packed.read_bytes() == before

@@ -6,7 +6,7 @@ import pytest
 from tests.privacy.protocol import make_config
 
 from isthmus.errors import PeerMisbehaved
-from isthmus_privacy.secagg import Slot
+from isthmus_privacy.secagg import RoundConfig, Slot
 
 SLOTS = (
     Slot(name="hits", maximum=1000.0, exact=True),
@@ -67,3 +67,12 @@ def test_every_field_is_hashed():
     }
     hashes = {dataclasses.replace(config, **change).hash for change in changed}
     assert len(hashes | {config.hash}) == len(changed) + 1
+
+
+def test_a_configuration_with_a_field_that_does_not_exist_is_refused():
+    """There is no noise mechanism: a server cannot make a device believe in one."""
+    with pytest.raises(TypeError, match="noise"):
+        make_config(noise=0.1)
+    with pytest.raises(PeerMisbehaved) as caught:
+        RoundConfig.from_bytes(make_config().to_bytes() + bytes(8))
+    assert caught.value.code == "message-trailing"
