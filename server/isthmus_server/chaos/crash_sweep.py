@@ -18,6 +18,7 @@ from isthmus_server.chaos.deployment import ChaosDeployment
 from isthmus_server.chaos.invariants import InvariantChecker
 
 _POLL_SECONDS = 0.05
+_IDLE_SECONDS = 0.3
 _JOB_SECONDS = 300.0
 _RESTART_SECONDS = 0.05
 
@@ -143,7 +144,6 @@ class CrashSweep:
 
     async def _run_job(self) -> str | None:
         """Submit the job and wait for its end; its id, or None if it did not finish."""
-        await self.deployment.until_connected()
         earlier = set(self.deployment.jobs())
         deadline = time.monotonic() + _JOB_SECONDS
         while True:
@@ -160,7 +160,15 @@ class CrashSweep:
             if time.monotonic() > deadline:
                 return None
             await asyncio.sleep(_POLL_SECONDS)
+        await self._until_idle()
         return id_ if state == "finished" else None
+
+    async def _until_idle(self) -> None:
+        """Wait until all processes run again, and have no further steps to make."""
+        steps = None
+        while steps != (steps := self._steps()):
+            await self.deployment.until_connected()
+            await asyncio.sleep(_IDLE_SECONDS)
 
     def _steps(self) -> dict[str, int]:
         return {name: process.control.steps for name, process in self.deployment.processes.items()}

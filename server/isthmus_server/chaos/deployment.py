@@ -155,8 +155,12 @@ class ChaosDeployment:
         return f"127.0.0.1:{self.links[name].port}"
 
     async def until_connected(self) -> None:
-        """Wait until every participant has a connection to the server."""
-        while not all(link.connected for link in self.links.values()):  # noqa: ASYNC110 - no event
+        """Wait until the server listens and every participant has a connection to it."""
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end:
+            listening = all(map(_listens, (self.port, self.port + 1)))
+            if listening and all(link.connected for link in self.links.values()):
+                return
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _until_listening(self) -> None:

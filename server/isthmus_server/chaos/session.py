@@ -110,6 +110,7 @@ class ChaosSession:
         for id_ in self.deployment.jobs():
             if not await self._ended(id_, deadline):
                 self._violations([f"{id_} did not end within {limit:.0f} s after the last fault"])
+        await self.deployment.until_connected()
         await self._check()
 
     async def _fill_queue(self) -> None:
