@@ -5,6 +5,7 @@ The hierarchy::
     IsthmusError
     ├── UserError (also a ValueError)   wrong input; its message is shown as one sentence
     │   ├── JobError                    an invalid job file or key
+    │   ├── StorageError                a disk that is full or fails
     │   ├── TaskError                   the user's task cannot be loaded, or its code failed
     │   ├── DamagedError                stored data was changed, cut short or lost
     │   └── UpdateError                 an update or a model with wrong shapes or values
@@ -40,6 +41,12 @@ class UserError(IsthmusError, ValueError):
 
 class JobError(UserError):
     """A job file that cannot be used."""
+
+
+class StorageError(UserError):
+    """A file could not be written or read because a disk is full or fails; worth another try."""
+
+    code = "storage-failed"
 
 
 class TaskError(UserError):

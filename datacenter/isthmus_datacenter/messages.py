@@ -93,6 +93,8 @@ class Outcome:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     failure: str | None = None
     """One sentence for a person; None on success."""
+    failure_code: str = ""
+    """`IsthmusError.code` of the failure."""
     rank_exits: bool = False
     """The rank that failed exits, which ends the incarnation: other ranks may be waiting for it."""
 

@@ -14,34 +14,36 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import pickle
 import shutil
 import uuid
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor import empty as distributed_empty
 
-from isthmus.errors import DamagedError, UserError
+from isthmus.errors import DamagedError, StorageError, UserError
 from isthmus_datacenter.checkpointing.digests import HashingWriter, check_files, is_complete
+from isthmus_datacenter.checkpointing.failures import (
+    ReportingFileSystem,
+    agree_on_failure,
+    describe_failure,
+)
+from isthmus_datacenter.checkpointing.named_state import empty_state, load_optimizer, named_state
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 
 log = logging.getLogger(__name__)
 
-_GROUPS = "optimizer|groups"
-_SCALER = "optimizer|scaler"
 _RANK_PROGRESS = "rank-progress"
 
 
@@ -82,13 +84,17 @@ class _PendingSave:
     name: str
     linked: Future[None]
     stager: AsyncStager
+    files: ReportingFileSystem
 
 
 class ShardedCheckpoints:
     """The checkpoints of one run, in a directory that all ranks see.
 
-    Guarantees: a checkpoint that `has` reports is complete and is loaded as it was saved; this does
-    not change before the next `finish_save`.
+    Guarantees:
+      * a checkpoint that `has` reports is complete and is loaded as it was saved; this does not
+        change before the next `finish_save`;
+      * if one cannot be written or read, on whichever rank, all ranks raise `StorageError`, and
+        what was written of it is deleted.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -110,8 +116,11 @@ class ShardedCheckpoints:
         """Begin to write the checkpoint of a step. All ranks call this together.
 
         The state is not copied: it must not change before `finish_save` returns.
+
+        Raises:
+            StorageError: the checkpoint before could not be written, on some rank.
         """
-        self._begin_save(f"step-{step}", _state(shard, optimizer), _UncopiedStager())
+        self._begin_save(f"step-{step}", named_state(shard, optimizer), _UncopiedStager())
 
     def begin_mid_round_save(
         self,
@@ -123,8 +132,11 @@ class ShardedCheckpoints:
         """Begin to write a checkpoint within a round. All ranks call this together.
 
         Returns when the state is copied to the processor's memory: training can continue.
+
+        Raises:
+            StorageError: the checkpoint before could not be written, on some rank.
         """
-        state = _state(shard, optimizer)
+        state = named_state(shard, optimizer)
         if progress.saves:
             state[f"{_RANK_PROGRESS}|{progress.position}"] = dataclasses.asdict(progress)
         cuda = torch.cuda.is_available()
@@ -141,9 +153,11 @@ class ShardedCheckpoints:
         name: list[str] = [f"data-{uuid.uuid4().hex[:16]}"]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(name, src=0)
+        writer, files = HashingWriter(self.directory / name[0]), ReportingFileSystem()
+        writer.fs = files
         written = async_save(
             state,
-            storage_writer=HashingWriter(self.directory / name[0]),
+            storage_writer=writer,
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=_writer_group(),
             async_stager=stager,
@@ -151,7 +165,7 @@ class ShardedCheckpoints:
         assert isinstance(written, Future)
         linked: Future[None] = Future()
         written.add_done_callback(functools.partial(self._link, link, name[0], linked))
-        self._pending = _PendingSave(name[0], linked, stager)
+        self._pending = _PendingSave(name[0], linked, stager, files)
 
     def _link(self, link: str, name: str, linked: Future[None], written: Future[Any]) -> None:
         """Link the written directory as a checkpoint; called by the thread that wrote it."""
@@ -161,7 +175,7 @@ class ShardedCheckpoints:
                 new = self.directory / f"{name}.link"
                 new.symlink_to(name)
                 new.replace(self.directory / link)
-        except Exception as error:  # noqa: BLE001 - raised again where the future is awaited
+        except BaseException as error:  # noqa: BLE001 - raised again where the future is awaited
             linked.set_exception(error)
         else:
             linked.set_result(None)
@@ -171,13 +185,24 @@ class ShardedCheckpoints:
 
         A step must not be reported as done before this returns: after a crash until then, only the
         earlier checkpoints exist.
+
+        Raises:
+            StorageError: it could not be written, on some rank.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.linked.result()
+        error = pending.linked.exception()
         pending.stager.close()
-        dist.barrier()
+        reason = None if error is None else describe_failure(error, pending.files)
+        try:
+            agree_on_failure("written to", self.directory, error is not None, reason)
+        except StorageError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.directory / pending.name, ignore_errors=True)
+                (self.directory / f"{pending.name}.link").unlink(missing_ok=True)
+            dist.barrier()  # a rank that reports the failure must find it deleted
+            raise
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -195,6 +220,7 @@ class ShardedCheckpoints:
 
         Raises:
             UserError: there is no checkpoint of that step.
+            StorageError: it cannot be read, on some rank.
         """
         if not self.has(step):
             raise UserError(
@@ -241,17 +267,29 @@ class ShardedCheckpoints:
         self, link: str, shard: ModelShard, optimizer: ShardedOptimizer, extra_key: str | None
     ) -> dict[str, Any]:
         reader = FileSystemReader((self.directory / link).resolve())
-        stored = reader.read_metadata().state_dict_metadata
-        state = _empty_state(stored, shard, optimizer)
+        with self._read_together():
+            stored = reader.read_metadata().state_dict_metadata
+        state = empty_state(stored, shard, optimizer)
         if extra_key is not None:
             state[extra_key] = None
-        load(
-            state,
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
-        _load_optimizer(state, optimizer)
+        with self._read_together():
+            load(
+                state,
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            )
+        load_optimizer(state, optimizer)
         return state
+
+    @contextlib.contextmanager
+    def _read_together(self) -> Iterator[None]:
+        error: BaseException | None = None
+        try:
+            yield
+        except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as raised:
+            error = raised
+        reason = None if error is None else describe_failure(error)
+        agree_on_failure("read from", self.directory, error is not None, reason)
 
     # -- files ----------------------------------------------------------------------------------
 
@@ -305,86 +343,3 @@ def _writer_group() -> dist.ProcessGroup:
     """A separate group for writing: its messages must not mix with those of the training."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
-
-
-# -- state by name --------------------------------------------------------------------------------
-
-
-def _state(shard: ModelShard, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """Everything that training changes and this rank owns, under flat names.
-
-    The optimizer's state is read directly: PyTorch's own helper takes a step with lr=0 to fill
-    an optimizer that has no state yet, and that step is counted.
-    """
-    copies = shard.tied.copies
-    state = _model_state(shard, copies)
-    for name, parameter in optimizer.named_parameters():
-        if name not in copies:
-            for key, value in optimizer.inner.state.get(parameter, {}).items():
-                state[f"optimizer|{name}|{key}"] = value
-    state[_GROUPS] = optimizer.group_options()
-    state[_SCALER] = optimizer.scaler_state()
-    return state
-
-
-def _model_state(shard: ModelShard, excluded: AbstractSet[str] = frozenset()) -> dict[str, Any]:
-    parameters = {
-        f"model|{name}": parameter.detach()
-        for name, parameter in shard.parameters().items()
-        if parameter.requires_grad and name not in excluded
-    }
-    return {**parameters, **{f"buffer|{name}": each for name, each in shard.buffers().items()}}
-
-
-def _empty_state(
-    stored: Mapping[str, Any], shard: ModelShard, optimizer: ShardedOptimizer
-) -> dict[str, Any]:
-    """Tensors to load into: the shard's own, and new ones for the optimizer's state."""
-    state: dict[str, Any] = _model_state(shard)
-    parameters = dict(optimizer.named_parameters())
-    for key, metadata in stored.items():
-        kind, _, rest = key.partition("|")
-        if kind != "optimizer":
-            continue
-        if key in (_GROUPS, _SCALER):
-            state[key] = None
-            continue
-        parameter = parameters.get(rest.rpartition("|")[0])
-        if parameter is None:
-            continue  # it is in another stage
-        if isinstance(metadata, TensorStorageMetadata):
-            state[key] = _empty_optimizer_tensor(metadata, parameter)
-        else:
-            state[key] = None
-    return state
-
-
-def _empty_optimizer_tensor(stored: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor of optimizer state, sharded as its parameter where sizes agree."""
-    dtype = stored.properties.dtype
-    if stored.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype)
-    if not stored.size or not isinstance(parameter, DTensor):
-        return torch.empty(stored.size, dtype=dtype)
-    placements = [
-        placement
-        if isinstance(placement, Shard)
-        and placement.dim < len(stored.size)
-        and stored.size[placement.dim] == parameter.shape[placement.dim]
-        else Replicate()
-        for placement in parameter.placements
-    ]
-    return distributed_empty(
-        *stored.size, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements
-    )
-
-
-def _load_optimizer(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> None:
-    """Give loaded state to the optimizer; the shard's tensors have been loaded in place."""
-    by_parameter: dict[str, dict[str, Any]] = {}
-    for key, value in state.items():
-        kind, _, rest = key.partition("|")
-        name, separator, field = rest.rpartition("|")
-        if kind == "optimizer" and separator:
-            by_parameter.setdefault(name, {})[field] = value
-    optimizer.load_state(state[_GROUPS], by_parameter, state.get(_SCALER))

@@ -8,6 +8,7 @@ the service detects it, has the group restarted and repeats the command.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -24,7 +25,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from isthmus.errors import UserError
+from isthmus.errors import StorageError, UserError
 from isthmus.system.process import die_with_parent
 from isthmus_datacenter.messages import (
     Command,
@@ -85,9 +86,10 @@ def main(settings: str) -> None:
     except BaseException as error:  # noqa: BLE001 - the rank's process has no caller to raise to
         if rank is not None and rank.joined and _is_lost_peer(error):
             # The other rank's exit is the cause, and the agent reports the first exit it detects.
-            print(f"lost another rank: {error}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"lost another rank: {error}", file=sys.stderr, flush=True)
             time.sleep(_EXIT_DELAY_SECONDS)
-        traceback.print_exc()
+        _print_traceback()
         _exit()
 
 
@@ -145,13 +147,13 @@ class _Rank:
         try:
             values = self._run(command)
             dist.barrier()
-        except ConsensusError as failure:
-            return Outcome(failure=str(failure))
+        except (ConsensusError, StorageError) as failure:
+            return Outcome(failure=str(failure), failure_code=failure.code)
         except UserError as failure:
             if _is_lost_peer(failure):
                 raise
-            traceback.print_exc()
-            return Outcome(failure=str(failure), rank_exits=True)
+            _print_traceback()
+            return Outcome(failure=str(failure), failure_code=failure.code, rank_exits=True)
         return Outcome(values=values)
 
     def _run(self, command: Command) -> dict[str, object]:
@@ -222,8 +224,15 @@ def _is_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
+def _print_traceback() -> None:
+    """Print the exception that is handled, if the disk with the logs has room for it."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
 def _exit() -> NoReturn:
     """Exit at once: interpreter shutdown would wait for threads inside broken collectives."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(1)

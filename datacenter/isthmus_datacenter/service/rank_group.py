@@ -50,7 +50,12 @@ class RankGroupError(IsthmusError):
 
 
 class CommandError(UserError):
-    """The ranks could not execute a command; repeating it would not help."""
+    """The ranks could not execute a command; repeating it at once would not help."""
+
+    def __init__(self, reason: str, code: str = "") -> None:
+        """`code` is that of the ranks' error."""
+        super().__init__(reason)
+        self.code = code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,7 +319,7 @@ class RankGroup:
         else:
             await self._store.call(ControlStore.delete_command, incarnation, number)
         if outcome.failure is not None:
-            raise CommandError(outcome.failure)
+            raise CommandError(outcome.failure, outcome.failure_code)
         return outcome.values
 
     async def _kill_ranks(self, incarnation: Incarnation) -> None:

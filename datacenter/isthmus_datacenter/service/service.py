@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from isthmus.errors import IsthmusError, UserError
+from isthmus.errors import IsthmusError, StorageError, UserError
 from isthmus.identity.membership import Membership
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
@@ -195,7 +195,7 @@ class DatacenterService:
         except BaseException as error:
             self._files.delete_result(request.id)
             if isinstance(error, OSError):  # for example, the disk is full
-                raise UserError(
+                raise StorageError(
                     f"the state directory {self.state} cannot be used: {error}"
                 ) from error
             raise

@@ -6,12 +6,14 @@ mean over the units of all replicas.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from pathlib import Path
 
 import torch
 
+from isthmus.errors import StorageError
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
@@ -45,6 +47,7 @@ def train_round(
     Raises:
         ConsensusError: there is no state to start from, the loss is not finite, or a signal
             stopped the steps.
+        StorageError: a checkpoint could not be written or read.
         TaskError: the task raised on this rank, maybe on this one only.
     """
     return _Round(engine, command).run(send_report, read_signal)
@@ -83,7 +86,8 @@ class _Round:
         try:
             loss, units = self._train_steps(start, send_report, read_signal)
         except ConsensusError:
-            engine.checkpoints.finish_save()  # collective: every rank raises this error
+            with contextlib.suppress(StorageError):  # the first failure is the one to report
+                engine.checkpoints.finish_save()  # collective: every rank raises this error
             raise
         per_step = engine.order.replicas * engine.order.batch_size
         steps, trained = (command.until_step - first for first in (command.from_step, start.step))
