@@ -159,7 +159,7 @@ def start(
             resource_limits.max_threads(threads, limits),
             hours or limits.hours,
             signing_key=member.identity,
-            history_file=member.rounds,
+            history_file=member.history,
             tasks=tasks or member.tasks,
             guard=guard,
         )

@@ -262,6 +262,7 @@ class Agent:
         self._active = None
         task_delivery.admit_job(work, package, self.tasks, self._guard)
         run = ActiveRun.of(work, self.tasks)
+        self._secure.run_opened(work.run_id)
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):
             examples = self.host.open(work)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from isthmus_clients.device.owner_limits import PrivacyLimits
     from isthmus_clients.training.secure import Credentials, SecureParticipation
-    from isthmus_privacy.secagg import Slot
+    from isthmus_privacy.secagg import Slot, StartModel
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class SecureSessions:
         Args:
             name: of the device.
             signing_key: the device's identity; None generates a key for this process.
-            history_file: persists which rounds this device was in; None keeps that in memory.
+            history_file: persists which sums this device was in, as long as the key; None keeps
+                that in memory, and forgets it with every run.
             privacy: what the owner requires; None for the defaults of the protocol, with any
                 selection of devices.
         """
@@ -57,6 +58,8 @@ class SecureSessions:
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._history_file = history_file
         self._privacy = privacy
+        self._run_id = ""
+        """The run that was opened last."""
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
@@ -76,6 +79,16 @@ class SecureSessions:
     def kept_id(self) -> str | None:
         """ID of the request whose update is kept, and its memory with it."""
         return None if self._kept is None else self._kept[0].id
+
+    def run_opened(self, run_id: str) -> None:
+        """Forget other runs if nothing persists them.
+
+        A device without certificates is on the server's machine, which is not assumed to lie. Its
+        runs may be repetitions of one job, which begin with the same model.
+        """
+        if self._history_file is None and run_id != self._run_id:
+            self._credentials = self._current = None
+        self._run_id = run_id
 
     def forget_kept(self) -> None:
         """Forget the update that is kept: its run is closed."""
@@ -113,7 +126,7 @@ class SecureSessions:
         """
         from isthmus.job.federated import buffer_name
         from isthmus_privacy.purpose import BufferedPurpose
-        from isthmus_privacy.secagg import TRAINING_SLOTS
+        from isthmus_privacy.secagg import TRAINING_SLOTS, StartModel
 
         if self._kept is None or self._kept[0].train_local.run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
@@ -128,7 +141,13 @@ class SecureSessions:
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
         attempt = self._propose(
-            about, work.secure, blob, purpose.hash, TRAINING_SLOTS, selected=False
+            about,
+            work.secure,
+            blob,
+            purpose.hash,
+            TRAINING_SLOTS,
+            selected=False,
+            start=StartModel(start.round, start.model.sha256, shared=len(starts) == 1),
         )
         self._kept = None
         reply = self._join_with_update(attempt, run, result, buffer.discount(staleness))
@@ -173,6 +192,7 @@ class SecureSessions:
         slots: Sequence[Slot],
         *,
         selected: bool = True,
+        start: StartModel | None = None,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -183,6 +203,7 @@ class SecureSessions:
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             slots: the figures that this device gives for such a request.
             selected: False for a full buffer, whose devices are those that finished first.
+            start: model of the device's update, if not that of the configuration.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -192,7 +213,14 @@ class SecureSessions:
 
         self._current = None
         return SecureParticipation(
-            about, config, blob.sha256, purpose, slots, self._enrolled(), selected=selected
+            about,
+            config,
+            blob.sha256,
+            purpose,
+            slots,
+            self._enrolled(),
+            selected=selected,
+            start=start,
         )
 
     def _join_with_update(

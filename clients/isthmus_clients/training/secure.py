@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from isthmus.errors import UpdateError, UserError
-from isthmus.system.private_files import write_private_file
+from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
+from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
     ClientRequirements,
@@ -28,6 +27,7 @@ from isthmus_privacy.secagg import (
     RoundConfig,
     SigningKey,
     Slot,
+    StartModel,
     Survivors,
     encode,
 )
@@ -51,16 +51,19 @@ class Credentials:
 
         Args:
             private: the device's 32-byte Ed25519 seed.
-            history_file: persists the history, as long-lived as the seed; None keeps it in memory.
+            history_file: see `HistoryLog`; as long-lived as the seed. None keeps the history in
+                memory.
             requirements: minimum security that this device requires; None for the defaults.
 
         Raises:
             UserError: the history file exists and cannot be read.
         """
         self.identity = SigningKey(private)
-        self.history_file = history_file
         self.requirements = requirements
-        self.history = History() if history_file is None else _read_history(history_file)
+        self.history = History()
+        if history_file is not None:
+            stored = HistoryLog(history_file)
+            self.history = History(stored.entries, stored.append)
         self.enrolment: Enrolment | None = None
         self.directory: Directory | None = None
 
@@ -70,37 +73,6 @@ class Credentials:
             self.enrolment = Enrolment.from_bytes(enrolment)
         if self.directory is None or self.directory.authority != authority:
             self.directory = Directory(authority)
-
-    def save_history(self) -> None:
-        """Write the history to disk durably.
-
-        Raises:
-            UpdateError: it cannot be written, so the round must not continue.
-        """
-        if self.history_file is None:
-            return
-        try:
-            write_private_file(self.history_file, json.dumps(self.history.state()).encode())
-        except OSError as error:
-            raise UpdateError(
-                f"this device cannot record which rounds it was in ({error.strerror}), and does "
-                "not aggregate without that record"
-            ) from None
-
-
-def _read_history(path: Path) -> History:
-    try:
-        state = json.loads(path.read_bytes())
-        if not isinstance(state, dict):
-            raise ValueError("it is not a table")
-        return History(state)
-    except FileNotFoundError:
-        return History()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} records which rounds this device was in, and cannot be read ({error}); "
-            "restore it, or have the operator revoke this device and join again"
-        ) from None
 
 
 class SecureParticipation:
@@ -121,6 +93,7 @@ class SecureParticipation:
         credentials: Credentials,
         *,
         selected: bool = True,
+        start: StartModel | None = None,
     ) -> None:
         """Check the configuration that the server proposes.
 
@@ -134,6 +107,7 @@ class SecureParticipation:
             credentials: the device's.
             selected: whether the devices must have been selected by the lottery, if the device
                 requires one.
+            start: model of the device's update, if not that of the configuration.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -158,9 +132,8 @@ class SecureParticipation:
             model_hash=model_hash,
             purpose=purpose,
             requirements=requirements,
+            start=start,
         )
-        self._credentials = credentials
-        credentials.save_history()
         self._encoded: Encoded | None = None
 
     def advertise_keys(
@@ -210,6 +183,5 @@ class SecureParticipation:
             message = session.reveal_unmasking_shares(
                 ConsistencySignatures.from_bytes(work.consistency_signatures)
             ).to_bytes()
-            self._credentials.save_history()
             return link_pb2.SecureStepped(message=message), None
         raise UpdateError("this device does not support that step of secure aggregation")

@@ -118,9 +118,9 @@ class Membership:
         return self.identity.public_key().public_bytes_raw()
 
     @property
-    def rounds(self) -> Path:
-        """File of an edge device's past rounds, kept as long as its identity."""
-        return self.directory / "rounds.json"
+    def history(self) -> Path:
+        """File of an edge device's past sums, kept as long as its identity."""
+        return self.directory / "history.log"
 
     @property
     def tasks(self) -> Path:

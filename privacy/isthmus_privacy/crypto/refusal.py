@@ -60,6 +60,9 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "key-malformed",
     # client: its inbox
     "inbox-other-roster",
+    "unmasked-for-model",
+    "masked-in-another-run",
+    "attempt-superseded",
     "inbox-self-missing",
     "inbox-too-few-owners",
     "inbox-neighbours-missing",
@@ -74,7 +77,6 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "survivors-self-missing",
     "survivors-too-few",
     "survivors-neighbours-missing",
-    "survivors-differ-by-few",
     "quorum-signer-repeated",
     "quorum-signer-not-survivor",
     "quorum-signature-forged",

@@ -51,7 +51,7 @@ from isthmus_privacy.secagg.config import (
     Slot,
 )
 from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
-from isthmus_privacy.secagg.history import History
+from isthmus_privacy.secagg.history import Entry, History, StartModel, essential
 from isthmus_privacy.secagg.identity import Authority, Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
@@ -82,6 +82,7 @@ __all__ = [
     "Directory",
     "Encoded",
     "Enrolment",
+    "Entry",
     "History",
     "Inbox",
     "MaskedInput",
@@ -93,8 +94,10 @@ __all__ = [
     "SigningKey",
     "Slot",
     "Stage",
+    "StartModel",
     "Survivors",
     "UnmaskingShares",
     "decode",
     "encode",
+    "essential",
 ]

@@ -28,7 +28,7 @@ from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.encoding import Encoded
-from isthmus_privacy.secagg.history import History
+from isthmus_privacy.secagg.history import History, StartModel
 from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
     SHARE_BYTES,
@@ -70,6 +70,7 @@ class ClientSession:
         history: History,
         model_hash: bytes,
         purpose: bytes,
+        start: StartModel | None = None,
         requirements: ClientRequirements | None = None,
     ) -> None:
         """Accept a configuration.
@@ -82,6 +83,7 @@ class ClientSession:
             history: this client's memory, which records the attempt.
             model_hash: SHA-256 of the model that this client has received.
             purpose: hash of what this client was asked to do, see `isthmus_privacy.purpose`.
+            start: model of this client's update; None for that of the configuration.
             requirements: this device's minimum security; None for the defaults.
 
         Raises:
@@ -109,6 +111,7 @@ class ClientSession:
         self._enrolment = enrolment
         self._directory = directory
         self._history = history
+        self._start = start or StartModel(config.round, config.model_hash)
         self._sealing_key: OneTimeKey | None = OneTimeKey()
         self._mask_key: OneTimeKey | None = OneTimeKey()
         self._self_mask_seed = bytearray(os.urandom(shamir.SECRET_BYTES))
@@ -178,10 +181,11 @@ class ClientSession:
                     "encoded-for-another-attempt", "this vector was encoded for another attempt"
                 )
             received_parts = self._decrypt_inbox(inbox)
-            self._share_owners = inbox.share_owners
+            owners = self._share_owners = inbox.share_owners
+            self._history.mask(self.config, self._start, self._hash_of(owners))
             _, mask = self._keys()
-            holders = self._neighbours & inbox.share_owners.indices
-            seeds = self._cohort.mask_seeds(self._position, mask, holders, received_parts)
+            holders = self._neighbours & owners.indices
+            seeds = self._cohort.mask_seeds(self._position, mask, owners, holders, received_parts)
             partners = seeds.keys()
             add_masks(
                 encoded.vector,
@@ -224,7 +228,7 @@ class ClientSession:
         with self._step(Stage.UNMASKING):
             self._check_quorum(quorum)
             survivors = self._survivors.survivors
-            self._history.note_unmasked(self.config, self._names(survivors))
+            self._history.note_unmasked(self.config, self._start, self._hash_of(survivors))
             shares = tuple(
                 (
                     owner,
@@ -358,7 +362,7 @@ class ClientSession:
                 "survivors-neighbours-missing",
                 f"{remaining} neighbours survived; threshold={graph.threshold}",
             )
-        self._history.check_survivors(self.config, self._names(survivors))
+        self._history.check(self.config, self._start, self._hash_of(survivors))
 
     def _check_quorum(self, message: ConsistencySignatures) -> None:
         quorum, survivors = self._cohort.graph.quorum, self._survivors
@@ -379,8 +383,10 @@ class ClientSession:
                     "shown",
                 )
 
-    def _names(self, members: PositionSet) -> frozenset[str]:
-        return frozenset(self._cohort.name(i) for i in members.indices)
+    def _hash_of(self, members: PositionSet) -> bytes:
+        # The updates of a set have different start models in each attempt, unless all have one.
+        context = () if self._start.shared else (self.config.hash,)
+        return self._cohort.set_hash(members, *context)
 
 
 _Draft = TypeVar("_Draft", ShareKeys, MaskedInput)

@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Mapping, Set
 
 from isthmus_privacy.crypto import keys, refusal
-from isthmus_privacy.crypto.canonical import NUMBER, PositionSet, tagged, tagged_hash
+from isthmus_privacy.crypto.canonical import NUMBER, POSITION_SET, PositionSet, tagged, tagged_hash
 from isthmus_privacy.crypto.keys import CIPHERTEXT_BYTES, SEALING_BYTES, OneTimeKey
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import GraphParameters
@@ -70,6 +70,14 @@ class Cohort:
     def members(self, positions: frozenset[int] | set[int]) -> PositionSet:
         """A set of clients of this roster."""
         return PositionSet(self.size, frozenset(positions))
+
+    def set_hash(self, members: PositionSet, *context: bytes) -> bytes:
+        """Hash of a set of clients by their identities, equal in all attempts and runs.
+
+        Sets with different `context` have different hashes.
+        """
+        identities = sorted(self.identity(position) for position in members.indices)
+        return tagged_hash("set-of-clients", b"".join(identities), *context)
 
     def seed_commitment(self, owner: int, seed: bytes | bytearray) -> bytes:
         """Hash by which the server verifies a reconstructed self-mask seed."""
@@ -140,13 +148,19 @@ class Cohort:
         return keys.unseal(key, part, tagged("mask-part", *pair))
 
     def mask_seeds(
-        self, own: int, mask: OneTimeKey, holders: Set[int], received: Mapping[int, bytes]
+        self,
+        own: int,
+        mask: OneTimeKey,
+        share_owners: PositionSet,
+        holders: Set[int],
+        received: Mapping[int, bytes],
     ) -> dict[int, bytes]:
         """Keys of the masks of one client with all its partners.
 
         Args:
             own: its position.
             mask: its mask key.
+            share_owners: the clients that have shared their secrets.
             holders: its neighbours.
             received: the parts from clients that have drawn it as neighbour.
         """
@@ -155,20 +169,25 @@ class Cohort:
             parts = {partner: received[partner]} if partner in received else {}
             if partner in holders:
                 parts[own] = self.own_part(mask, own, partner)
-            seeds[partner] = self.mask_seed(own, partner, parts)
+            seeds[partner] = self.mask_seed(own, partner, share_owners, parts)
         return seeds
 
-    def mask_seed(self, one: int, other: int, parts: Mapping[int, bytes]) -> bytes:
+    def mask_seed(
+        self, one: int, other: int, share_owners: PositionSet, parts: Mapping[int, bytes]
+    ) -> bytes:
         """Key of the mask between two clients; the lower position adds the mask.
 
         Args:
             one: position of a client.
             other: position of its partner.
+            share_owners: the clients that have shared their secrets. Masks of clients that were
+                shown different sets do not cancel, so that no client can be in a sum of others.
             parts: the part of each of the two that has drawn the other as neighbour.
         """
         low, high = sorted((one, other))
         combined = tagged("mask-parts", parts.get(low, b""), parts.get(high, b""))
-        return keys.derive(combined, self.hash, "pair", NUMBER.write(low), NUMBER.write(high))
+        info = NUMBER.write(low), NUMBER.write(high), POSITION_SET.write(share_owners)
+        return keys.derive(combined, self.hash, "pair", *info)
 
     def _context(self, owner: int, holder: int, sealed_part: bytes) -> bytes:
         """Associated data of encrypted shares."""

@@ -1,4 +1,4 @@
-"""Persistent record of a client's earlier rounds, which prevents replay and differencing attacks.
+"""A client's record of earlier sums, which prevents replay and differencing attacks.
 
 >>> history = History()
 >>> config = RoundConfig(
@@ -9,69 +9,146 @@
 Traceback (most recent call last):
     ...
 isthmus.errors.PeerMisbehaved: round 3 attempt 0 of run 'demo' is not after round 3 attempt 0, ...
+
+**One survivor set for each model.** A client that has helped to unmask a sum of updates to a model
+takes part for that model again only with exactly the same survivors, in any run; likewise for the
+same round of a run. It is checked before the masked vector is sent, because a vector that was sent
+is in the sum even if its owner then refuses to sign.
+
+Why it bounds what sums reveal together: the sums that a set of updates can be in are those for one
+model. For these, each client goes through its attempts in one order. Within a run it is that of the
+round and attempt numbers, and between runs there is only one until the sum is unmasked: a client
+that has sent a masked vector for a model in one run sends none for it in another. Take any linear
+combination of unmasked sums over distinct sets, and of those with a non-zero coefficient the
+earliest one, S. For each secret, `threshold` clients have revealed a share, at most `corrupt` of
+them corrupt (`GraphParameters`); on a complete graph a client reveals none of its own secret, so
+these are at least `threshold + 1 - corrupt` honest ones, more than half of all. Each of them is in
+no later sum over another set, and earlier ones have coefficient zero. So the combination contains
+the updates of all of them, with the coefficient of S: none is about fewer honest clients.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
 
 from isthmus_privacy.crypto import refusal
+from isthmus_privacy.crypto.canonical import NUMBER, tagged_hash
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 
-_MAX_SUMS = 32
-"""Unmasked sums that are recorded for each run."""
-_MAX_OPEN_RUNS = 8
-"""Runs that a device can continue. It takes part in one at a time. Once this many other runs have
-begun, only the fact that a run has ended is kept: what is written with every round must not grow
-with the number of earlier runs."""
-_ENDED = (1 << 64, 0)
-"""Last attempt of an ended run: no attempt is after it."""
+_KEY_BYTES = 16
+"""Size of a key in memory: it must be unlikely to collide, and a collision only refuses more."""
 
 
-@dataclasses.dataclass
-class _RunHistory:
-    last: tuple[int, int] | None = None
-    participations: int = 0
-    unmasked: list[tuple[int, str, frozenset[str]]] = dataclasses.field(default_factory=list)
-    """Round, model hash (hex) and survivors of the sums that this client helped to unmask."""
+@dataclasses.dataclass(frozen=True)
+class StartModel:
+    """The model that a client's update was computed from."""
+
+    round: int
+    """The round in which the server sent it."""
+    model_hash: bytes
+    """SHA-256."""
+    shared: bool = True
+    """Whether all updates of the sum start from it; False for a buffer of several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """An attempt that the client has begun."""
+
+    run_id: str
+    round: int
+    attempt: int
+    participations: int
+    """Attempts of this run that the client has begun, this one included."""
+    draw: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Masked:
+    """A run in which the client has sent masked updates to a model."""
+
+    run_id: str
+    model_hash: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Unmasked:
+    """A sum that the client has helped to unmask."""
+
+    run_id: str
+    round: int
+    """Of the start model."""
+    model_hash: bytes
+    """Of the start model."""
+    survivors: bytes
+    """Hash of the survivor set, 32 bytes."""
+
+
+Entry = Begun | Masked | Unmasked
+
+
+def essential(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries that a history needs: without attempts that a later one of the run replaces."""
+    kept: dict[tuple[object, ...], Entry] = {}
+    for entry in entries:
+        match entry:
+            case Begun():
+                key: tuple[object, ...] = ("begun", entry.run_id)
+            case Masked():
+                key = ("masked", entry.model_hash)
+            case Unmasked():
+                kept.pop(("masked", entry.model_hash), None)
+                key = ("unmasked", entry.run_id, entry.round, entry.model_hash)
+        kept.pop(key, None)  # the latest is at the end
+        kept[key] = entry
+    return list(kept.values())
 
 
 class History:
-    """One client's record. Keep it as long as its identity key; `state()` is what to persist.
+    """One client's record. Keep its entries as long as the identity key.
 
     Guarantees:
       * a client never takes part in an attempt twice, nor in one before an attempt already begun;
-      * for the same model or the same round, a second sum is refused if its cohort differs from an
-        earlier one by so few clients that the difference of the sums would reveal their updates;
-      * the memory of a run does not grow with its rounds, and is nearly empty once eight more runs
-        have begun; the run cannot be continued then.
+      * it is in one attempt at a time, the last that it has begun;
+      * once it has unmasked a sum of updates to a model, in any run, or of a round, it takes part
+        for that model or round only with exactly the same survivors;
+      * an entry is recorded before the client acts on it;
+      * memory of about 300 bytes for each unmasked sum and each run, and one short entry recorded
+        for each step that matters, however many there were before.
     """
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        """Restore a history from the result of `state()`; None starts an empty one."""
-        self._runs: dict[str, _RunHistory] = {}
-        self._draw: int = 0 if state is None else state["draw"]
-        """The latest draw, of any run."""
-        for run_id, saved in ({} if state is None else state["runs"]).items():
-            self._runs[run_id] = _RunHistory(
-                last=None if saved["last"] is None else (saved["last"][0], saved["last"][1]),
-                participations=saved["participations"],
-                unmasked=[(r, model, frozenset(names)) for r, model, names in saved["unmasked"]],
-            )
+    def __init__(
+        self,
+        entries: Iterable[Entry] = (),
+        record: Callable[[Entry], None] = lambda entry: None,
+    ) -> None:
+        """Restore a history.
 
-    def state(self) -> dict[str, Any]:
-        """The whole history as JSON-serialisable data."""
-        runs = {
-            run_id: {
-                "last": run.last,
-                "participations": run.participations,
-                "unmasked": [[r, model, sorted(names)] for r, model, names in run.unmasked],
-            }
-            for run_id, run in self._runs.items()
-        }
-        return {"draw": self._draw, "runs": runs}
+        Args:
+            entries: what `record` has received so far, or the `essential` part of it.
+            record: stores an entry durably before it returns; if it raises, the client does not
+                act on the entry.
+        """
+        self._begun: dict[str, Begun] = {}
+        """The last attempt of each run."""
+        self._current: tuple[str, int, int] | None = None
+        self._draw = 0
+        """The latest draw, of any run."""
+        self._participations = 0
+        self._masked: dict[bytes, str] = {}
+        """Model to the run with masked updates to it, until a sum is unmasked."""
+        self._unmasked: dict[bytes, bytes] = {}
+        """Model, and round of a run, to the survivor set."""
+        self._record = record
+        for entry in entries:
+            self._take(entry)
+
+    def participations(self, run_id: str | None = None) -> int:
+        """Attempts that this client has begun, of one run or in total."""
+        if run_id is None:
+            return self._participations
+        return self._begun[run_id].participations if run_id in self._begun else 0
 
     def begin(self, config: RoundConfig, requirements: ClientRequirements) -> None:
         """Record that an attempt begins.
@@ -86,59 +163,106 @@ class History:
                 f"the draw of {config.draw} is before that of {self._draw}, in which this device "
                 "has taken part",
             )
-        run, attempt = self._run(config), (config.round, config.attempt)
-        if run.last is not None and attempt <= run.last:
-            _refuse_replay(config, run.last)
+        last = self._begun.get(config.run_id)
+        if last is not None and (config.round, config.attempt) <= (last.round, last.attempt):
+            refusal.refuse(
+                "config-replayed",
+                f"round {config.round} attempt {config.attempt} of run {config.run_id!r} is not "
+                f"after round {last.round} attempt {last.attempt}, which this device has seen",
+            )
+        count = self.participations(config.run_id)
         limit = requirements.participations_max
-        if limit is not None and run.participations >= limit:
+        if limit is not None and count >= limit:
             refusal.refuse(
                 "participation-limit",
-                f"this device has taken part in {run.participations} attempts of run "
-                f"{config.run_id!r}, its own limit",
+                f"this device has taken part in {count} attempts of run {config.run_id!r}, its own "
+                "limit",
             )
-        self._draw = max(self._draw, config.draw)
-        run.last = attempt
-        run.participations += 1
-        self._runs[config.run_id] = self._runs.pop(config.run_id)  # the latest run is at the end
-        for earlier in list(self._runs.values())[:-_MAX_OPEN_RUNS]:
-            earlier.last, earlier.unmasked = _ENDED, []
+        begun = Begun(config.run_id, config.round, config.attempt, count + 1, config.draw)
+        self._store(begun)
+        self._current = (config.run_id, config.round, config.attempt)
 
-    def check_survivors(self, config: RoundConfig, survivors: frozenset[str]) -> None:
-        """Refuse a cohort whose sum, minus an earlier sum, would reveal the updates of a few.
+    def mask(self, config: RoundConfig, start: StartModel, share_owners: bytes) -> None:
+        """Record that a masked vector is sent, if it may be.
+
+        Args:
+            config: of the attempt.
+            start: model of this client's update.
+            share_owners: hash of the clients that may survive.
 
         Raises:
-            PeerMisbehaved: it differs from an earlier cohort by 1 .. clients_min - 1 clients, or
-                the earlier cohorts are no longer known.
+            PeerMisbehaved: see `check`; or masked updates to this model were sent in another run,
+                and no sum of them was unmasked.
         """
-        run, model = self._run(config), config.model_hash.hex()
-        if run.last == _ENDED:  # other runs have begun during this attempt
-            _refuse_replay(config, run.last)
-        for earlier_round, earlier_model, earlier in run.unmasked:
-            if earlier_round != config.round and earlier_model != model:
-                continue
-            if 0 < len(survivors ^ earlier) < config.clients_min:
+        self.check(config, start, share_owners)
+        key = _model_key(start.model_hash)
+        run_id = self._masked.get(key, config.run_id)
+        if run_id != config.run_id:
+            refusal.refuse(
+                "masked-in-another-run",
+                f"this device has sent a masked update to the same model in the run {run_id!r} and "
+                "waits for its sum; continue that run, or change the job's seed, which gives "
+                "another model",
+            )
+        if key not in self._masked and key not in self._unmasked:
+            self._store(Masked(config.run_id, start.model_hash))
+
+    def check(self, config: RoundConfig, start: StartModel, survivors: bytes) -> None:
+        """Refuse a survivor set that differs from the one of an unmasked sum.
+
+        Args:
+            config: of the attempt.
+            start: model of this client's update.
+            survivors: hash of the set.
+
+        Raises:
+            PeerMisbehaved: it differs, for the same model or round; or the client has begun another
+                attempt since.
+        """
+        if self._current != (config.run_id, config.round, config.attempt):
+            refusal.refuse(
+                "attempt-superseded",
+                f"this device has begun another attempt since attempt {config.attempt} at round "
+                f"{config.round}",
+            )
+        for key in _keys(config.run_id, start.round, start.model_hash):
+            if self._unmasked.get(key, survivors) != survivors:
                 refusal.refuse(
-                    "survivors-differ-by-few",
-                    f"these survivors differ by {len(survivors ^ earlier)} from those of round "
-                    f"{earlier_round}, whose sum of updates to the same model is known",
+                    "unmasked-for-model",
+                    "this device has helped to unmask a sum of updates to the same model or of the "
+                    "same round, and takes part again only with exactly the same devices; to train "
+                    "the same job again with others, change its seed",
                 )
 
-    def note_unmasked(self, config: RoundConfig, survivors: frozenset[str]) -> None:
+    def note_unmasked(self, config: RoundConfig, start: StartModel, survivors: bytes) -> None:
         """Record that this client helps to unmask the sum over `survivors`."""
-        run = self._run(config)
-        run.unmasked.append((config.round, config.model_hash.hex(), survivors))
-        del run.unmasked[:-_MAX_SUMS]
+        self.check(config, start, survivors)
+        keys = _keys(config.run_id, start.round, start.model_hash)
+        if any(key not in self._unmasked for key in keys):
+            self._store(Unmasked(config.run_id, start.round, start.model_hash, survivors))
 
-    def _run(self, config: RoundConfig) -> _RunHistory:
-        return self._runs.setdefault(config.run_id, _RunHistory())
+    def _store(self, entry: Entry) -> None:
+        self._record(entry)
+        self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        match entry:
+            case Begun():
+                self._participations += entry.participations - self.participations(entry.run_id)
+                self._begun[entry.run_id] = entry
+                self._draw = max(self._draw, entry.draw)
+            case Masked():
+                self._masked[_model_key(entry.model_hash)] = entry.run_id
+            case Unmasked():
+                self._masked.pop(_model_key(entry.model_hash), None)
+                for key in _keys(entry.run_id, entry.round, entry.model_hash):
+                    self._unmasked[key] = entry.survivors
 
 
-def _refuse_replay(config: RoundConfig, last: tuple[int, int]) -> NoReturn:
-    latest = f"round {last[0]} attempt {last[1]}, which this device has seen"
-    if last == _ENDED:
-        latest = f"its end: this device has been in {_MAX_OPEN_RUNS} others since"
-    refusal.refuse(
-        "config-replayed",
-        f"round {config.round} attempt {config.attempt} of run {config.run_id!r} is not after "
-        f"{latest}",
-    )
+def _model_key(model_hash: bytes) -> bytes:
+    return tagged_hash("history-model", model_hash)[:_KEY_BYTES]
+
+
+def _keys(run_id: str, round_: int, model_hash: bytes) -> tuple[bytes, bytes]:
+    of_round = tagged_hash("history-round", run_id.encode(), NUMBER.write(round_))
+    return _model_key(model_hash), of_round[:_KEY_BYTES]

@@ -61,7 +61,8 @@ class UnmaskingInput:
                     f"{self.cohort.name(lost)!r}",
                 )
             parts[survivor] = part
-        return self.cohort.mask_seed(lost, survivor, parts)
+        share_owners = self.cohort.members(set(self.shared))
+        return self.cohort.mask_seed(lost, survivor, share_owners, parts)
 
     def _secrets(self) -> dict[int, bytes]:
         """Share owner to its seed if it survived, else to its mask secret."""

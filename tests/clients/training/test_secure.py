@@ -1,13 +1,12 @@
 """Secure aggregation on a device: the history of rounds and its file."""
 
-import json
 import stat
 
 import pytest
 
-from isthmus.errors import PeerMisbehaved, UpdateError, UserError
+from isthmus.errors import PeerMisbehaved, UpdateError
 from isthmus_clients.training.secure import Credentials, SecureParticipation
-from isthmus_privacy.secagg import Authority, History, RoundConfig, SigningKey
+from isthmus_privacy.secagg import Authority, RoundConfig, SigningKey
 
 SEED = bytes(range(32))
 AUTHORITY = Authority(bytes(32))
@@ -37,7 +36,7 @@ def propose(credentials, round_=1, attempt=1, run="run"):
 
 
 def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):
-    history_file = tmp_path / "rounds.json"
+    history_file = tmp_path / "history.log"
     propose(device(history_file))
     with pytest.raises(PeerMisbehaved, match="round 1 attempt 1 of run 'run' is not after round 1"):
         propose(device(history_file))
@@ -47,42 +46,20 @@ def test_a_round_cannot_be_repeated_by_having_the_device_restart(tmp_path):
 
 
 def test_only_the_owner_can_read_the_history(tmp_path):
-    propose(device(tmp_path / "rounds.json"))
-    assert stat.S_IMODE((tmp_path / "rounds.json").stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"draw": 0}', '{"draw": 0, "runs": {"run": {"last": null}}}']
-)
-def test_a_history_that_cannot_be_read_stops_the_device(tmp_path, damage):
-    (tmp_path / "rounds.json").write_text(damage)
-    with pytest.raises(UserError, match=r"records which rounds this device was in, and cannot be"):
-        device(tmp_path / "rounds.json")
+    propose(device(tmp_path / "history.log"))
+    for name in ("history.log", "history.head"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
 def test_a_device_that_cannot_write_its_history_does_not_continue(tmp_path):
-    credentials = device(tmp_path / "missing" / "rounds.json")
-    with pytest.raises(UpdateError, match="cannot record which rounds it was in"):
+    credentials = device(tmp_path / "missing" / "history.log")
+    with pytest.raises(UpdateError, match="cannot record which sums it was in"):
         propose(credentials)
+    assert credentials.history.participations() == 0
 
 
-def test_the_file_holds_the_whole_history(tmp_path):
-    credentials = device(tmp_path / "rounds.json")
-    propose(credentials)
-    written = json.loads((tmp_path / "rounds.json").read_text())
-    assert History(written).state() == credentials.history.state() != {}
-
-
-def test_the_file_does_not_grow_with_the_number_of_ended_runs(tmp_path):
-    """After months of jobs, an ended run is one line, which refuses to continue it."""
-    credentials, sizes = device(tmp_path / "rounds.json"), []
-    cohort = frozenset(f"device-{number:04}" for number in range(100))
-    for run in range(20):
-        config = propose(credentials, run=f"run-{run:02}").config
-        for _ in range(40):
-            credentials.history.note_unmasked(config, cohort)
-        sizes.append(len(json.dumps(credentials.history.state())))
-    assert sizes[0] > 32 * 100 * len("device-0000")
-    assert sizes[19] - sizes[9] < 10 * 100
-    with pytest.raises(PeerMisbehaved, match="of run 'run-00' is not after its end: this device"):
-        propose(device(tmp_path / "rounds.json"), round_=2, run="run-00")
+def test_participations_are_counted_for_each_run_and_in_total(tmp_path):
+    for run, attempt in (("a", 1), ("b", 1), ("a", 2)):
+        propose(device(tmp_path / "history.log"), run=run, attempt=attempt)
+    history = device(tmp_path / "history.log").history
+    assert [history.participations(run) for run in ("a", "b", "c", None)] == [2, 1, 0, 3]

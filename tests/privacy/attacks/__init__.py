@@ -6,6 +6,7 @@ registered for. `mutation.py` disables each refusal and expects these functions 
 
 from tests.privacy.attacks import (
     advertised_keys,
+    differencing,
     dishonest_clients,
     false_rosters,
     false_survivors,
@@ -19,6 +20,7 @@ from tests.privacy.attacks.registry import ATTACKS
 __all__ = [
     "ATTACKS",
     "advertised_keys",
+    "differencing",
     "dishonest_clients",
     "false_rosters",
     "false_survivors",

@@ -3,19 +3,16 @@
 import dataclasses
 
 from tests.privacy.attacks.large_cohort import LargeCohort
-from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal, round_until, without_members
+from tests.privacy.attacks.registry import ALICE, expect_refusal, round_until, without_members
 from tests.privacy.protocol import (
     ProtocolRound,
     identity,
-    make_client,
-    make_config,
     names,
 )
 
 from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import (
     ConsistencySignatures,
-    History,
     Stage,
     Survivors,
 )
@@ -85,35 +82,6 @@ def a_server_that_drops_the_neighbours_after_masking():
             without_members(all_clients, *missing),
         )
     )
-
-
-@expect_refusal("survivors-differ-by-few")
-def the_same_round_again_without_bob():
-    histories = {name: History() for name in names(6)}
-    for attempt, dropouts in enumerate([{}, {BOB: Stage.MASKED_INPUT}]):
-        config = make_config(attempt=attempt)
-        clients = {name: make_client(config, name, history=histories[name]) for name in histories}
-        ProtocolRound(6, dropouts, clients=clients, attempt=attempt).until(Stage.FINISHED)
-
-
-@expect_refusal("survivors-differ-by-few")
-def the_same_model_in_another_round_without_bob():
-    history = History()
-    for round_, dropouts in enumerate([{}, {BOB: Stage.MASKED_INPUT}]):
-        config = make_config(round=round_)
-        alice = make_client(config, ALICE, history=History(history.state()))
-        history = alice._history
-        ProtocolRound(6, dropouts, clients={ALICE: alice}, round=round_).until(Stage.FINISHED)
-
-
-@expect_refusal("config-replayed")
-def the_same_model_without_bob_after_the_run_was_forgotten():
-    history = History()
-    for round_, dropouts in enumerate([{}, {BOB: Stage.MASKED_INPUT}]):
-        alice = make_client(make_config(round=round_), ALICE, history=history)
-        for other in "abcdefgh" if dropouts else "":
-            make_client(make_config(run_id=other), ALICE, history=history)
-        ProtocolRound(6, dropouts, clients={ALICE: alice}, round=round_).until(Stage.FINISHED)
 
 
 # -- consistency signatures ----------------------------------------------------------------------

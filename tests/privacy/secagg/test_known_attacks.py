@@ -8,7 +8,6 @@ import torch
 from tests.privacy.protocol import (
     ProtocolRound,
     identity,
-    make_client,
     make_config,
     names,
     signed_keys,
@@ -17,7 +16,7 @@ from tests.privacy.protocol import (
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.crypto import shamir
 from isthmus_privacy.crypto.masking import add_masks, cipher
-from isthmus_privacy.secagg import History, Roster, ServerSession, Stage
+from isthmus_privacy.secagg import Roster, ServerSession, Stage
 
 
 def xor_of_words(seed):
@@ -218,21 +217,3 @@ def test_fewer_shares_than_the_threshold_fit_every_secret():
         third += ((limb - 3 * first + 3 * second) % shamir.P).to_bytes(4, "little")
     assert shamir.combine([[1, 2, 3]], [shares]) == [one]
     assert shamir.combine([[1, 2, 3]], [[*shares[:2], third]]) == [other]
-
-
-def test_a_second_sum_without_one_client_is_refused():
-    """The same updates once with Bob and once without: all clients refuse the second sum."""
-    histories = {name: History() for name in names(6)}
-    sums = []
-    for attempt, dropouts in enumerate([{}, {"c00003": Stage.MASKED_INPUT}]):
-        config = make_config(attempt=attempt)
-        clients = {n: make_client(config, n, history=histories[n]) for n in histories}
-        protocol = ProtocolRound(6, dropouts, clients=clients, attempt=attempt)
-        if not dropouts:
-            sums.append(protocol.run())
-            continue
-        protocol.until(Stage.CONSISTENCY_CHECK)
-        for name in protocol.active(Stage.CONSISTENCY_CHECK):
-            with pytest.raises(PeerMisbehaved, match="differ by 1"):
-                clients[name].sign_survivors(protocol.survivors)
-    assert len(sums) == 1

@@ -1,7 +1,6 @@
 """Secure aggregation over a real link: the sum is that of the devices that did not drop out."""
 
 import asyncio
-import json
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from tests.server.waiting import wait_until
 from isthmus.job import with_changes
 from isthmus.job.schema import TimeSection
 from isthmus.transport.blobs import describe
+from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.secure import SecureAggregationAttempt
@@ -213,12 +213,13 @@ async def test_devices_refuse_an_attempt_number_that_they_have_seen(run):
 
 
 async def test_a_device_stores_each_sum_that_it_helped_to_unmask(run, tmp_path):
-    memory = tmp_path / "rounds.json"
+    memory = tmp_path / "history.log"
     agent = run.devices["a"].agent
     agent._secure._history_file, agent._secure._credentials = memory, None
     await run.train()
-    ((round_, _, survivors),) = json.loads(memory.read_text())["runs"]["run"]["unmasked"]
-    assert (round_, survivors) == (1, list(NAMES))
+    unmasked = HistoryLog(memory).entries[-1]
+    model = describe(run.model).sha256
+    assert (unmasked.run_id, unmasked.round, unmasked.model_hash) == ("run", 1, model)
 
 
 async def test_a_changed_vector_is_rejected_and_the_others_go_on(run):

@@ -1,0 +1,94 @@
+"""The server has almost the same clients sum the same updates several times, and subtracts."""
+
+from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal
+from tests.privacy.protocol import ProtocolRound, make_client, make_config
+
+from isthmus_privacy.secagg import History, Stage, StartModel, essential
+
+FIRST = {"round": 3, "attempt": 0}
+
+
+class Device:
+    """One client over several attempts, whose history is on disk."""
+
+    def __init__(self, name=ALICE):
+        self.name = name
+        self.entries = []
+
+    def session(self, start=None, **changes):
+        history = History(essential(self.entries), record=self.entries.append)
+        return make_client(make_config(**changes), self.name, history=history, start=start)
+
+    def attempt(self, dropouts=None, start=None, until=Stage.FINISHED, **changes):
+        """Run an attempt with this client and five others, who have no history."""
+        clients = {self.name: self.session(start, **changes)}
+        return ProtocolRound(6, dropouts, clients=clients, **changes).until(until)
+
+
+def repeat_without_bob(stage, **changes):
+    device = Device()
+    device.attempt(**FIRST)
+    device.attempt({BOB: stage}, **{**FIRST, **changes})
+
+
+@expect_refusal("unmasked-for-model")
+def the_same_round_again_without_bob():
+    repeat_without_bob(Stage.MASKED_INPUT, attempt=1)
+
+
+@expect_refusal("unmasked-for-model")
+def the_same_round_again_without_bobs_shares():
+    """Refused before the masked vector is sent: afterwards the others could unmask it."""
+    device = Device()
+    device.attempt(**FIRST)
+    device.attempt({BOB: Stage.SHARE_KEYS}, round=3, attempt=1, until=Stage.CONSISTENCY_CHECK)
+
+
+@expect_refusal("unmasked-for-model")
+def the_same_model_in_another_round_without_bob():
+    repeat_without_bob(Stage.MASKED_INPUT, round=4)
+
+
+@expect_refusal("unmasked-for-model")
+def the_same_model_in_another_run_without_bob():
+    repeat_without_bob(Stage.MASKED_INPUT, run_id="other")
+
+
+@expect_refusal("unmasked-for-model")
+def a_slightly_changed_model_in_the_same_round_without_bob():
+    repeat_without_bob(Stage.MASKED_INPUT, attempt=1, model_hash=bytes(32))
+
+
+@expect_refusal("unmasked-for-model")
+def the_same_model_without_bob_after_many_other_runs():
+    device = Device()
+    device.attempt(**FIRST)
+    for run in "abcdefghij":
+        device.session(run_id=run)
+    device.attempt({BOB: Stage.MASKED_INPUT}, round=4)
+
+
+@expect_refusal("unmasked-for-model")
+def the_same_kept_update_in_two_buffers():
+    """Even of the same devices: their other updates may have other start models."""
+    device = Device()
+    start = StartModel(round=2, model_hash=bytes(32), shared=False)
+    for round_ in (3, 4):
+        device.attempt(start=start, round=round_)
+
+
+@expect_refusal("masked-in-another-run")
+def two_runs_at_once_with_the_same_model():
+    """Half of the clients finish one run first, half the other, so both sums are unmasked."""
+    device = Device()
+    device.attempt(until=Stage.CONSISTENCY_CHECK, run_id="one")
+    device.attempt(until=Stage.CONSISTENCY_CHECK, run_id="two")
+
+
+@expect_refusal("attempt-superseded")
+def an_earlier_attempt_continued():
+    history = History()
+    clients = {ALICE: make_client(make_config(attempt=0), ALICE, history=history)}
+    earlier = ProtocolRound(6, clients=clients, attempt=0).until(Stage.CONSISTENCY_CHECK)
+    make_client(make_config(attempt=1), ALICE, history=history)
+    earlier.check_consistency()
