@@ -13,5 +13,11 @@ def utc(timestamp: float) -> str:
 
     >>> utc(2_000_000_000)
     '2033-05-18 03:33:20 UTC'
+    >>> utc(2**40)  # a peer can send any number
+    '1099511627776 s after 1970'
     """
-    return f"{datetime.datetime.fromtimestamp(timestamp, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+    try:
+        time = datetime.datetime.fromtimestamp(timestamp, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{timestamp:.0f} s after 1970"
+    return f"{time:%Y-%m-%d %H:%M:%S} UTC"
