@@ -15,6 +15,7 @@ import click
 
 from isthmus import __version__
 from isthmus.errors import IsthmusError
+from isthmus.printable import PrintableFormatter, in_lines
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ def main() -> None:
     """Entry point of the console script: user errors print one sentence and exit with code 1."""
     # gRPC logs every refused caller; Isthmus logs what matters in one sentence.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # PyTorch logs its caches if the process ends while PyTorch is being imported.
     logging.getLogger("torch").setLevel(logging.WARNING)
     try:
@@ -65,7 +66,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except IsthmusError as error:
-        click.echo(f"isthmus: {error}", err=True)
+        click.echo(f"isthmus: {in_lines(str(error))}", err=True)
         sys.exit(1)
     except BrokenPipeError:  # the reader of the output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

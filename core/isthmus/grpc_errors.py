@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import re
 
+import grpc
+
+from isthmus.printable import in_a_line
+
 _LONGEST = 200
 
 _NOT_PASSED = "its certificate does not pass"
@@ -40,5 +44,11 @@ def short_message(details: str) -> str:
     for pattern, message in _KNOWN:
         match = re.search(pattern, details)
         if match is not None:
-            return match.expand(message)
-    return details.rpartition("last error: ")[2][:_LONGEST] or "no reason was given"
+            return in_a_line(match.expand(message))
+    return in_a_line(details.rpartition("last error: ")[2][:_LONGEST]) or "no reason was given"
+
+
+def details_of(error: grpc.RpcError | grpc.aio.AioRpcError) -> str:
+    """The sentence with which the other side ended a call, escaped."""
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    return in_a_line(error.details() or "")

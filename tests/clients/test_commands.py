@@ -68,7 +68,7 @@ async def test_a_server_that_refuses_ends_the_client():
     port = await link.start()
     try:
         with pytest.raises(
-            AdmissionRefused, match=r"a hello needs a name and an instance of 1 to 128 ch"
+            AdmissionRefused, match=r"a hello needs a name and an instance of 1 to 128 pr"
         ):
             await serve(
                 f"127.0.0.1:{port}", Agent(Participant(name="x" * 200, regime="federated"), None)

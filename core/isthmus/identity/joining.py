@@ -30,7 +30,7 @@ from cryptography import x509
 from google.protobuf.message import DecodeError
 
 from isthmus.errors import AdmissionRefused, UserError
-from isthmus.grpc_errors import short_message
+from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, check_issued, prepare
 from isthmus.wire import join_pb2
@@ -258,9 +258,9 @@ def _failure_message(address: str, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return (
             f"no server accepts joins at {address}: joining has a port of its own, the one "
-            f"after that of the link; {short_message(error.details() or '')}"
+            f"after that of the link; {short_message(details_of(error))}"
         )
-    return f"the server at {address} refused to join this machine: {error.details()}"
+    return f"the server at {address} refused to join this machine: {details_of(error)}"
 
 
 def _parse_url(url: str) -> tuple[str, int]:

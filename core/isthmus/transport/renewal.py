@@ -16,6 +16,7 @@ from collections.abc import Callable
 from isthmus.errors import AdmissionRefused, UpdateError
 from isthmus.grpc_errors import HANDSHAKE_FAILURES
 from isthmus.identity.membership import Membership
+from isthmus.printable import in_a_line
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
 from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
@@ -111,7 +112,7 @@ class CertificateRenewal:
         membership = self._membership
         try:
             if not renewed.certificate:
-                raise AdmissionRefused(renewed.reason)
+                raise AdmissionRefused(in_a_line(renewed.reason))
             await asyncio.to_thread(membership.renewed, renewed.certificate)
         except (AdmissionRefused, OSError) as error:
             log.warning("the certificate of %s was not renewed: %s", membership.name, error)

@@ -19,8 +19,9 @@ import grpc
 import grpc.aio
 
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
-from isthmus.grpc_errors import short_message
+from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.membership import Membership, check_dialling
+from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.heartbeats import Heartbeats
@@ -159,9 +160,9 @@ class Uplink:
                 except grpc.aio.AioRpcError as error:
                     if error.code() in _FINAL:
                         raise AdmissionRefused(
-                            f"the server refused {self.name!r}: {error.details()}"
+                            f"the server refused {self.name!r}: {details_of(error)}"
                         ) from None
-                    why = error.details() or error.code().name
+                    why = details_of(error) or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
                         why = short_message(why)
                     if self._renewal is not None and self._linked_at == math.inf:
@@ -256,7 +257,9 @@ class Uplink:
                 if not receipt.accepted and (
                     job.reply is None or not job.reply.HasField("failure")
                 ):
-                    log.info("%s: its result was not used: %s", self.name, receipt.reason)
+                    log.info(
+                        "%s: its result was not used: %s", self.name, in_a_line(receipt.reason)
+                    )
                 self.worker.acknowledged(job.request, receipt.accepted, receipt.reason)
         elif kind == "renewed":
             renewal, welcome = self._renewal, self._welcome
@@ -265,7 +268,7 @@ class Uplink:
                 self.on_welcome(welcome)
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
-            reason = message.cancel.reason or "nobody waits for it"
+            reason = in_a_line(message.cancel.reason) or "nobody waits for it"
             # The request waits for its blob, or its reply was lost.
             if job is not None and (job.task is None or job.reply is not None):
                 del self._jobs[message.cancel.id]

@@ -17,9 +17,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import AdmissionRefused, UserError
-from isthmus.grpc_errors import short_message
+from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.membership import Membership, default_state
 from isthmus.job import Job, load_job, write_job
+from isthmus.printable import in_a_line
 from isthmus.transport.uplink import CHANNEL_OPTIONS
 from isthmus.wire import operator_pb2 as pb
 
@@ -106,7 +107,7 @@ class OperatorClient:
     def _refusal(self, error: grpc.RpcError, unsure: str = "") -> AdmissionRefused:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
-        details = error.details() or ""
+        details = details_of(error)
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             problem = f" cannot be reached: {short_message(details)}"
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -150,7 +151,7 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
     The server uses its own copy of the task: a file in `tasks/` of the server's state directory.
     """
     loaded = load_job(job, overrides)
-    click.echo(OperatorClient(state).submit(loaded))
+    click.echo(in_a_line(OperatorClient(state).submit(loaded)))
 
 
 @click.command()
@@ -177,7 +178,8 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
     for job in reply.jobs:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
-        table.add_row(job.id, job.state, rounds, job.submitted_by, since, escape(job.reason))
+        texts = (job.id, job.state, rounds, job.submitted_by, since, job.reason)
+        table.add_row(*(escape(in_a_line(text)) for text in texts))
     none = "nothing has been submitted yet" if ended else "no job is running or queued"
     Console().print(table if reply.jobs else none)
 
@@ -195,7 +197,8 @@ def logs(job: str, follow: bool, state: Path) -> None:
     for message in OperatorClient(state).events(pb.LogsRequest(id=job, follow=follow)):
         event = event_from_json(json.loads(message.data))
         if isinstance(event, JobEnded):
-            click.echo(f"{job} {event.state}" + (f": {event.reason}" if event.reason else ""))
+            reason = in_a_line(event.reason)
+            click.echo(f"{job} {event.state}" + (f": {reason}" if reason else ""))
         else:
             view(event)
 
@@ -206,4 +209,4 @@ def logs(job: str, follow: bool, state: Path) -> None:
 def cancel(job: str, state: Path) -> None:
     """Remove JOB from the queue, or stop it; committed rounds are kept."""
     reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
-    click.echo(f"{job} is {reply.state}")
+    click.echo(f"{job} is {in_a_line(reply.state)}")

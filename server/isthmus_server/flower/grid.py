@@ -21,12 +21,12 @@ from flwr.app import Error, Message, RecordDict
 from isthmus.errors import UpdateError
 from isthmus.integrations.flower.messages import SERVER_NODE, ErrorCode, identify, message, node_of
 from isthmus.integrations.flower.records import decode, encode
+from isthmus.printable import in_a_line
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus_server.flower.run_scoped_grid import RunScopedGrid
 from isthmus_server.regimes.call import CallFailed, call
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.sanitize import in_a_line
 
 _LOST = ErrorCode.NODE_UNAVAILABLE
 _LATE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE

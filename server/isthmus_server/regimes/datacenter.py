@@ -6,6 +6,7 @@ import torch
 
 from isthmus.errors import UpdateError
 from isthmus.job import Job
+from isthmus.printable import in_a_line
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
@@ -13,7 +14,7 @@ from isthmus_server.regimes.base import AttemptFailed, DatacenterResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.sanitize import check_figures, in_a_line
+from isthmus_server.transport.sanitize import check_figures
 
 
 class DatacenterRegime:

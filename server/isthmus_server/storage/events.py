@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator
 
 from isthmus.job import RegimeName
+from isthmus.printable import in_a_line
 from isthmus.wire import link_pb2
 from isthmus_server.storage.records import (
     ComparisonRecord,
@@ -110,7 +111,7 @@ class ParticipantProgress(Event):
         """Create the event from a participant's message."""
         return cls(
             participant=participant,
-            note=message.note,
+            note=in_a_line(message.note),
             steps=message.steps,
             total_steps=message.total_steps,
             loss=message.loss,

@@ -164,8 +164,9 @@ def negotiate(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
     if not isinstance(first, link_pb2.Envelope) or not first.HasField("hello"):
         return 0, "the first message must be a hello"
     hello = first.hello
-    if not (0 < len(hello.name) <= 128 and 0 < len(hello.instance) <= 128):
-        return 0, "a hello needs a name and an instance of 1 to 128 characters each"
+    texts = (hello.name, hello.instance)
+    if not all(0 < len(text) <= 128 and text.isprintable() for text in texts):
+        return 0, "a hello needs a name and an instance of 1 to 128 printable characters each"
     if hello.role not in (link_pb2.CLIENT, link_pb2.DATACENTER):
         return 0, f"role={hello.role} is not one this server knows"
     version = min(hello.version_max, VERSION)

@@ -12,6 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.printable import in_a_line
 from isthmus_server.storage.events import (
     Event,
     ModelsCompared,
@@ -27,13 +28,17 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.storage.records import ComparisonRecord, RoundRecord
-from isthmus_server.transport.sanitize import in_a_line
 from isthmus_server.views.report import format_metrics
 
 _LINE_SECONDS = 10.0
 """Between two lines about the work of one participant, where there is no terminal."""
 
 _STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
+
+
+def _safe(text: str) -> str:
+    """Text of another machine, as one line of markup: a server's events are shown to operators."""
+    return escape(in_a_line(text))
 
 
 class ProgressView:
@@ -80,27 +85,26 @@ class ProgressView:
                     f"{event.datacenters} datacenter(s)"
                 )
             case ParticipantReady():
-                self._set_status(
-                    f"{event.participant} is ready with {event.examples} examples of its own"
-                )
+                name = in_a_line(event.participant)
+                self._set_status(f"{name} is ready with {event.examples} examples of its own")
             case ParticipantDeclined():
                 self._print(
-                    f"[red]{escape(event.participant)} declined:[/red] {escape(event.reason)}"
+                    f"[red]{_safe(event.participant)} declined:[/red] {_safe(event.reason)}"
                 )
             case ParticipantLeft():
                 self._print(
-                    f"[yellow]{escape(event.participant)} left:[/yellow] {escape(event.reason)}"
+                    f"[yellow]{_safe(event.participant)} left:[/yellow] {_safe(event.reason)}"
                 )
             case Paused():
                 self._print(
                     f"           [dim]round {event.round} waits {event.seconds:.0f} s: "
-                    f"{escape(event.reason)}[/dim]"
+                    f"{_safe(event.reason)}[/dim]"
                 )
             case RoundPlanned():
                 attempt = f", try {event.attempt}" if event.attempt > 1 else ""
                 self._set_status(
                     f"round {event.round}{attempt}: {event.regime} with {event.invited} "
-                    f"participant(s), because {event.reason}"
+                    f"participant(s), because {in_a_line(event.reason)}"
                 )
             case ModelsCompared():
                 self._show_comparison(event.record)
@@ -108,37 +112,37 @@ class ProgressView:
                 self._show_round(event.record)
             case RoundAttemptFailed():
                 attempt = f"round {event.record.round}, try {event.record.attempt}"
-                self._print(f"[red]{attempt} failed:[/red] {escape(event.record.error)}")
+                self._print(f"[red]{attempt} failed:[/red] {_safe(event.record.error)}")
             case RunFinished():
                 self._print(
-                    f"[bold]done[/bold] ({escape(event.reason)}): "
-                    f"{escape(format_metrics(event.final.metrics))}, "
-                    f"cost {event.spent:g}\nmodel   {escape(event.final.model_path)}\n"
+                    f"[bold]done[/bold] ({_safe(event.reason)}): "
+                    f"{_safe(format_metrics(event.final.metrics))}, "
+                    f"cost {event.spent:g}\nmodel   {_safe(event.final.model_path)}\n"
                     f"sha256  {event.final.model_sha256}"
                 )
 
     def _show_round(self, record: RoundRecord) -> None:
         participants, regime = record.participants, record.regime
-        metrics = escape(format_metrics(record.metrics))
+        metrics = _safe(format_metrics(record.metrics))
         self._print(
             f"round {record.round:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
             f"{participants.accepted}/{participants.invited}  "
             f"{metrics:<32} cost {record.cost.price:<6g} "
-            f"{record.seconds:6.2f} s  [dim]{escape(record.reason)}[/dim]"
+            f"{record.seconds:6.2f} s  [dim]{_safe(record.reason)}[/dim]"
         )
         for receipt in record.receipts:
             if receipt.reason:
-                outcome = f"{escape(receipt.participant)} {receipt.status}"
-                self._print(f"           [yellow]{outcome}:[/yellow] {escape(receipt.reason)}")
+                outcome = f"{_safe(receipt.participant)} {receipt.status}"
+                self._print(f"           [yellow]{outcome}:[/yellow] {_safe(receipt.reason)}")
         if record.unusable:
             self._print(f"           [yellow]{record.unusable}[/yellow]")
 
     def _show_comparison(self, record: ComparisonRecord) -> None:
         result = record.result
         if result is None:
-            line = f"[red]try {record.attempt} failed:[/red] {escape(record.error or '')}"
+            line = f"[red]try {record.attempt} failed:[/red] {_safe(record.error or '')}"
         else:
-            scores = (f"{escape(name)} {result.score[name]:.4f}" for name in result.models)
+            scores = (f"{_safe(name)} {result.score[name]:.4f}" for name in result.models)
             line = f"{result.devices} devices scored {', '.join(scores)} (0 is best)"
         self._print(f"           comparison for round {record.round}: {line}")
 
@@ -146,11 +150,11 @@ class ProgressView:
         """Show how far a datacenter is; of devices there may be many, and they are not shown."""
         name = event.participant
         if event.note:
-            self._print(f"[dim]{escape(name)}: {escape(in_a_line(event.note))}[/dim]")
+            self._print(f"[dim]{_safe(name)}: {_safe(event.note)}[/dim]")
         if not event.total_steps:
             return
         line = (
-            f"{name}: step {event.steps} of {event.total_steps}, loss {event.loss:.4g}, "
+            f"{in_a_line(name)}: step {event.steps} of {event.total_steps}, loss {event.loss:.4g}, "
             f"{event.examples_per_second:,.0f} examples/s"
         )
         if event.units_per_second > 1.5 * event.examples_per_second:
@@ -160,7 +164,7 @@ class ProgressView:
         now = time.monotonic()
         if self._live is None and now - self._printed.get(name, self._since) >= _LINE_SECONDS:
             self._printed[name] = now
-            self._print(f"           [dim]{escape(line)}[/dim]")
+            self._print(f"           [dim]{_safe(line)}[/dim]")
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)

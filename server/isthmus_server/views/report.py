@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.printable import in_a_line
 from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import (
     EndedAttempt,
@@ -79,7 +80,7 @@ def page(report: Report) -> RenderableType:
     if incidents:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
     if report.reason:
-        parts.append(Text(f"it ended because: {report.reason}"))
+        parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
     if report.final is not None:
         total = sum(record.cost.price for record in attempts)
         parts.append(
@@ -101,7 +102,7 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
         table.add_row(
             str(record.round) + (f" try {record.attempt}" if record.attempt > 1 else ""),
             record.regime,
-            Text(reason, style="red" if failed else ""),
+            Text(in_a_line(reason), style="red" if failed else ""),
             f"{record.participants.accepted} of {record.participants.invited}",
             Text(format_metrics(record.metrics)),
             f"{record.cost.price:g}",
@@ -126,7 +127,7 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for event in report.events
         if isinstance(event, ParticipantDeclined | ParticipantLeft)
     ]
-    return lines
+    return [in_a_line(line) for line in lines]
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

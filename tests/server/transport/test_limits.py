@@ -21,7 +21,7 @@ from isthmus_server.transport.limits import (
 )
 
 LEASE = 99.0
-_NAMES = "a hello needs a name and an instance of 1 to 128 characters each"
+_NAMES = "a hello needs a name and an instance of 1 to 128 printable characters each"
 
 
 async def test_a_name_is_taken_while_its_participant_is_connected(network):

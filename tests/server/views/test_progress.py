@@ -4,10 +4,13 @@ import time
 from io import StringIO
 
 import pytest
+from hypothesis import given, settings
 from rich.console import Console
+from tests.core.test_printable import ANY_TEXT
 from tests.server.storage.records import comparison_record, failed_attempt, round_record
 
 import isthmus_server.views.progress
+from isthmus.wire import link_pb2
 from isthmus_server.storage.events import (
     ModelsCompared,
     ParticipantDeclined,
@@ -24,6 +27,7 @@ from isthmus_server.storage.records import (
     FinalModel,
     Receipt,
 )
+from isthmus_server.strategy.policy import Comparison
 from isthmus_server.views.progress import ProgressView
 
 
@@ -109,3 +113,34 @@ def test_names_and_reasons_are_shown_as_plain_text(shown):
     ):
         shown.view(event)
     assert sum(line.count(text) for line in shown()) == 14
+
+
+@settings(max_examples=30)
+@given(ANY_TEXT)
+def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
+    """`isthmus logs` shows what a server sends; texts come from participants too."""
+    receipt = Receipt(participant=text, regime="federated", status="dropped", reason=text)
+    final = FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text)
+    comparison = Comparison(
+        models=(text,), devices=1, score={text: 0.1}, difference={}, standard_error={}, price=0.0
+    )
+    record = comparison_record((text,), comparison)
+    events = {
+        1: [
+            ParticipantDeclined(participant=text, reason=text),
+            ParticipantLeft(participant=text, reason=text),
+            ParticipantProgress.from_message(text, link_pb2.Progress(note=ascii(text))),
+            Paused(round=1, seconds=1.0, reason=text),
+            RoundAttemptFailed(record=failed_attempt(1, error=text)),
+            ModelsCompared(record=record),
+        ],
+        2: [RoundCommitted(record=round_record(1, [receipt], reason=text, metrics={text: 1.0}))],
+        3: [RunFinished(reason=text, spent=1.0, final=final)],
+    }
+    for event, count in ((event, count) for count, group in events.items() for event in group):
+        output = StringIO()
+        with ProgressView(Console(file=output, width=200)) as view:
+            view(event)
+        lines = output.getvalue().split("\n")[:-1]
+        assert all(line.isprintable() for line in lines)
+        assert len(lines) <= count

@@ -1,0 +1,43 @@
+r"""Escape text from elsewhere before it reaches a terminal, a log or a record.
+
+Control characters could move the cursor or forge lines of a log, and bidirectional overrides change
+the order in which a line is read. Names, reasons and notes of another machine, and gRPC's details
+of an error, pass through `in_a_line`.
+
+>>> print(in_a_line("no\nbattery \x1b[2J \u202egnp"))
+no\nbattery \x1b[2J \u202egnp
+"""
+
+from __future__ import annotations
+
+import logging
+
+MAX_LINE = 1000
+"""Characters of a text that are kept."""
+
+
+def in_a_line(text: str) -> str:
+    """The text in one bounded line: whatever is not printable is escaped as in Python."""
+    line = "".join(map(_escaped, text[:MAX_LINE])).strip()
+    return line if len(text) <= MAX_LINE else f"{line}..."
+
+
+def in_lines(text: str) -> str:
+    """The text with its line ends, and whatever else is not printable escaped."""
+    return "".join(char if char == "\n" else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records of which no message has more than one line; tracebacks keep theirs."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of logging
+        """The line of a record."""
+        return in_lines(super().formatMessage(record).replace("\n", "\\n"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and the traceback of an exception."""
+        return in_lines(super().format(record))

@@ -1,0 +1,49 @@
+"""Text and figures of participants: escaped, or refused, whatever they contain."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core.test_printable import ANY_TEXT
+
+from isthmus.errors import UpdateError
+from isthmus.transport.requests import failure
+from isthmus.wire import link_pb2
+from isthmus_server.storage.events import ParticipantProgress
+from isthmus_server.transport.limits import negotiate
+from isthmus_server.transport.sanitize import check_figures, reason_of
+
+SENT = ANY_TEXT.filter(lambda text: text.encode("utf-8", "ignore").decode() == text)
+"""What protobuf can carry: no surrogates."""
+
+
+@given(SENT)
+def test_a_reason_is_one_printable_line(text):
+    reason = reason_of(failure(text))
+    assert reason
+    assert reason.isprintable()
+
+
+@given(SENT)
+def test_a_note_is_one_printable_line(text):
+    assert ParticipantProgress.from_message("a", link_pb2.Progress(note=text)).note.isprintable()
+
+
+@given(SENT)
+def test_a_name_is_printable_or_refused(text):
+    for hello in (link_pb2.Hello(name=text, instance="i"), link_pb2.Hello(name="n", instance=text)):
+        hello.version_min = hello.version_max = 2
+        hello.role = link_pb2.CLIENT
+        version, sentence = negotiate(link_pb2.Envelope(hello=hello))
+        assert bool(version) == (0 < len(text) <= 128 and text.isprintable())
+        assert sentence.isprintable()
+
+
+@given(SENT, st.sampled_from(["training", "evaluation", "profile"]))
+def test_the_name_of_a_figure_is_printable_or_refused(text, where):
+    trained = link_pb2.Trained(**{where: {text: 1.0}})
+    if text.isprintable() and len(text) <= 100:
+        check_figures(trained)
+    else:
+        with pytest.raises(UpdateError) as caught:
+            check_figures(trained)
+        assert str(caught.value).isprintable()
