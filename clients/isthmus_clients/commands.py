@@ -21,6 +21,7 @@ from isthmus.task import Participant
 from isthmus_clients.device import resource_limits
 from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.owner_limits import LimitsGuard, load
+from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import unit
 
 
@@ -147,21 +148,27 @@ def start(
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
-        click.echo(unit(command, str(Path.cwd()), limits))
+        writable = [str(path.resolve()) for path in (state, tasks) if path is not None]
+        click.echo(unit(command, str(Path.cwd()), limits, writable))
         return
+    process.protect_memory()
     resource_limits.apply_limits(limits)
     guard = LimitsGuard(limits, state / "usage.json")
     participant = Participant(name=member.name, regime="federated", shard=split)
+    tasks = tasks or member.tasks
+    threads = resource_limits.max_threads(threads, limits)
     with member.locked():
+        host = ProcessHost(participant, data, tasks, threads, state=state, limits=limits)
         agent = Agent(
             participant,
             data,
-            resource_limits.max_threads(threads, limits),
+            threads,
             hours or limits.hours,
             signing_key=member.identity,
             history_file=member.history,
-            tasks=tasks or member.tasks,
+            tasks=tasks,
             guard=guard,
+            host=host,
         )
         work = serve(server or member.server, agent, member)
         asyncio.run(_until_stopped(work, member.name))

@@ -34,7 +34,7 @@ class Agent:
     """Executes a device's requests in its open runs (an `isthmus.transport.worker.Worker`).
 
     Guarantees:
-      * its data never leaves this process: only an update, its weight and average figures do;
+      * its data never leaves this device: only an update, its weight and average figures do;
       * in a run with secure aggregation nothing is sent in clear, for any request of the server,
         and a failure tells nothing about the data (`isthmus_clients.training.withholding`);
       * requests run one at a time and off the event loop, so that the link stays alive.
@@ -59,7 +59,7 @@ class Agent:
         Args:
             participant: its name, and its shard where one data set is split.
             data: location of this device's data; overrides the one of a job.
-            threads: CPU threads used for training.
+            threads: CPU threads used for training and masking.
             hours: working hours that are sent to the server, see `isthmus.job.section.Hours.parse`.
             signing_key: identity in secure aggregation; None generates a key for this process.
             history_file: persists which rounds this device was in; as long-lived as the key.
@@ -79,7 +79,7 @@ class Agent:
         limits = None if guard is None else guard.limits
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
         privacy = None if limits is None else limits.privacy
-        self._secure = SecureSessions(participant.name, signing_key, history_file, privacy)
+        self._secure = SecureSessions(participant.name, signing_key, history_file, privacy, threads)
         self.host = host or InProcessHost(participant, data, tasks, threads, self._throttle.pause)
         self._working = asyncio.Lock()
 
@@ -289,4 +289,7 @@ async def serve(address: str, agent: Agent, membership: Membership | None = None
         on_welcome=agent.welcomed,
         membership=membership,
     )
-    await uplink.run()
+    try:
+        await uplink.run()
+    finally:
+        agent.host.close()

@@ -50,6 +50,15 @@ class PrivacyLimits(Section):
     of the enrolled devices to be available at a time."""
 
 
+class SandboxLimits(Section):
+    """The process in which the code of tasks runs."""
+
+    required: bool = False
+    """Load no task where this kernel restricts its network and files only in part."""
+    read: tuple[Path, ...] = ()
+    """Files and directories that tasks may read besides `--data` and `--tasks`."""
+
+
 class OwnerLimits(Section):
     """The owner's limits; anything not limited is allowed."""
 
@@ -76,6 +85,8 @@ class OwnerLimits(Section):
     """Memory limit of the process; see `isthmus_clients.device.resource_limits`."""
     privacy: PrivacyLimits = PrivacyLimits()
     """Minimum privacy that this device requires."""
+    sandbox: SandboxLimits = SandboxLimits()
+    """The process in which the code of tasks runs."""
 
     @field_validator("hours")
     @classmethod

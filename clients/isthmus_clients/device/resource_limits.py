@@ -62,7 +62,7 @@ class CpuThrottle:
         *,
         used: Callable[[], float] = time.process_time,
         now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`percent` of one core; `used()` is CPU time in seconds, of all threads."""
         self._percent = percent

@@ -43,6 +43,7 @@ class SecureSessions:
         signing_key: Ed25519PrivateKey | None,
         history_file: Path | None,
         privacy: PrivacyLimits | None,
+        threads: int,
     ) -> None:
         """Identify the device.
 
@@ -53,6 +54,7 @@ class SecureSessions:
                 that in memory, and forgets it with every run.
             privacy: what the owner requires; None for the defaults of the protocol, with any
                 selection of devices.
+            threads: CPU threads used for masking.
         """
         self._name = name
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
@@ -60,6 +62,7 @@ class SecureSessions:
         self._privacy = privacy
         self._run_id = ""
         """The run that was opened last."""
+        self._threads = threads
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
@@ -209,8 +212,11 @@ class SecureSessions:
             PeerMisbehaved: the configuration is refused.
             UpdateError: this device is not enrolled, or cannot record the attempt.
         """
+        import torch
+
         from isthmus_clients.training.secure import SecureParticipation
 
+        torch.set_num_threads(self._threads)
         self._current = None
         return SecureParticipation(
             about,

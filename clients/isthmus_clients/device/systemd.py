@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 
 from isthmus_clients.device.owner_limits import OwnerLimits
 
+_HARDENING = (
+    "NoNewPrivileges=yes",
+    "ProtectSystem=strict",
+    "PrivateTmp=yes",
+    "PrivateDevices=yes",
+    "ProtectKernelTunables=yes",
+    "ProtectControlGroups=yes",
+    "RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK",
+    "RestrictRealtime=yes",
+    "RestrictSUIDSGID=yes",
+    "LockPersonality=yes",
+    "SystemCallArchitectures=native",
+    "TasksMax=512",
+)
+"""Restrictions of the whole service, besides those of a task's process within it.
 
-def unit(command: Sequence[str], folder: str, limits: OwnerLimits) -> str:
+That process makes namespaces of its own and restricts itself with Landlock and seccomp, so there is
+no RestrictNamespaces and no SystemCallFilter. There is no MemoryDenyWriteExecute either, as PyTorch
+generates code at run time.
+"""
+
+
+def unit(
+    command: Sequence[str], folder: str, limits: OwnerLimits, writable: Sequence[str] = ()
+) -> str:
     """The text of a user unit that runs a command in a folder with the owner's limits.
+
+    Only the directories `writable` can be written to, which must exist when the unit starts.
 
     >>> print(unit(["isthmus", "client", "start"], "/home/me", OwnerLimits(memory_mb=512)))
     [Unit]
@@ -41,9 +67,15 @@ def unit(command: Sequence[str], folder: str, limits: OwnerLimits) -> str:
             "RestartPreventExitStatus=1",
             "Nice=10",
             *resource_lines,
-            "NoNewPrivileges=yes",
+            *_HARDENING,
+            *(f"ReadWritePaths={_quoted(path)}" for path in writable),
             "",
             "[Install]",
             "WantedBy=default.target",
         ]
     )
+
+
+def _quoted(path: str) -> str:
+    """A path in a list of paths, where spaces separate and % begins a specifier."""
+    return json.dumps(path, ensure_ascii=False).replace("%", "%%")

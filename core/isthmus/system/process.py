@@ -1,4 +1,4 @@
-"""Process settings of Linux and glibc: death with the parent and the return of freed memory."""
+"""Process settings of Linux and glibc: death with the parent, protected and freed memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
@@ -25,6 +26,15 @@ def die_with_parent(parent: int | None = None) -> None:
         raise OSError(error, os.strerror(error))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def protect_memory() -> None:
+    """Have the kernel refuse other processes of this user access to this process's memory.
+
+    There are no core dumps of it either. Only root can attach a debugger. Inherited by forked
+    processes, not by other programs.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def return_freed_memory() -> None:

@@ -1,0 +1,292 @@
+"""The host of a task in a process of its own, which it can neither leave nor outlive."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import mmap
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from isthmus.errors import TaskError, UserError
+from isthmus.system.private_files import make_private_directory
+from isthmus.task import Participant
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.owner_limits import OwnerLimits
+from isthmus_clients.device.sandbox.confinement import Confinement
+from isthmus_clients.device.sandbox.frames import SharedMemory
+from isthmus_clients.device.sandbox.settings import WorkerSettings
+from isthmus_clients.device.sandbox.task_process import TaskProcess
+
+log = logging.getLogger(__name__)
+
+_OPEN_SECONDS = 1800.0
+"""Longest time in which a task may build its model and open its data."""
+_MAX_ERROR = 2000
+"""Longest explanation of a Flower app's error, in characters."""
+
+
+@dataclasses.dataclass
+class _Opened:
+    """The run of a host: what it was opened with, and its process while that lives."""
+
+    work: link_pb2.OpenRun
+    run: ActiveRun
+    process: TaskProcess | None = None
+    examples: int | None = None
+
+
+class ProcessHost:
+    """Runs each opened run's task in a restricted process (an `isthmus...task_host.TaskHost`).
+
+    Guarantees:
+      * no code of a task runs in this process, and no key, certificate or history is readable
+        where it runs, as far as the kernel restricts it;
+      * what the task sends is bounded and checked: the figures are finite, the update has the
+        layout of the run and private memory, and its header is not the task's;
+      * a process that dies, or does not stop when its request is cancelled, fails that request,
+        and the next one begins with a new process.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        data: Path | None,
+        tasks: Path,
+        threads: int,
+        *,
+        state: Path,
+        limits: OwnerLimits,
+        grace: float = 30.0,
+    ) -> None:
+        """Set up; `open` starts a process.
+
+        Args:
+            participant: see `isthmus_clients.device.agent.Agent`.
+            data: location of this device's data, which tasks can read.
+            tasks: directory of the only tasks that may be loaded.
+            threads: CPU threads used for training.
+            state: directory of the device's keys, which tasks cannot read; `tasks` may be in it.
+            limits: of the owner, on CPU and memory and on the sandbox.
+            grace: seconds after which a process that does not stop its request is ended.
+
+        Raises:
+            UserError: a directory that tasks can read contains the state, or the state cannot be
+                written to.
+        """
+        self._state = state.resolve()
+        self._scratch = self._state / "scratch"
+        self._grace = grace
+        self._tasks = tasks.resolve()
+        readable = [self._tasks, *(path.expanduser() for path in limits.sandbox.read)]
+        readable += [] if data is None else [data]
+        for path in readable:
+            if self._state.is_relative_to(path.resolve()):
+                raise UserError(
+                    f"tasks could read this device's keys: {path} contains {state}; move one of "
+                    "them, or name a directory within"
+                )
+        shutil.rmtree(self._scratch, ignore_errors=True)  # of a device that was killed
+        make_private_directory(self._scratch)
+        confinement = Confinement(
+            readable=tuple(path.resolve() for path in readable),
+            scratch=self._scratch,
+            hidden=self._state,
+            required=limits.sandbox.required,
+            memory_mb=limits.memory_mb,
+        )
+        self._settings = WorkerSettings(
+            participant=participant,
+            data=None if data is None else data.resolve(),
+            tasks=self._tasks,
+            threads=threads,
+            cpu_percent=limits.cpu_percent,
+            confinement=confinement,
+        )
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+        self._cancelled: set[str] = set()
+        """IDs of requests whose result is no longer needed."""
+        self._spare: SharedMemory | None = None
+        """Memory for the next model: allocating it takes longer than filling it."""
+
+    @property
+    def process(self) -> TaskProcess | None:
+        """The task's process, if it was started."""
+        return None if self._opened is None else self._opened.process
+
+    def open(self, work: link_pb2.OpenRun) -> int:
+        """See `TaskHost.open`."""
+        self.close()
+        opened = _Opened(work, ActiveRun.of(work, self._tasks))
+        with self._lock:
+            self._opened = opened
+        try:
+            self._process(opened)
+        except BaseException:
+            self.close()
+            raise
+        assert opened.examples is not None
+        if not opened.run.has_app:
+            log.info("opened %s with %d examples", work.run_id, opened.examples)
+        return opened.examples
+
+    def buffer(self, size: int) -> Buffer:
+        """See `TaskHost.buffer`."""
+        spare, self._spare = self._spare, None
+        return memoryview(spare if spare is not None and len(spare) == size else SharedMemory(size))
+
+    def train(
+        self,
+        request_id: str,
+        work: link_pb2.TrainLocal,
+        payload: Buffer,
+        progress: ReportProgress,
+    ) -> tuple[link_pb2.Trained, Buffer]:
+        """See `TaskHost.train`; the update is in private memory."""
+        opened, started = self._run(), time.monotonic()
+        memory = _shared(payload)
+
+        def report(received: link_pb2.Progress) -> None:
+            if math.isfinite(received.loss):
+                progress(link_pb2.Progress(steps=received.steps, loss=received.loss))
+
+        request = link_pb2.Request(id=request_id, train_local=work)
+        trained = self._call(opened, request, [memory], report).trained
+        # Private before it is read: the task may still write to the memory that it shares.
+        layout = opened.run.layout
+        update = _private(layout.nbytes)
+        update[: len(layout.header)] = layout.header
+        memory.copy(len(layout.header), update[len(layout.header) :])
+        self._spare = memory
+        figures = {name: trained.training[name] for name in ("loss",) if name in trained.training}
+        if not all(map(math.isfinite, figures.values())):
+            raise TaskError(f"the task's process reported a loss of {figures['loss']}")
+        seconds = time.monotonic() - started
+        return (
+            link_pb2.Trained(
+                examples=opened.examples, steps=trained.steps, seconds=seconds, training=figures
+            ),
+            update,
+        )
+
+    def score(self, work: link_pb2.Score, payload: Buffer) -> list[float]:
+        """See `TaskHost.score`."""
+        memory = _shared(payload)
+        request = link_pb2.Request(id="score", score=work)
+        scores = list(self._call(self._run(), request, [memory]).scored.scores)
+        self._spare = memory
+        if len(scores) != len(work.candidates) or not all(0 <= score <= 1 for score in scores):
+            raise TaskError(f"the task's process reported the scores {scores[:8]}")
+        return scores
+
+    def answer(
+        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        """See `TaskHost.answer`."""
+        opened, started = self._run(), time.monotonic()
+        flower = opened.run.job.federated.flower
+        assert flower is not None
+        out = SharedMemory(flower.max_bytes)
+        sent = [_shared(payload)] if payload else []
+        request = link_pb2.Request(id=f"flower {work.id}", flower=work)
+        reply = self._call(opened, request, [*sent, out]).flower_replied
+        seconds = time.monotonic() - started
+        if reply.error_code or reply.error:
+            reason = reply.error[:_MAX_ERROR]
+            failed = link_pb2.FlowerReply(
+                error_code=reply.error_code, error=reason, seconds=seconds
+            )
+            return failed, None
+        if reply.records.size > len(out):
+            raise TaskError(f"the app's process reported records of {reply.records.size} bytes")
+        records = _private(reply.records.size)
+        out.copy(0, records)
+        return link_pb2.FlowerReply(records=describe(records), seconds=seconds), records
+
+    def cancel(self, request_id: str) -> None:
+        """See `TaskHost.cancel`."""
+        with self._lock:
+            self._cancelled.add(request_id)
+            process = self.process
+        if process is not None:
+            process.cancel(request_id, self._grace)
+
+    def release(self, request_id: str) -> None:
+        """See `TaskHost.release`; shared memory is reused as soon as an update is copied."""
+        with self._lock:
+            self._cancelled.discard(request_id)
+
+    def close(self) -> None:
+        """See `TaskHost.close`: ends the process."""
+        with self._lock:
+            process, self._opened, self._spare = self.process, None, None
+        if process is not None:
+            process.kill("the run was closed")
+
+    def _run(self) -> _Opened:
+        opened = self._opened
+        if opened is None:
+            raise TaskError("the run was closed")
+        return opened
+
+    def _process(self, opened: _Opened) -> TaskProcess:
+        """The process of a run, which is started and opens the run if it does not live."""
+        if opened.process is not None and not opened.process.ended:
+            return opened.process
+        scratch = Path(tempfile.mkdtemp(dir=self._scratch))
+        confinement = dataclasses.replace(self._settings.confinement, scratch=scratch)
+        settings = self._settings.model_copy(update={"confinement": confinement})
+        process = TaskProcess(settings)
+        with self._lock:
+            opened.process = process
+            if self._opened is not opened:
+                process.kill("the run was closed")
+        request = link_pb2.Request(id="open", open=opened.work)
+        examples = process.call(request, limit=_OPEN_SECONDS).opened.examples
+        if opened.examples not in (None, examples):
+            raise process.misbehaved(f"it has {examples} examples, and had {opened.examples}")
+        opened.examples = examples
+        return process
+
+    def _call(
+        self,
+        opened: _Opened,
+        request: link_pb2.Request,
+        memory: list[SharedMemory],
+        progress: ReportProgress = lambda progress: None,
+    ) -> link_pb2.Reply:
+        process = self._process(opened)
+        with self._lock:
+            if request.id in self._cancelled:
+                raise TaskError("the server no longer wants the update of this round")
+        reply = process.call(request, [each.handle for each in memory], progress)
+        expected = {"train_local": "trained", "score": "scored", "flower": "flower_replied"}
+        kind = request.WhichOneof("work")
+        assert kind is not None
+        if reply.WhichOneof("outcome") != expected[kind]:
+            raise process.misbehaved("it answered another kind of request")
+        return reply
+
+
+def _private(size: int) -> memoryview:
+    """Memory of this process, which is not cleared before it is filled as a bytearray's is."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, size, flags) if size else bytearray())
+
+
+def _shared(payload: Buffer | bytes) -> SharedMemory:
+    """The shared memory that a payload was received into, or a copy of the payload in such."""
+    view = memoryview(payload)
+    if isinstance(view.obj, SharedMemory):
+        return view.obj
+    memory = SharedMemory(len(view))
+    memory[:] = bytes(view)
+    return memory

@@ -1,0 +1,138 @@
+"""A filter of system calls: no new sockets, and nothing that leads out of the other restrictions.
+
+Landlock does not restrict connections to the Unix sockets of other programs, such as a session bus
+that starts commands, and a network namespace does not either. Without socket(2) there are none. The
+filter applies to a process and all of its descendants (seccomp(2)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterable
+
+from isthmus_clients.device.sandbox.system_calls import system_call
+
+_CALLS = {
+    # name: (x86_64, aarch64); None where the architecture has no such call
+    "socket": (41, 198),
+    # Processes outside, their memory and their descriptors.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    # Namespaces and mounts, in which a process would have privileges again.
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    # Modes, owners and sizes of files, which Landlock restricts late or not at all.
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "truncate": (76, 45),
+    # Keys of the user's session, and rarely used parts of the kernel.
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+}
+_ABSENT = {"io_uring_setup": (425, 425), "clone3": (435, 435)}
+"""Calls that a filter cannot look into: callers see a kernel without them and do without."""
+_CLONE = (56, 220)
+_NEW_NAMESPACES = 0x7E020000
+"""The flags CLONE_NEW* of clone(2)."""
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of the tables, and AUDIT_ARCH."""
+_SECCOMP = (317, 277)
+_SET_MODE_FILTER, _SPEC_ALLOW = 1, 1 << 2
+_X32 = 0x40000000
+
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in struct seccomp_data."""
+_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+
+
+def restrict() -> None:
+    """Install the filter for this thread and its descendants.
+
+    The process must have set PR_SET_NO_NEW_PRIVS.
+
+    Raises:
+        OSError: this kernel has no filters, or the numbers of this architecture are not known.
+    """
+    machine = os.uname().machine
+    if machine not in _MACHINES:
+        raise OSError(errno.ENOSYS, f"there is no filter for the architecture {machine}")
+    program = filter_program(machine)
+    array = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(array))
+    column, _ = _MACHINES[machine]
+    # Mitigations of speculation within the process would only slow the training down.
+    arguments = _SET_MODE_FILTER, _SPEC_ALLOW, ctypes.c_char_p(header)
+    system_call(_SECCOMP[column], *arguments)
+
+
+def filter_program(machine: str) -> bytes:
+    """The filter for an architecture in the classic BPF instructions of the kernel."""
+    column, audit = _MACHINES[machine]
+    code = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_IF_EQUAL, audit, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
+        _instruction(_IF_AT_LEAST, _X32, 0, 1),  # the second set of numbers of x86-64
+        _instruction(_RETURN, _KILL),
+    ]
+    code += _refusals((row[column] for row in _CALLS.values()), errno.EPERM)
+    code += _refusals((row[column] for row in _ABSENT.values()), errno.ENOSYS)
+    code += [
+        _instruction(_IF_EQUAL, _CLONE[column], 0, 3),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_IF_ANY_BIT, _NEW_NAMESPACES, 0, 1),
+        _instruction(_RETURN, _FAIL | errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
+    ]
+    return b"".join(code)
+
+
+def _refusals(numbers: Iterable[int | None], error: int) -> list[bytes]:
+    code = []
+    for number in numbers:
+        if number is not None:
+            code += [_instruction(_IF_EQUAL, number, 0, 1), _instruction(_RETURN, _FAIL | error)]
+    return code
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -1,0 +1,21 @@
+"""What a task's process is told when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pydantic
+
+from isthmus.task import Participant
+from isthmus_clients.device.sandbox.confinement import Confinement
+
+
+class WorkerSettings(pydantic.BaseModel):
+    """Settings of a task's process; they contain nothing secret."""
+
+    participant: Participant
+    data: Path | None
+    tasks: Path
+    threads: int
+    cpu_percent: int | None
+    confinement: Confinement

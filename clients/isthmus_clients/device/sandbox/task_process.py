@@ -1,0 +1,259 @@
+"""One process of a task, seen from the agent: started, asked, cancelled and ended.
+
+Everything that it sends is checked as input of a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+from isthmus.errors import TaskError, UpdateError
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_clients.device.sandbox import frames
+from isthmus_clients.device.sandbox.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+PROGRAM = ("-m", "isthmus_clients.device.sandbox.worker")
+"""What Python runs in the task's process."""
+
+MAX_OUTPUT_BYTES = 1 << 20
+"""Output of a task that is logged; more is discarded."""
+
+_START_SECONDS = 120.0
+_END_SECONDS = 2.0
+"""Time between the end of the connection and that of the process."""
+_MAX_LINE = 2000
+_MAX_REASON = 2000
+_PASSED_ON = ("LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED")
+_NUMERICAL = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_")
+"""Prefixes of variables that select numerical code, and so the bits of a result."""
+
+
+class TaskProcess:
+    """A process with the code of one run.
+
+    `call` is for one thread at a time; `cancel` and `kill` are for any thread and do not block.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Start the process and wait until it is restricted.
+
+        Raises:
+            TaskError: it cannot be started, or a restriction that the owner requires is missing.
+        """
+        self._scratch = settings.confinement.scratch
+        self._end, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", *PROGRAM, str(theirs.fileno()), str(os.getpid())]
+            command.append(settings.model_dump_json())
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=_environment(settings),
+                    cwd=self._scratch,
+                )
+            except OSError as error:
+                self._end.close()
+                raise TaskError(f"the process of the task cannot be started: {error}") from None
+        self._lock = threading.Lock()
+        """Guards the fields below."""
+        self._using = threading.Lock()
+        """Held by a thread that may read from the connection."""
+        self._sending = threading.Lock()
+        self._current: str | None = None
+        self._killed_because: str | None = None
+        self._ended = threading.Event()
+        self._timer: threading.Timer | None = None
+        assert self._popen.stdout is not None
+        self._threads = [
+            threading.Thread(target=self._reap, daemon=True),
+            threading.Thread(target=_log_output, args=[self._popen.stdout], daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        with self._using, self._limited(_START_SECONDS):
+            first = self._receive()
+        if first.HasField("reply"):
+            self.kill("the sandbox is incomplete")
+            raise TaskError(_clean(first.reply.failure.reason))
+        log.info("task sandbox: %s", _clean(first.progress.note))
+
+    @property
+    def pid(self) -> int:
+        """Process id; the task may run in a child of it."""
+        return self._popen.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait until the process has ended, its output is logged and its files are removed."""
+        for thread in self._threads:
+            thread.join()
+
+    def call(
+        self,
+        request: link_pb2.Request,
+        handles: Sequence[int] = (),
+        progress: ReportProgress = lambda progress: None,
+        limit: float | None = None,
+    ) -> link_pb2.Reply:
+        """Have the process execute a request; `limit` is in seconds.
+
+        Raises:
+            TaskError: the task failed, or the process ended or sent what it must not; in these
+                cases it is ended.
+        """
+        with self._lock:
+            self._current = request.id
+        try:
+            with self._using, self._limited(limit):
+                try:
+                    with self._sending:
+                        frames.send(self._end, link_pb2.Envelope(request=request), handles)
+                except OSError:
+                    raise self._lost() from None
+                while True:
+                    message = self._receive()
+                    if message.HasField("progress"):
+                        progress(message.progress)
+                        continue
+                    reply = message.reply
+                    if reply.id != request.id:
+                        raise self.misbehaved("it answered another request")
+                    if reply.HasField("failure"):
+                        raise TaskError(_clean(reply.failure.reason))
+                    return reply
+        finally:
+            with self._lock:
+                self._current = None
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
+
+    def cancel(self, request_id: str, grace: float) -> None:
+        """Ask the process to stop a request, and end it after `grace` seconds."""
+        with self._lock:
+            if self._current != request_id or self._timer is not None:
+                return
+            because = f"it did not stop within {grace:g} s after its request was cancelled"
+            self._timer = threading.Timer(grace, self.kill, [because])
+            self._timer.daemon = True
+            self._timer.start()
+        message = link_pb2.Envelope(cancel=link_pb2.Cancel(id=request_id))
+        if self._sending.acquire(blocking=False):
+            try:
+                frames.send(self._end, message, wait=False)
+            except OSError:
+                pass  # it does not read: the timer ends it
+            finally:
+                self._sending.release()
+
+    def misbehaved(self, what: str) -> TaskError:
+        """End a process that sent what it must not; returns the error to raise."""
+        self.kill(what)
+        return self._lost()
+
+    def kill(self, because: str) -> None:
+        """End the process and all that it started."""
+        with self._lock:
+            if self._killed_because is None:
+                self._killed_because = because
+            if not self.ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def _receive(self) -> link_pb2.Envelope:
+        try:
+            return frames.receive(self._end, frames.MAX_REPLY_BYTES)
+        except (EOFError, OSError):
+            raise self._lost() from None
+        except UpdateError as error:
+            raise self.misbehaved(str(error)) from None
+
+    def _lost(self) -> TaskError:
+        """The error for a process that has ended, or has closed its connection."""
+        if self._ended.wait(_END_SECONDS) and self._killed_because is None:
+            code = self._popen.returncode
+            why = f"signal {-code}" if code < 0 else f"exit status {code}"
+        else:
+            self.kill("it closed its connection")
+            self._ended.wait()
+            why = self._killed_because or ""
+        return TaskError(f"the process of the task ended: {why}")
+
+    @contextlib.contextmanager
+    def _limited(self, seconds: float | None) -> Iterator[None]:
+        if seconds is None:
+            yield
+            return
+        timer = threading.Timer(seconds, self.kill, [f"it took longer than {seconds:g} s"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _reap(self) -> None:
+        """Wait for the end; then end what it has left behind, and remove its files."""
+        os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError):  # its id is taken until it is waited for
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        with self._lock:
+            self._popen.wait()
+            self._ended.set()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._end.shutdown(socket.SHUT_RDWR)
+        with self._using:
+            self._end.close()
+
+
+def _environment(settings: WorkerSettings) -> dict[str, str]:
+    """The variables of a task's process: none that could contain a secret."""
+    scratch = str(settings.confinement.scratch)
+    kept = {name: text for name, text in os.environ.items() if name.startswith(_PASSED_ON)}
+    kept |= {name: text for name, text in os.environ.items() if name.startswith(_NUMERICAL)}
+    return kept | {
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "PATH": "/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _log_output(output: IO[bytes]) -> None:
+    """Log what the task prints, up to a limit; the rest is read and discarded."""
+    left = MAX_OUTPUT_BYTES
+    with output:
+        while line := output.readline(_MAX_LINE):
+            if left > 0:
+                left -= len(line)
+                log.info("task: %s", _clean(line.decode(errors="replace")))
+                if left <= 0:
+                    log.warning("further output of the task is discarded")
+
+
+def _clean(text: str) -> str:
+    """Text of the task as one bounded line without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text[:_MAX_REASON]).strip()

@@ -1,0 +1,132 @@
+"""The requests of the agent, executed in the task's process.
+
+All of this runs with the task in one process, so the agent trusts none of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+
+from isthmus.errors import IsthmusError
+from isthmus.wire import link_pb2
+from isthmus_clients.device.resource_limits import CpuThrottle
+from isthmus_clients.device.sandbox import frames
+from isthmus_clients.device.sandbox.confinement import confine
+from isthmus_clients.device.sandbox.settings import WorkerSettings
+from isthmus_clients.device.task_host import InProcessHost
+
+_PROGRESS_SECONDS = 0.25
+"""Shortest time between two reports; the agent passes on even fewer."""
+_MAX_REASON = 4000
+"""Longest explanation of an error, in characters."""
+
+
+class TaskWorker:
+    """Executes the agent's requests in the main thread, one at a time."""
+
+    def __init__(self, end: socket.socket, settings: WorkerSettings) -> None:
+        self._end = end
+        self._settings = settings
+        self._requests: queue.SimpleQueue[tuple[link_pb2.Request, list[int]]] = queue.SimpleQueue()
+        self._cancelled = ""
+        """ID of the request that was cancelled last."""
+        self._woken = threading.Event()
+        self._throttle = CpuThrottle(settings.cpu_percent, sleep=self._woken.wait)
+        who = settings.participant
+        self._host = InProcessHost(who, settings.data, settings.tasks, settings.threads)
+
+    def run(self, separate: bool) -> None:
+        """Serve until the agent ends the connection, which ends this process."""
+        try:
+            report = confine(self._settings.confinement, separate=separate)
+        except IsthmusError as error:
+            self._reply("", _failure(error))
+            return
+        frames.send(self._end, link_pb2.Envelope(progress=link_pb2.Progress(note=report)))
+        threading.Thread(target=self._read, daemon=True).start()
+        while True:
+            request, handles = self._requests.get()
+            self._woken.clear()
+            self._throttle.begin()
+            try:
+                reply = self._execute(request, [_mapped(handle) for handle in handles])
+            except Exception as error:  # noqa: BLE001 - reported to the agent
+                reply = _failure(error)
+            self._throttle.pause()
+            self._reply(request.id, reply)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, handles = frames.receive_with_handles(self._end)
+                if message.HasField("cancel"):
+                    self._cancelled = message.cancel.id
+                    self._woken.set()
+                else:
+                    self._requests.put((message.request, handles))
+        except EOFError:
+            os._exit(0)
+
+    def _execute(self, request: link_pb2.Request, memory: list[mmap.mmap]) -> link_pb2.Reply:
+        kind, host = request.WhichOneof("work"), self._host
+        if kind == "open":
+            examples = host.open(request.open)
+            return link_pb2.Reply(opened=link_pb2.Opened(examples=examples))
+        if kind == "train_local":
+            return link_pb2.Reply(trained=self._train(request, memory[0]))
+        if kind == "score":
+            scores = host.score(request.score, memoryview(memory[0]))
+            return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
+        *sent, out = memory
+        payload = memoryview(sent[0]) if sent else b""
+        answer, records = host.answer(request.flower, payload)
+        if records is not None:
+            if len(records) > len(out):
+                raise IsthmusError(
+                    f"the app answered {len(records)} bytes, which exceeds "
+                    f"federated.flower.max_bytes={len(out)}"
+                )
+            out[: len(records)] = bytes(records)
+        return link_pb2.Reply(flower_replied=answer)
+
+    def _train(self, request: link_pb2.Request, memory: mmap.mmap) -> link_pb2.Trained:
+        run, reported_at = self._host.run, 0.0
+        assert run is not None
+
+        def stopped() -> bool:
+            self._throttle.pause()
+            return self._cancelled == request.id
+
+        def report(progress: link_pb2.Progress) -> None:
+            nonlocal reported_at
+            if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
+                reported_at = time.monotonic()
+                frames.send(self._end, link_pb2.Envelope(progress=progress))
+
+        from isthmus_clients.training.local_run import pieces
+
+        model, *gradient = pieces(run.layout, memoryview(memory))
+        return run.train(request.train_local, model, report, stopped, *gradient)
+
+    def _reply(self, request_id: str, reply: link_pb2.Reply) -> None:
+        reply.id = request_id
+        frames.send(self._end, link_pb2.Envelope(reply=reply))
+
+
+def _mapped(handle: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(handle, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(handle)
+
+
+def _failure(error: Exception) -> link_pb2.Reply:
+    reason = str(error)
+    if not isinstance(error, IsthmusError):
+        reason = f"internal error: {type(error).__name__}: {reason}"
+    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason[:_MAX_REASON]))

@@ -1,0 +1,313 @@
+"""The agent's side of a task's process, with a real task and with a process that misbehaves."""
+
+import os
+import select
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import TABLE
+
+from isthmus.errors import TaskError, UserError
+from isthmus.job import parse_job
+from isthmus.task import Participant
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.wire import link_pb2
+from isthmus_clients.device.owner_limits import OwnerLimits, parse
+from isthmus_clients.device.sandbox import task_process
+from isthmus_clients.device.sandbox.process_host import ProcessHost
+from isthmus_clients.device.task_host import InProcessHost
+
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
+WHO = Participant(name="a", regime="federated")
+START = torch.linspace(-1, 1, LAYOUT.size)
+
+
+def opening(*overrides):
+    plain = "federated.secure_aggregation=false"
+    job = parse_job('name = "table"\n[task]\nsource = "task.py:Learn"', [plain, *overrides])
+    return link_pb2.OpenRun(
+        run_id="run", job=job.model_dump_json(), base="/nowhere", layout=LAYOUT.header
+    )
+
+
+def received(host, *vectors):
+    payload = host.buffer(len(vectors) * LAYOUT.nbytes)
+    payload[:] = b"".join(LAYOUT.encode(vector) for vector in vectors)
+    return payload
+
+
+def train(host, request_id="train", progress=lambda progress: None, round_=1):
+    work = link_pb2.TrainLocal(run_id="run", round=round_, with_gradient=True)
+    payload = received(host, START, torch.full([LAYOUT.size], 0.01))
+    trained, update = host.train(request_id, work, payload, progress)
+    host.release(request_id)
+    return trained, bytes(update)
+
+
+class Device:
+    """A folder with a task, a state with a key, and the host of a real device."""
+
+    def __init__(self, folder, methods="    pass\n", limits=None, grace=30.0):
+        self.tasks, self.state = folder / "tasks", folder / "state"
+        self.tasks.mkdir()
+        self.state.mkdir()
+        (self.tasks / "task.py").write_text(TABLE + methods)
+        limits = limits or OwnerLimits()
+        self.host = ProcessHost(
+            WHO, None, self.tasks, 1, state=self.state, limits=limits, grace=grace
+        )
+
+    def close(self):
+        process = self.host.process
+        self.host.close()
+        if process is not None:
+            process.wait()
+
+
+HOSTILE = """
+    def __init__(self, settings, data=None):
+        super().__init__(settings, data)
+        self.rounds = 0
+
+    def optimizer(self, parameters, participant):
+        import os, socket, subprocess
+        state = os.path.join(os.environ["HOME"], "../..")
+        self.rounds += 1
+        for attempt in (
+            lambda: socket.create_connection(("127.0.0.1", 9)),
+            lambda: open(os.path.join(state, "identity.key")),
+            lambda: open(os.path.join(state, "new"), "w"),
+            lambda: open("/proc/1/mem"),
+        ):
+            try:
+                attempt()
+            except OSError:
+                continue
+            raise AssertionError("it was permitted")
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        return super().optimizer(parameters, participant)
+
+    def forward(self, model, inputs):
+        if self.rounds == 3:
+            while True:
+                pass
+        return super().forward(model, inputs)
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A task that tries to leave its process in every round, and hangs in the third."""
+    device = Device(tmp_path_factory.mktemp("device"), HOSTILE, grace=0.2)
+    (device.state / "identity.key").write_text("private")
+    device.host.open(opening())
+    yield device
+    device.close()
+
+
+@pytest.fixture(scope="module")
+def expected(hostile):
+    """What the same task computes in the agent's process, with what it tries left out."""
+    (hostile.tasks / "plain.py").write_text(TABLE + "    pass\n")
+    host = InProcessHost(WHO, None, hostile.tasks, 1)
+    host.open(opening("task.source='plain.py:Learn'"))
+    return host
+
+
+def test_both_hosts_give_the_same_update_and_scores(hostile, expected):
+    """Bit for bit; and in the sandbox what the task tries fails."""
+    reported = []
+    trained, update = train(hostile.host, progress=reported.append)
+    also_trained, also_update = train(expected)
+    assert update == also_update
+    assert trained.training == also_trained.training
+    assert (trained.examples, trained.steps) == (20, also_trained.steps)
+    assert reported[0].steps == 1
+    candidates = [link_pb2.Candidate(of=of) for of in ([0], [0, 1])]
+    work = link_pb2.Score(run_id="run", candidates=candidates)
+    scores = [host.score(work, received(host, START, -START)) for host in (hostile.host, expected)]
+    assert scores[0] == scores[1]
+
+
+def test_a_process_that_hangs_fails_one_request_and_leaves_nothing_behind(hostile, expected):
+    """What it has started ends with it, and the next round has another process."""
+    process = hostile.host.process
+    train(hostile.host, "second", round_=2)
+    left = [os.pidfd_open(int(pid)) for pid in descendants_of(process.pid)]
+    assert len(left) >= 2  # what the task started in two rounds
+    started = threading.Event()
+    cancel = threading.Thread(target=lambda: started.wait() and hostile.host.cancel("third"))
+    cancel.start()
+    threading.Timer(0.5, started.set).start()
+    with pytest.raises(TaskError, match=r"did not stop within 0\.2 s after its request was canc"):
+        train(hostile.host, "third", round_=3)
+    cancel.join()
+    assert process.ended
+    for handle in left:
+        assert select.select([handle], [], [], 30)[0]  # it has ended
+        os.close(handle)
+    assert train(hostile.host, "fourth", round_=4)[1] == train(expected, round_=4)[1]
+    assert hostile.host.process is not process
+
+
+def descendants_of(pid):
+    """Ids of the processes that a process has started, and of theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in children for each in (child, *descendants_of(child))]
+
+
+FAKE = """
+import os, socket, sys
+from isthmus.wire import link_pb2
+from isthmus_clients.device.sandbox import frames
+
+end = socket.socket(fileno=int(sys.argv[1]))
+def say(**body):
+    frames.send(end, link_pb2.Envelope(**body))
+def reply(**outcome):
+    say(reply=link_pb2.Reply(id=request.id, **outcome))
+def trained(**figures):
+    reply(trained=link_pb2.Trained(**figures))
+def scored(*scores):
+    reply(scored=link_pb2.Scored(scores=scores))
+
+say(progress=link_pb2.Progress(note="none"))
+while True:
+    message, handles = frames.receive_with_handles(end)
+    request = message.request
+    if request.WhichOneof("work") == "open":
+        reply(opened=link_pb2.Opened(examples=20))
+    else:
+        {misbehave}
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A device whose process answers requests for work with the given statement."""
+    made = []
+
+    def fake(statement, **more):
+        program = ("-c", FAKE.replace("{misbehave}", statement))
+        monkeypatch.setattr(task_process, "PROGRAM", program)
+        made.append(Device(tmp_path, **more))
+        made[0].host.open(opening())
+        return made[0].host
+
+    yield fake
+    for device in made:
+        device.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("os._exit(3)", "the process of the task ended: exit status 3"),
+        ("os.kill(os.getpid(), 9)", "the process of the task ended: signal 9"),
+        ("end.close()", "the process of the task ended: it closed its connection"),
+        ("end.sendall(bytes([255] * 4))", "the process of the task ended: a message of 4294967295"),
+        ("end.sendall(bytes([3, 0, 0, 0, 9, 9, 9]))", "ended: a message cannot be read"),
+        ("request.id = 'x'; trained()", "ended: it answered another request"),
+        ("scored()", "ended: it answered another kind of request"),
+        ("trained(training={'loss': float('nan')})", "reported a loss of nan"),
+        ("reply(failure=link_pb2.Failure(reason='a\\nb\\x1b[2J' + 'c' * 9000))", r"^a b \[2Jc+$"),
+    ],
+)
+def test_an_invalid_reply_fails_the_request(statement, reason, fake):
+    with pytest.raises(TaskError, match=reason) as raised:
+        train(fake(f"{statement}\n        import time; time.sleep(5)"))
+    assert len(str(raised.value)) <= 2000
+
+
+@pytest.mark.parametrize("scores", ["", "0.1, 0.2", "-0.5", "float('nan')"])
+def test_scores_that_cannot_be_are_refused(scores, fake):
+    host = fake(f"scored({scores})")
+    work = link_pb2.Score(run_id="run", candidates=[link_pb2.Candidate(of=[0])])
+    with pytest.raises(TaskError, match=r"reported the scores \["):
+        host.score(work, received(host, START))
+
+
+def test_only_checked_figures_are_passed_on(fake):
+    """Nothing else reaches the server, and the update is private and has the agent's header."""
+    host = fake(
+        "memory = frames.mmap.mmap(handles[0], 0); memory[:] = bytes([7]) * len(memory)\n"
+        "        say(progress=link_pb2.Progress(steps=4, loss=0.5, note='private'))\n"
+        "        say(progress=link_pb2.Progress(loss=float('inf')))\n"
+        "        trained(examples=9, steps=5, events=['x'], training={'loss': 0.5, 'age': 61.0},"
+        " secure=b'x', result=link_pb2.Blob(size=9))"
+    )
+    reported = []
+    trained, update = train(host, progress=reported.append)
+    assert reported == [link_pb2.Progress(steps=4, loss=0.5)]
+    trained.seconds = 0.0
+    assert trained == link_pb2.Trained(examples=20, steps=5, training={"loss": 0.5})
+    assert update == LAYOUT.header + bytes([7]) * (4 * LAYOUT.size)
+
+
+def test_the_process_has_no_variable_that_may_be_secret(fake, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "secret")
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    host = fake("reply(failure=link_pb2.Failure(reason=' '.join(sorted(os.environ))))")
+    with pytest.raises(TaskError) as raised:
+        train(host)
+    assert set(str(raised.value).split()) <= {
+        *("HOME", "LANG", "LC_CTYPE", "OMP_PROC_BIND", "PATH", "PYTHONPATH", "TMPDIR"),
+        *("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
+    }
+
+
+def test_what_a_task_prints_is_logged_up_to_a_limit(fake, monkeypatch, caplog):
+    monkeypatch.setattr(task_process, "MAX_OUTPUT_BYTES", 10)
+    caplog.set_level("INFO")
+    host = fake("print('one'); print('two \\x1b[2J'); print('three'); os._exit(0)")
+    with pytest.raises(TaskError):
+        train(host)
+    host.process.wait()
+    assert "task: one" in caplog.messages
+    assert "task: two  [2J" in caplog.messages
+    assert "task: three" not in caplog.messages
+    assert "further output of the task is discarded" in caplog.messages
+
+
+def test_closing_a_run_ends_its_process_and_removes_its_files(fake, tmp_path):
+    host = fake("pass")
+    process = host.process
+    (scratch,) = (tmp_path / "state/scratch").iterdir()
+    (scratch / "left").write_text("x")
+    ready = threading.Event()
+
+    def close():
+        ready.wait()
+        host.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    threading.Timer(0.1, ready.set).start()
+    with pytest.raises(TaskError, match="the process of the task ended: the run was closed"):
+        train(host)
+    closing.join()
+    process.wait()
+    assert list((tmp_path / "state/scratch").iterdir()) == []
+
+
+def test_a_task_may_not_read_a_directory_that_contains_the_state(tmp_path):
+    state = tmp_path / "home/state"
+    state.mkdir(parents=True)
+    limits = parse(f"sandbox.read = ['{tmp_path}']", "policy.toml")
+    for data, given in ((tmp_path / "home", OwnerLimits()), (None, limits)):
+        with pytest.raises(UserError, match=r"^tasks could read this device's keys: "):
+            ProcessHost(WHO, data, tmp_path / "tasks", 1, state=state, limits=given)
+
+
+def test_a_task_is_refused_where_a_required_restriction_is_missing(tmp_path, monkeypatch):
+    lacking = (
+        "import sys; from isthmus_clients.device.sandbox import landlock, worker\n"
+        "def absent(access): raise OSError(38, 'Function not implemented')\n"
+        "landlock.restrict = absent; sys.exit(worker.main(sys.argv[1:]))"
+    )
+    monkeypatch.setattr(task_process, "PROGRAM", ("-c", lacking))
+    device = Device(tmp_path, limits=parse("sandbox.required = true", "policy.toml"))
+    with pytest.raises(TaskError, match=r"requires a sandbox for tasks .* this kernel lacks Land"):
+        device.host.open(opening())
