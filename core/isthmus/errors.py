@@ -6,6 +6,7 @@ The hierarchy::
     ├── UserError (also a ValueError)   wrong input; its message is shown as one sentence
     │   ├── JobError                    an invalid job file or key
     │   ├── StorageError                a disk that is full or fails
+    │   ├── CannotContinue              a run that cannot continue now, and can later
     │   ├── TaskError                   the user's task cannot be loaded, or its code failed
     │   ├── DamagedError                stored data was changed, cut short or lost
     │   └── UpdateError                 an update or a model with wrong shapes or values
@@ -47,6 +48,10 @@ class StorageError(UserError):
     """A file could not be written or read because a disk is full or fails; worth another try."""
 
     code = "storage-failed"
+
+
+class CannotContinue(UserError):
+    """A run that cannot continue now; it can later, from its last committed round."""
 
 
 class TaskError(UserError):

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from isthmus.wire import link_pb2
 
 
-def failure(reason: str) -> link_pb2.Reply:
-    """A reply that the work could not be done; `reason` is a sentence for the user."""
-    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason))
+def failure(reason: str, code: str = "") -> link_pb2.Reply:
+    """A reply that the work could not be done.
+
+    Args:
+        reason: a sentence for the user.
+        code: a stable identifier of the reason for the server, such as `unmasked-for-model`.
+    """
+    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason, code=code))
 
 
 def fingerprint_messages(

@@ -336,7 +336,7 @@ class Uplink:
                 job.request, buffer, lambda progress: self._progress(job, progress)
             )
         except IsthmusError as error:
-            reply, payload = failure(str(error)), None
+            reply, payload = failure(str(error), error.code), None
         except Exception as error:
             log.exception("request %s failed", job.request.id)
             reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None

@@ -17,7 +17,7 @@ CLIENT: Role
 DATACENTER: Role
 
 class Envelope(_message.Message):
-    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed")
+    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed", "goodbye")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Envelope(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     ping: Ping
@@ -42,7 +43,8 @@ class Envelope(_message.Message):
     progress: Progress
     renew: Renew
     renewed: Renewed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity")
@@ -437,10 +439,12 @@ class Closed(_message.Message):
     def __init__(self) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "code")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    code: str
+    def __init__(self, reason: _Optional[str] = ..., code: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("id", "accepted", "reason")
@@ -477,6 +481,10 @@ class Progress(_message.Message):
     units_per_second: float
     note: str
     def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("signing_request",)

@@ -33,7 +33,7 @@ class JobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
+    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Job(_message.Message):
     SUBMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TRY_FIELD_NUMBER: _ClassVar[int]
     id: str
     state: str
     reason: str
@@ -48,7 +49,8 @@ class Job(_message.Message):
     submitted_at: float
     round: int
     rounds: int
-    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
+    next_try: float
+    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ...) -> None: ...
 
 class LogsRequest(_message.Message):
     __slots__ = ("id", "follow")
@@ -73,6 +75,18 @@ class CancelRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
 class CancelReply(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    def __init__(self, state: _Optional[str] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ResumeReply(_message.Message):
     __slots__ = ("state",)
     STATE_FIELD_NUMBER: _ClassVar[int]
     state: str

@@ -56,6 +56,14 @@ class Members(Enrolments):
         self._writer_thread.shutdown()
         self.registry.close()
 
+    def clients(self) -> set[str]:
+        """Names of the devices that have joined and may connect."""
+        return {
+            entry.name
+            for entry in self.registry.participants()
+            if entry.kind == "client" and entry.revoked is None and entry.not_after is not None
+        }
+
     def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> tls.Subject:
         """Check that a hello and the certificate of its connection belong to one participant.
 

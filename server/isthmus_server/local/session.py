@@ -11,16 +11,14 @@ import torch
 from rich.console import Console
 
 from isthmus.job import Job
-from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import LocalProcesses, OnFailure
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import EventStream, ParticipantProgress
+from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.peer import ParticipantListener
 from isthmus_server.views.progress import ProgressView
 
 Address = tuple[str, int]
@@ -63,22 +61,11 @@ class LocalRun:
         events = EventStream()
         with contextlib.closing(store), store.locked(), ProgressView(console) as view:
             events.subscribe(view)
-            link.listeners.attach(_ProgressPublisher(events))
             coordinator = Coordinator(store, link, events)
             async with running_participants(
                 store.job, link, address, self.directory, fork_server, coordinator.roster.decline
             ):
                 return await coordinator.run()
-
-
-class _ProgressPublisher(ParticipantListener):
-    """Publishes the progress that participants report as events of the run."""
-
-    def __init__(self, events: EventStream) -> None:
-        self._events = events
-
-    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
-        self._events.publish(ParticipantProgress.from_message(name, progress))
 
 
 @asynccontextmanager

@@ -31,9 +31,11 @@ EXTENSIONS = "isthmus.federated_extensions"
 class AttemptFailed(RoundFailed):
     """An attempt without a result, with the receipts of all participants."""
 
-    def __init__(self, reason: str, receipts: Sequence[Receipt]) -> None:
+    def __init__(self, reason: str, receipts: Sequence[Receipt], *, excused: bool = False) -> None:
+        """`excused`: only because devices were lost or refused for privacy."""
         super().__init__(reason)
         self.receipts = receipts
+        self.excused = excused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class AttemptSpec:
     """The job's `[federated]`, with the cohort size and quorum of this round."""
     start: torch.Tensor | None = None
     """The same model as a vector, float32 (N); only extensions need it."""
+    exact: bool = False
+    """The sum must be that of the whole cohort; see `SecureAggregationAttempt`."""
     with_gradient: bool = False
     """Whether the blob of the model also contains a gradient that devices add to their own."""
     draw: int = 0
@@ -98,7 +102,7 @@ class AttemptSpec:
         """
         if len(self.cohort) < self.settings.needed:
             few = f"{len(self.cohort)} devices are ready and the quorum is {self.settings.needed}"
-            raise AttemptFailed(self.shortage or few, [])
+            raise AttemptFailed(self.shortage or few, [], excused=True)
 
 
 class FederatedAttempt(Protocol):

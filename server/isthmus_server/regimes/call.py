@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
+from isthmus.printable import in_a_line
 from isthmus.wire import link_pb2
 from isthmus_server.storage.records import Receipt, Status
 from isthmus_server.transport.link import Link
@@ -27,14 +28,29 @@ TOO_LATE = "the round is over"
 """Reason for refusing a late reply: no call waits for it any more."""
 
 
+SERVER_FAILED = "the server could not use it: it failed itself"
+"""Reason for refusing a reply that is not at fault, after an error such as a full disk."""
+
+PRIVACY_REFUSALS = frozenset({"unmasked-for-model", "survivors-differ-by-few"})
+"""Codes with which a device refuses a sum because of one that it has helped to unmask."""
+
+
 class CallFailed(Exception):
     """A call without a usable reply."""
 
     def __init__(
-        self, status: Status, reason: str, *, reached: bool, timed_out: bool = False
+        self,
+        status: Status,
+        reason: str,
+        *,
+        reached: bool,
+        timed_out: bool = False,
+        code: str = "",
     ) -> None:
         """`status` is `dropped` without a complete reply, else `rejected`."""
         super().__init__(reason)
+        self.code = code
+        """Code of the participant's refusal, if it gave one."""
         self.timed_out = timed_out
         self.status = status
         self.reason = reason
@@ -50,6 +66,7 @@ class ReceiptBook:
         self.regime = regime
         self._receipts: dict[str, Receipt] = {}
         self._details: dict[str, dict[str, Any]] = {}
+        self._blamed: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._receipts
@@ -92,6 +109,15 @@ class ReceiptBook:
             reason=reason,
             **{**self._details.get(name, {}), **details},
         )
+
+    def blame(self, name: str) -> None:
+        """Note that the participant failed at its work, or was too slow."""
+        self._blamed.add(name)
+
+    @property
+    def excused(self) -> bool:
+        """Whether participants failed only because they were lost, or refused for privacy."""
+        return len(self._receipts) > self.accepted and not self._blamed
 
     def complete(self, reason: str) -> list[Receipt]:
         """All receipts, in the order of `names`; those without one were dropped for `reason`."""
@@ -137,11 +163,14 @@ async def call(
             if reply is None:
                 reply = await link.ask(name, request)
             if reply.WhichOneof("outcome") != outcome:
-                raise UpdateError(reason_of(reply))
+                refused = UpdateError(reason_of(reply))
+                refused.code = in_a_line(reply.failure.code)
+                raise refused
             yield reply
         accepted, reason = True, ""
     except TimeoutError:
         if not limit.expired():
+            reason = SERVER_FAILED
             raise  # of another origin, such as a network file system
         reason = f"it did not answer within {seconds:g} s"
         failure = CallFailed("dropped", reason, reached=True, timed_out=True)
@@ -150,8 +179,11 @@ async def call(
         failure = CallFailed("dropped", str(lost), reached=reached)
         failure.__cause__ = lost
     except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
-        failure = CallFailed("rejected", str(error), reached=True)
+        failure = CallFailed("rejected", str(error), reached=True, code=error.code)
         failure.__cause__ = error
+    except Exception:
+        reason = SERVER_FAILED
+        raise
     finally:
         if failure is not None:
             reason = failure.reason
@@ -159,6 +191,9 @@ async def call(
                 reached = failure.reached or receipts.was_reached(name)
                 sent = failure.status == "rejected"
                 receipts.record(name, failure.status, reason, started=reached, sent=sent)
+                was_lost = isinstance(failure.__cause__, ParticipantLost)
+                if not was_lost and failure.code not in PRIVACY_REFUSALS:
+                    receipts.blame(name)
         if reply is not None:
             # An update that was complete when the call was cancelled stays in the sum.
             used = accepted or (receipts is not None and receipts.is_accepted(name))

@@ -13,6 +13,7 @@ from isthmus_privacy.purpose import RunPurpose
 from isthmus_privacy.secagg import Directory
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
+from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.transport.link import Link
 
 
@@ -26,6 +27,7 @@ class FederatedContext:
         opening: link_pb2.OpenRun,
         layout: TensorLayout,
         spool: Path,
+        unmaskings: UnmaskingLog | None = None,
     ) -> None:
         """Collect what attempts need.
 
@@ -36,6 +38,7 @@ class FederatedContext:
                 of the task's code.
             layout: of the model.
             spool: directory for updates too large to keep in memory while they arrive.
+            unmaskings: where secure sums are noted before they are unmasked; None for memory only.
         """
         self.link = link
         self.job = job
@@ -44,6 +47,7 @@ class FederatedContext:
         self.layout = layout
         self.spool = spool
         self.directory = Directory(link.enrolments.authority, revoked=link.enrolments.revoked)
+        self.unmaskings = unmaskings or UnmaskingLog()
         self._sum: MmapBuffer | None = None
 
     @functools.cached_property

@@ -15,7 +15,8 @@ from isthmus_server.regimes.base import (
 from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
-from isthmus_server.regimes.secure import SecureAggregationAttempt, training_config
+from isthmus_server.regimes.round_configs import training_config
+from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.storage.records import Receipt
 
 
@@ -69,7 +70,7 @@ class FederatedRegime:
         purpose = TrainingPurpose(self.context.purpose, spec.with_gradient)
         config = training_config(self.context, spec, spec.model, purpose.hash)
         return SecureAggregationAttempt(
-            self.context, config, spec.model, spec.cohort, first_request
+            self.context, config, spec.model, spec.cohort, first_request, exact=spec.exact
         )
 
     @property

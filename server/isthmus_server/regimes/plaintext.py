@@ -59,6 +59,7 @@ class PlaintextAttempt:
                 f"{self._receipts.accepted} of {len(receipts)} updates were accepted and the "
                 f"quorum is {needed} ({summarize_failures(receipts)})",
                 receipts,
+                excused=self._receipts.excused,
             )
         try:
             pseudo_gradient, state = await self._aggregator.result()
@@ -91,6 +92,9 @@ class PlaintextAttempt:
             for pending in tasks:
                 pending.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for name in self._spec.cohort:
+            if name not in self._receipts:
+                self._receipts.blame(name)
         return f"the round's {seconds:g} s were over"
 
     def cancelled(self, reason: str) -> list[Receipt]:

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, UpdateError
-from isthmus.job.federated import FederatedSection
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import (
-    TRAINING_SLOTS,
     UNUSABLE,
     AdvertiseKeys,
     Aggregate,
@@ -34,9 +31,10 @@ from isthmus_privacy.secagg import (
     decode,
 )
 from isthmus_server.model.update_decoding import UpdateSpool
-from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
-from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.regimes.base import AttemptFailed, FederatedResult
+from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
+from isthmus_server.regimes.round_configs import AttemptUnmaskings
 from isthmus_server.regimes.step_limits import StepLimits
 from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
 
@@ -48,53 +46,8 @@ TRAINING_SHARE = 0.75
 rest of the round is for their vectors, and `StepLimits` extend it: the time of the protocol does
 not depend on how long training took."""
 
-_CORRUPT_PERMILLE = 100
-
 _ENOUGH = "enough devices had finished training"
 _TOO_LATE_FOR_SUM = "the attempt ended before its update was in"
-
-
-class Margins(TypedDict):
-    """Cohort fields of a round configuration; see `RoundConfig`."""
-
-    clients_max: int
-    clients_min: int
-    corrupt_permille: int
-    dropout_permille: int
-
-
-def margins(settings: FederatedSection) -> Margins:
-    """Bounds on the numbers of participating, dropped-out and corrupt devices."""
-    missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
-    return {
-        "clients_max": settings.cohort,
-        "clients_min": settings.needed,
-        "corrupt_permille": _CORRUPT_PERMILLE,
-        "dropout_permille": math.ceil(missing),
-    }
-
-
-def training_config(
-    context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob, purpose: bytes
-) -> RoundConfig:
-    """The round configuration that every device of a training attempt signs.
-
-    `purpose` is the hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
-    """
-    return RoundConfig(
-        run_id=context.run_id,
-        round=spec.round,
-        attempt=spec.attempt,
-        model_hash=model.sha256,
-        purpose=purpose,
-        size=context.layout.size,
-        slots=TRAINING_SLOTS,
-        **margins(spec.settings),
-        clip=spec.settings.clip,
-        weight_max=spec.settings.max_examples,
-        draw=spec.draw,
-        selected_ppm=spec.selected_ppm,
-    )
 
 
 FirstRequest = Callable[[bytes], link_pb2.Request]
@@ -119,14 +72,30 @@ class SecureAggregationAttempt:
         model: link_pb2.Blob,
         cohort: Collection[str],
         first_request: FirstRequest,
+        *,
+        exact: bool = False,
     ) -> None:
-        """`first_request` makes the request in which a device computes its vector."""
+        """Prepare.
+
+        Args:
+            context: of the run.
+            config: the round's configuration.
+            model: the published model.
+            cohort: names of the invited devices.
+            first_request: makes the request in which a device computes its vector.
+            exact: the sum must be that of the whole cohort, because its devices may have unmasked
+                an earlier one of the same model; without one of them the attempt fails before
+                any of them signs.
+        """
         self._context = context
         self._model = model
         self._config = config
         self._first_request = first_request
         self._session = ServerSession(config, context.directory, invited=cohort)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
+        self._unmaskings = AttemptUnmaskings(context.unmaskings, config)
+        self._exact = exact
+        self._needed = len(cohort) if exact else config.clients_min
         self._limits: StepLimits
         """Known as soon as the roster is."""
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
@@ -151,19 +120,24 @@ class SecureAggregationAttempt:
             await self._step(
                 "training", self._receipts.names, self._train, trained_by, self._config.clients_max
             )
+            self._check_complete()
             roster = session.finish_advertise_keys()
             self._limits = StepLimits.of(
                 self._context.job.time, self._config, clients=len(roster.entries)
             )
             await self._short_step("sharing keys", {"roster": roster.to_bytes()}, self._take_shares)
+            self._check_complete()
             session.finish_share_keys()
             sent_by = self._limits.upload_deadline(
                 asyncio.get_running_loop().time(), round_end=deadline
             )
             await self._step("sending", session.missing, self._upload, sent_by)
+            self._check_complete()
             survivors = session.finish_masked_input().to_bytes()
+            names = session.missing  # all survivors: none has signed yet
             await self._short_step("signing", {"survivors": survivors}, self._take_signature)
             signatures = session.finish_consistency_check().to_bytes()
+            self._unmaskings.note(names)
             await self._short_step(
                 "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
             )
@@ -173,10 +147,13 @@ class SecureAggregationAttempt:
         except AggregationAborted as error:
             if error.code == "zero-total-weight":
                 raise self._unusable(summed, "no device had a usable update") from None
+            excused = self._receipts.excused
             causes = summarize_failures(self._receipts.recorded)
             causes = f" ({causes})" if causes else ""
             raise AttemptFailed(
-                f"secure aggregation stopped: {error}{causes}", self._all_receipts(())
+                f"secure aggregation stopped: {error}{causes}",
+                self._all_receipts(()),
+                excused=excused,
             ) from error
         finally:
             session.close()
@@ -240,8 +217,11 @@ class SecureAggregationAttempt:
         """
 
         async def guarded(name: str) -> None:
-            with contextlib.suppress(CallFailed):
+            try:
                 await part(name)
+            except CallFailed as failed:
+                if failed.code in PRIVACY_REFUSALS:
+                    self._unmaskings.note_refusal(name)
 
         names_by_task = {
             asyncio.create_task(guarded(name)): name
@@ -259,10 +239,12 @@ class SecureAggregationAttempt:
                 if wanted is not None and self._session.received >= wanted:
                     reason = _ENOUGH
                     break
-                if self._session.received + len(pending) < self._config.clients_min:
+                if self._session.received + len(pending) < self._needed:
                     reason = UNREACHABLE
                     break
                 if left <= 0:
+                    for task in pending:
+                        self._receipts.blame(names_by_task[task])
                     break
             for task in pending:
                 self._receipts.record(names_by_task[task], "dropped", reason)
@@ -273,6 +255,18 @@ class SecureAggregationAttempt:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
+
+    def _check_complete(self) -> None:
+        """Abort an exact attempt that a device has left.
+
+        Raises:
+            AggregationAborted: the sum would not be that of the whole cohort.
+        """
+        if self._exact and self._session.received < self._needed:
+            raise AggregationAborted(
+                f"{self._session.received} of {self._needed} devices are left, and they may take "
+                "part only together: they have unmasked a sum of the same model or round"
+            )
 
     async def _short_step(
         self, what: str, message: dict[str, bytes], take: Callable[[str, bytes], None]

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from isthmus.job import Job
+from isthmus.job.federated import FederatedSection
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, Plan
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
+
+
+def cohort_settings(job: Job, plan: Plan) -> FederatedSection:
+    """The job's section, with the cohort and quorum of a plan."""
+    if plan.cohort is None or plan.regime == "datacenter":
+        return job.federated
+    return job.federated.for_cohort(plan.cohort)
 
 
 def resolve_plan(
@@ -20,6 +28,7 @@ def resolve_plan(
     busy: Collection[str],
     plan: Plan,
     attempt: int,
+    model_hash: bytes | None,
 ) -> RoundSpec:
     """The specification of the next round; equal in every attempt with the same participants.
 
@@ -31,17 +40,21 @@ def resolve_plan(
         busy: devices that already train, in buffered mode.
         plan: of the round.
         attempt: number of the attempt at the round, from 1.
+        model_hash: SHA-256 of the model that it starts from; None if no device has it yet.
+
+    Raises:
+        NoAllowedCohort: too few devices may take part.
     """
     round_ = state.round + 1
     datacenter_only = plan.regime == "datacenter"
     datacenters = sorted(roster.datacenters) if plan.regime != "federated" else []
-    federated = job.federated
-    if plan.cohort is not None and not datacenter_only:
-        federated = federated.for_cohort(plan.cohort)
+    federated = cohort_settings(job, plan)
+    selected = SelectedCohort({})
+    if not datacenter_only:
+        selected = cohorts.select(round_, federated, model_hash, busy)
     single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
     averages = job.strategy.served_average > 0
-    selected = SelectedCohort({}) if datacenter_only else cohorts.select(round_, federated, busy)
     return RoundSpec(
         plan=plan,
         round=round_,
@@ -50,6 +63,7 @@ def resolve_plan(
         draw=selected.draw,
         selected_ppm=selected.selected_ppm,
         shortage=selected.shortage,
+        exact=selected.exact,
         federated=federated,
         datacenters=datacenters,
         from_step=state.datacenter_step,

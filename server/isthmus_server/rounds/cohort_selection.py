@@ -1,19 +1,31 @@
-"""Select the cohort of a round among the devices that are ready and available."""
+"""Select the cohort of a round, or of a comparison, among the devices that are available.
+
+Devices that may have unmasked a secure sum take part in another one of the same model, or round,
+only with exactly the same survivors (see `isthmus_server.storage.unmasking_log`). So a cohort is
+
+    1. exactly the survivors of such a sum, if all of them are available; else
+    2. the usual selection, among the available devices that have unmasked no such sum; else
+    3. nothing: the round waits, or the datacenter changes the model first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from isthmus.errors import RoundFailed
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
+from isthmus.task import paired_scores
 from isthmus_privacy.secagg.lottery import MILLION
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.ticket_selection import TicketLottery
 from isthmus_server.storage.records import PlannedAttempt
+from isthmus_server.storage.store import Store
+from isthmus_server.storage.unmasking_log import Unmasking
 from isthmus_server.strategy.device_selection import select_devices
 from isthmus_server.transport.enrolment import Enrolments
 
@@ -28,32 +40,51 @@ class SelectedCohort:
     selected_ppm: int = MILLION
     shortage: str = ""
     """Why these are fewer than the round needs, if tickets are the reason."""
+    exact: bool = False
+    """Whether only the sum of all of them is allowed."""
+
+
+class NoAllowedCohort(RoundFailed):
+    """Too few devices may take part in a sum of this model."""
+
+    def __init__(self, missing: Collection[str], allowed: int, needed: int) -> None:
+        self.missing = tuple(sorted(missing))
+        """Devices with which a cohort would be allowed; empty if no known set would be."""
+        names = ", ".join(self.missing[:8]) + (", ..." if len(self.missing) > 8 else "")
+        wait = f"it needs {names}, or others" if self.missing else "it needs other devices"
+        super().__init__(
+            f"{allowed} available devices have not unmasked a secure sum of this model and the "
+            f"quorum is {needed}; {wait}"
+        )
 
 
 class CohortSelector:
-    """Selects the devices of a round by the job's settings."""
+    """Selects the devices of a round by the job's settings, and by what they have unmasked."""
 
     def __init__(
         self,
         job: Job,
         roster: ParticipantRoster,
         availability: DeviceAvailability,
-        enrolments: Enrolments,
         clock: Clock,
+        enrolments: Enrolments,
+        store: Store,
     ) -> None:
         self._job = job
         self._roster = roster
         self._availability = availability
-        self.lottery = TicketLottery(enrolments) if enrolments.requires_tickets else None
-        """Selects for secure sums; None if devices do not require tickets."""
         self._clock = clock
+        self._lottery = TicketLottery(enrolments) if enrolments.requires_tickets else None
+        """Selects for secure sums; None if devices do not require tickets."""
+        self._run_id = store.run_id
+        self._unmaskings = store.unmaskings
         self._repeated: PlannedAttempt | None = None
 
     async def repeat(self, interrupted: PlannedAttempt) -> None:
         """Wait for the devices of an attempt that a crash interrupted, to invite the same again.
 
-        They may have unmasked the attempt's secure sum: then they refuse a sum of nearly the same
-        devices. If not all of them return in time, the round selects as usual.
+        The same cohort gives the same model. If not all of them return in time, the round selects
+        as usual.
         """
         settings = self._job.federated
         summed = settings.secure_aggregation and settings.mode != "buffered"
@@ -62,49 +93,64 @@ class CohortSelector:
             self._repeated = interrupted
 
     def select(
-        self, round_: int, settings: FederatedSection, busy: Collection[str] = ()
+        self,
+        round_: int,
+        settings: FederatedSection,
+        model_hash: bytes | None,
+        busy: Collection[str] = (),
     ) -> SelectedCohort:
         """The devices of a round.
 
         In buffered mode these are the devices that may be asked while the buffer fills, without
         the `busy` ones that are already training.
+
+        Args:
+            round_: its number.
+            settings: with its cohort and quorum.
+            model_hash: SHA-256 of the model that devices receive; None if no device has had it.
+            busy: devices that train across rounds, in buffered mode.
+
+        Raises:
+            NoAllowedCohort: too few devices may take part.
         """
-        buffered = settings.mode == "buffered"
-        available = self._roster.available()
-        lottery = self.lottery if settings.secure_aggregation and not buffered else None
-        repeated = self._repeated
-        if (
-            repeated is not None
-            and repeated.round == round_
-            and set(repeated.invited) <= set(available)
-        ):
-            if lottery is None:
-                return SelectedCohort(self._with_examples(sorted(repeated.invited)))
-            again = lottery.restate(repeated.invited, repeated.draw, settings.needed)
-            if again is not None:
-                lottery.keep(round_, again.draw)
-                return SelectedCohort(
-                    self._with_examples(again.names), again.draw, again.selected_ppm
-                )
-        if lottery is not None:
-            drawn = lottery.select(
-                round_,
-                set(available) - set(busy),
-                count=settings.invited,
-                needed=settings.needed,
-                now=self._clock.utc(),
-            )
-            examples = self._with_examples(drawn.names)
-            return SelectedCohort(examples, drawn.draw, drawn.selected_ppm, drawn.shortage)
-        names = select_devices(
-            set(available) - set(busy),
-            count=settings.concurrency + settings.cohort if buffered else settings.invited,
-            seed=self._job.seed,
-            round_=round_,
-            records=self._availability.attendance.records,
-            guided=settings.utility if settings.selection == "utility" else None,
+        ready = set(self._roster.available()) - set(busy)
+        if settings.mode == "buffered":
+            unmasked = self._unmaskings.about(self._run_id, round_, None)
+            allowed = ready - _devices_of(unmasked)
+            if unmasked and len(allowed) + len(busy) < settings.needed:
+                raise NoAllowedCohort((), len(allowed), settings.needed)
+            return self._usual(round_, allowed, settings.concurrency + settings.cohort)
+        if not settings.secure_aggregation:
+            return self._usual(round_, ready, settings.invited)
+        unmasked = self._unmaskings.about(self._run_id, round_, model_hash)
+        return (
+            self._survivors_again(round_, unmasked, ready, settings)
+            or self._interrupted_again(round_, unmasked, ready, settings)
+            or self._secure(round_, unmasked, ready, settings, settings.invited)
         )
-        return SelectedCohort(self._with_examples(names))
+
+    def select_for_comparison(
+        self, number: int, settings: FederatedSection, models_hash: bytes
+    ) -> SelectedCohort:
+        """The devices that score models; every attempt selects the same if it can.
+
+        Args:
+            number: of the comparison.
+            settings: with its cohort and quorum.
+            models_hash: SHA-256 of the compared models.
+
+        Raises:
+            NoAllowedCohort: too few devices may take part.
+        """
+        ready = set(self._roster.available())
+        # Negative numbers select apart from the cohorts of rounds.
+        if not settings.secure_aggregation:
+            return self._usual(-number, ready, settings.cohort)
+        run_id = paired_scores.comparisons_run_id(self._run_id)
+        unmasked = self._unmaskings.about(run_id, number, models_hash)
+        return self._survivors_again(-number, unmasked, ready, settings) or self._secure(
+            -number, unmasked, ready, settings, settings.cohort
+        )
 
     def seconds_until_quorum(self) -> float | None:
         """Seconds until a quorum of the ready devices is available; None if it never is."""
@@ -114,5 +160,113 @@ class CohortSelector:
             return None
         return waits[needed - 1]
 
-    def _with_examples(self, names: Collection[str]) -> dict[str, int]:
-        return {name: self._roster.clients[name].examples for name in names}
+    # -- the three cases ---------------------------------------------------------------------------
+
+    def _survivors_again(
+        self,
+        number: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort | None:
+        """Exactly the survivors of an earlier sum, in the same draw if devices still accept it."""
+        for entry in _repeatable(unmasked, settings):
+            if not entry.devices <= set(ready):
+                continue
+            names = sorted(entry.devices)
+            if self._lottery is None:
+                return self._cohort(names, exact=True)
+            again = self._lottery.repeat(
+                number, names, entry.draw, settings.needed, now=self._clock.utc()
+            )
+            if again is not None:
+                return self._cohort(names, again.draw, again.selected_ppm, exact=True)
+        return None
+
+    def _interrupted_again(
+        self,
+        round_: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort | None:
+        """The cohort of an attempt that a crash interrupted, unless some of it have unmasked."""
+        interrupted = self._repeated
+        if interrupted is None or interrupted.round != round_:
+            return None
+        names = sorted(interrupted.invited)
+        if not set(names) <= set(ready) - _devices_of(unmasked):
+            return None
+        if self._lottery is None:
+            return self._cohort(names)
+        again = self._lottery.restate(names, interrupted.draw, settings.needed)
+        if again is None:
+            return None
+        self._lottery.keep(round_, again.draw)
+        return self._cohort(names, again.draw, again.selected_ppm)
+
+    def _secure(
+        self,
+        number: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+        count: int,
+    ) -> SelectedCohort:
+        """The usual selection for a secure sum, among devices that have unmasked none."""
+        allowed = set(ready) - _devices_of(unmasked)
+        if unmasked and len(allowed) < settings.needed:
+            absent = [entry.devices - set(ready) for entry in _repeatable(unmasked, settings)]
+            missing = min(absent, key=len, default=())  # the fewest that would allow a cohort
+            raise NoAllowedCohort(missing, len(allowed), settings.needed)
+        if self._lottery is None:
+            return self._usual(number, allowed, count)
+        drawn = self._lottery.select(
+            number, allowed, count=count, needed=settings.needed, now=self._clock.utc()
+        )
+        return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm, drawn.shortage)
+
+    def _usual(self, number: int, ready: Collection[str], count: int) -> SelectedCohort:
+        """A sample by the job's seed; the devices of a round may be selected by utility."""
+        settings = self._job.federated
+        guided = settings.utility if settings.selection == "utility" and number > 0 else None
+        names = select_devices(
+            ready,
+            count=count,
+            seed=self._job.seed,
+            round_=number,
+            records=self._availability.attendance.records,
+            guided=guided,
+        )
+        return self._cohort(names)
+
+    def _cohort(
+        self,
+        names: Collection[str],
+        draw: int = 0,
+        selected_ppm: int = MILLION,
+        shortage: str = "",
+        *,
+        exact: bool = False,
+    ) -> SelectedCohort:
+        examples = {name: self._roster.clients[name].examples for name in names}
+        return SelectedCohort(examples, draw, selected_ppm, shortage, exact)
+
+
+def _devices_of(unmasked: Sequence[Unmasking]) -> set[str]:
+    return {name for entry in unmasked for name in entry.devices}
+
+
+def _repeatable(unmasked: Sequence[Unmasking], settings: FederatedSection) -> list[Unmasking]:
+    """Sums whose survivors may all take part again, the latest first."""
+    return [
+        entry
+        for entry in unmasked
+        if not entry.refused
+        and settings.needed <= len(entry.devices) <= settings.cohort
+        and all(
+            other.devices == entry.devices and not other.refused
+            for other in unmasked
+            if other.devices & entry.devices
+        )
+    ]

@@ -25,15 +25,15 @@ from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.secure import SecureAggregationAttempt, margins
+from isthmus_server.regimes.round_configs import margins
+from isthmus_server.regimes.secure import SecureAggregationAttempt
 from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.roster import ParticipantRoster
-from isthmus_server.rounds.ticket_selection import TicketLottery, TicketSelection
+from isthmus_server.rounds.readiness import Retries
 from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy.device_selection import select_devices
 from isthmus_server.strategy.policy import Compare, Comparison
 from isthmus_server.transport.bundle import published
 
@@ -54,62 +54,58 @@ class ComparisonRunner:
     def __init__(
         self,
         store: Store,
-        roster: ParticipantRoster,
+        cohorts: CohortSelector,
         context: FederatedContext,
         versions: ModelVersions,
         clock: Clock,
-        lottery: TicketLottery | None,
     ) -> None:
-        """`lottery` selects for secure sums; None if devices do not require tickets."""
         self._store = store
         self._job = store.job
-        self._roster = roster
+        self._cohorts = cohorts
         self._context = context
         self._versions = versions
         self._clock = clock
-        self._lottery = lottery
 
     async def attempt(
         self,
         state: RunState,
         question: Compare,
         fetch_model: Callable[[], Awaitable[None]],
-        *,
-        last: bool,
-    ) -> ComparisonRecord:
+        retries: Retries,
+    ) -> tuple[ComparisonRecord, RoundFailed | None]:
         """One attempt at a comparison.
 
         Args:
             state: of the run.
             question: which models to compare, on how many devices.
             fetch_model: brings the current model to the server if only a datacenter has it.
-            last: a failure of this attempt ends the comparison.
+            retries: decides whether a failure of this attempt ends the comparison.
 
-        Returns the record of the attempt, with a `result` or an `error`.
+        Returns the record of the attempt, with a `result` or an `error`, and the failure.
         """
         number, attempt = state.comparisons_ended + 1, state.comparison_attempts + 1
         started = self._clock.now()
         self._store.begin_comparison(number, attempt, state.round + 1, question)
         result: Comparison | None = None
         receipts: Sequence[Receipt] = ()
-        error: str | None = None
+        failure: RoundFailed | None = None
         try:
             await fetch_model()
             scores = await self._scores(state, question, number, attempt)
             receipts = scores.receipts
             result = _comparison(question, scores, self._price(question, receipts))
         except RoundFailed as failed:
-            error = str(failed)
+            failure = failed
             receipts = failed.receipts if isinstance(failed, AttemptFailed) else ()
         record = ComparisonRecord(
             number=number,
             attempt=attempt,
             round=state.round + 1,
-            ended=result is not None or last,
+            ended=failure is None or retries.give_up(failure),
             reason=question.reason,
             models=question.models,
             result=result,
-            error=error,
+            error=None if failure is None else str(failure),
             price=self._price(question, receipts),
             device_bytes=sum(r.bytes_in + r.bytes_out for r in receipts),
             seconds=self._clock.now() - started,
@@ -117,7 +113,7 @@ class ComparisonRunner:
             policy_state=dict(state.policy_state if result is None else question.state),
         )
         self._store.end_comparison(record)
-        return record
+        return record, failure
 
     async def _scores(
         self, state: RunState, question: Compare, number: int, attempt: int
@@ -129,15 +125,6 @@ class ComparisonRunner:
         """
         context = self._context
         settings = comparison_settings(question, self._job.federated)
-        selected = self._select(question, settings, number)
-        cohort = selected.names
-        if len(cohort) < settings.needed:
-            raise AttemptFailed(
-                selected.shortage
-                or f"{len(cohort)} devices are ready and a comparison on {question.devices} needs "
-                f"{settings.needed}",
-                [],
-            )
         names = sorted({part for model in question.models for part in model.split("+")})
         candidates = [
             link_pb2.Candidate(of=[names.index(part) for part in model.split("+")])
@@ -154,22 +141,19 @@ class ComparisonRunner:
                 models=blob,
                 candidates=candidates,
             )
+            cohort = self._cohorts.select_for_comparison(number, settings, blob.sha256)
+            if len(cohort.examples) < settings.needed:
+                raise AttemptFailed(
+                    cohort.shortage
+                    or f"{len(cohort.examples)} devices are ready and a comparison on "
+                    f"{question.devices} needs {settings.needed}",
+                    [],
+                    excused=True,
+                )
             if settings.secure_aggregation:
-                return await _secure_scores(context, work, selected, settings)
-            return await _PlaintextComparison(context, work, cohort, settings).run()
-
-    def _select(
-        self, question: Compare, settings: FederatedSection, number: int
-    ) -> TicketSelection:
-        """The devices of a comparison; negative numbers select apart from the cohorts of rounds."""
-        available, count = self._roster.available(), question.devices
-        if self._lottery is None or not settings.secure_aggregation:
-            return TicketSelection(
-                select_devices(available, count=count, seed=self._job.seed, round_=-number)
-            )
-        return self._lottery.select(
-            -number, available, count=count, needed=settings.needed, now=self._clock.utc()
-        )
+                return await _secure_scores(context, work, cohort, settings)
+            devices = list(cohort.examples)
+            return await _PlaintextComparison(context, work, devices, settings).run()
 
     def _price(self, question: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)
@@ -207,7 +191,7 @@ def _comparison(question: Compare, scores: PairedScores, price: float) -> Compar
 async def _secure_scores(
     context: FederatedContext,
     work: link_pb2.Score,
-    selected: TicketSelection,
+    selected: SelectedCohort,
     settings: FederatedSection,
 ) -> PairedScores:
     def first_request(config: bytes) -> link_pb2.Request:
@@ -230,7 +214,9 @@ async def _secure_scores(
         draw=selected.draw,
         selected_ppm=selected.selected_ppm,
     )
-    attempt = SecureAggregationAttempt(context, config, work.models, selected.names, first_request)
+    attempt = SecureAggregationAttempt(
+        context, config, work.models, selected.examples, first_request, exact=selected.exact
+    )
     result = await attempt.run()
     # Every usable vector has a weight of 1.
     devices = int(result.training["examples"])
@@ -266,6 +252,9 @@ class _PlaintextComparison:
         for result in results:
             if isinstance(result, Exception):
                 raise result
+        for name in self._receipts.names:
+            if name not in self._receipts:
+                self._receipts.blame(name)
         receipts = self._receipts.complete(f"it did not score within {seconds:g} s")
         if len(self._figures) < self._needed:
             reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
@@ -273,6 +262,7 @@ class _PlaintextComparison:
                 f"{len(self._figures)} of {len(receipts)} devices scored the models and "
                 f"{self._needed} are needed ({'; '.join(reasons[:3])})",
                 receipts,
+                excused=self._receipts.excused,
             )
         in_order = [self._figures[n] for n in self._receipts.names if n in self._figures]
         return PairedScores(torch.stack(in_order).mean(0).tolist(), len(in_order), receipts)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.errors import IsthmusError, RoundFailed, UserError
+from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
+from isthmus_server.regimes.opening import opening_of
 from isthmus_server.rounds.assignment import resolve_plan
 from isthmus_server.rounds.attempt_log import AttemptLog, AttemptTime
 from isthmus_server.rounds.availability import DeviceAvailability
@@ -27,13 +27,13 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.comparisons import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.roster import ParticipantRoster, opening_of
+from isthmus_server.rounds.readiness import Retries, RoundReadiness
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.trainer import Trainer, TrainingResult
 from isthmus_server.storage.events import (
     Event,
     EventStream,
     ModelsCompared,
-    Paused,
     ReportedEvent,
     RoundPlanned,
     RunFailed,
@@ -43,7 +43,6 @@ from isthmus_server.storage.events import (
 from isthmus_server.storage.records import FinalModel, PlannedAttempt
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
-from isthmus_server.strategy.limits import enforce_limits
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import (
@@ -53,7 +52,6 @@ from isthmus_server.strategy.policy import (
     Observation,
     Plan,
     Stop,
-    Wait,
 )
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.link import Link
@@ -104,7 +102,9 @@ class Coordinator:
         )
         layout = self.model.layout
         opening = opening_of(store.run_id, self.job, store.base, self.model)
-        context = FederatedContext(link, self.job, opening, layout, store.directory)
+        context = FederatedContext(
+            link, self.job, opening, layout, store.directory, store.unmaskings
+        )
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
         self.state = store.run_state()
@@ -119,11 +119,14 @@ class Coordinator:
             self._publish,
         )
         self._cohorts = CohortSelector(
-            self.job, self.roster, availability, link.enrolments, self.clock
+            self.job, self.roster, availability, self.clock, link.enrolments, store
+        )
+        self._readiness = RoundReadiness(
+            self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish
         )
         self._trainer = Trainer(self.job, link, self.model, self.federated, self._datacenter)
         self._comparisons = ComparisonRunner(
-            store, self.roster, context, self._versions, self.clock, self._cohorts.lottery
+            store, self._cohorts, context, self._versions, self.clock
         )
         self._log = AttemptLog(store, availability, self._publish)
         self._began = self.clock.now()
@@ -185,47 +188,41 @@ class Coordinator:
         """Attempt a round until it is committed, or the job's attempts are used up.
 
         Returns the stop that ends the run instead, if the policy or a limit asks for one.
+
+        Raises:
+            CannotContinue: participants are missing, or the attempts are used up.
         """
-        plan = decision.answer
-        if isinstance(plan, Stop):
-            return plan
-        for attempts in itertools.count(1):
-            stop = await self._wait_for_limits(plan)
-            if stop is not None:
-                return stop
-            await self.roster.require(plan.regime)
+        if isinstance(decision.answer, Stop):
+            return decision.answer
+        retries = Retries(self.job, self.clock)
+        while True:
+            plan = await self._readiness.wait(
+                self.state.round + 1, decision.answer, self._start_hash
+            )
+            if isinstance(plan, Stop):
+                return plan
             started_at = self.clock.now()
             try:
-                await self._attempt(decision, plan, started_at)
+                await self._attempt(dataclasses.replace(decision, answer=plan), plan, started_at)
             except RoundFailed as error:
-                last = attempts >= self.job.attempts
+                last = retries.give_up(error)
                 time = self._time_since(started_at)
                 self.state = self._log.fail(self.state, plan, error, time=time, given_up=last)
                 if last:
-                    raise UserError(
-                        f"round {self.state.round + 1} failed {attempts} times; the last time "
-                        f"because: {error}"
+                    raise CannotContinue(
+                        f"round {self.state.round + 1} failed {retries.failed} times; the last "
+                        f"time because: {error}"
                     ) from None
+                await retries.pause(error)
             else:
                 return None
-        raise AssertionError
 
-    async def _wait_for_limits(self, plan: Plan) -> Stop | None:
-        """Enforce the limits of this moment on a plan that was made earlier.
-
-        The plan does not change: it waits until the limits allow it, or a limit ends the run.
-        """
-        while True:
-            answer = enforce_limits(plan, self._observe()).answer
-            if isinstance(answer, Stop):
-                return answer
-            if not isinstance(answer, Wait):
-                return None
-            await self._pause(answer)
-
-    async def _pause(self, wait: Wait) -> None:
-        self._publish(Paused(round=self.state.round + 1, seconds=wait.seconds, reason=wait.reason))
-        await self.clock.sleep(wait.seconds)
+    def _start_hash(self, plan: Plan) -> bytes | None:
+        """SHA-256 of the model that a plan starts from; None if no device can have it."""
+        if plan.start == CURRENT:
+            return None if self.state.model_in_datacenter else self.model.blob.sha256
+        saved = self.state.models.get(plan.start)
+        return None if saved is None else bytes.fromhex(saved.sha256)
 
     async def _attempt(self, decision: Decision, plan: Plan, started_at: float) -> None:
         """One attempt at the next round, from invitations to commit."""
@@ -237,6 +234,7 @@ class Coordinator:
             self.federated.busy,
             plan,
             self.state.attempts + 1,
+            self._start_hash(plan),
         )
         self.store.plan(
             PlannedAttempt(
@@ -305,9 +303,8 @@ class Coordinator:
             await self._cohorts.repeat(interrupted)
             self.state = dataclasses.replace(self.state, cut_short=None)
             return interrupted.decision
-        return await decide(
-            self._policy, self.job.strategy.policy, self._observe, self._compare, self._pause
-        )
+        name, pause = self.job.strategy.policy, self._readiness.pause
+        return await decide(self._policy, name, self._observe, self._compare, pause)
 
     async def _compare(self, question: Compare) -> None:
         """Have devices compare models; the result is in the next observation.
@@ -315,20 +312,21 @@ class Coordinator:
         Raises:
             RoundFailed: too few devices answered, in all attempts.
         """
-        for attempts in itertools.count(1):
-            last = attempts >= self.job.attempts
-            record = await self._comparisons.attempt(
-                self.state, question, self._fetch_model, last=last
+        retries = Retries(self.job, self.clock)
+        while True:
+            record, failure = await self._comparisons.attempt(
+                self.state, question, self._fetch_model, retries
             )
             self.state = self.state.after_comparison(record)
             self._publish(ModelsCompared(record=record))
-            if record.error is None:
+            if failure is None:
                 return
-            if last:
+            if record.ended:
                 raise RoundFailed(
-                    f"devices could not compare the models in {attempts} tries; the last time "
-                    f"because: {record.error}"
+                    f"devices could not compare the models in {retries.failed} tries; the last "
+                    f"time because: {failure}"
                 )
+            await retries.pause(failure)
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -376,7 +374,7 @@ class Coordinator:
         try:
             await self._fetch_model()
         except RoundFailed as error:
-            raise UserError(f"the final model could not be fetched: {error}") from None
+            raise CannotContinue(f"the final model could not be fetched: {error}") from None
         path = self.store.write_final(self.model.served_payload)
         metrics = self.state.history[-1].metrics if self.state.history else {}
         if not metrics:

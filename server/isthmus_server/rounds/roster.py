@@ -9,23 +9,20 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from isthmus.errors import IsthmusError, JobError, UpdateError, UserError
-from isthmus.job import Job, RegimeName, write_job
+from isthmus.errors import CannotContinue
+from isthmus.job import Job, RegimeName
 from isthmus.job.section import Hours
-from isthmus.task import packages
-from isthmus.task.code_digest import code_digest
-from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.blobs import describe
-from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
-from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes.call import CallFailed, call
+from isthmus_server.regimes.opening import check_examples, hours_of, installed_package
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.storage.events import (
     Event,
     ParticipantDeclined,
     ParticipantJoined,
     ParticipantLeft,
+    ParticipantProgress,
     ParticipantReady,
     WaitingForParticipants,
 )
@@ -33,13 +30,6 @@ from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import ParticipantListener, Peer
 
 log = logging.getLogger(__name__)
-
-MAX_HOURS = 32
-"""Entries in one device's hours; all of them are evaluated before every round."""
-MAX_HOURS_LENGTH = 64
-"""Characters in one entry."""
-MAX_EXAMPLES = 1 << 30
-"""Examples that a device may declare: the precision of a sum depends on the declared total."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,30 +42,6 @@ class ReadyParticipant:
     """Size of its own training data."""
     hours: tuple[Hours, ...] = ()
     """When it accepts invitations; empty for always."""
-
-
-def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb2.OpenRun:
-    """The request with which participants open a run.
-
-    Args:
-        run_id: of the run.
-        job: of the run.
-        base: directory of the job's relative paths.
-        model: the server's, which that of every participant must equal.
-
-    Raises:
-        TaskError: the task's code cannot be read.
-    """
-    opening = link_pb2.OpenRun(
-        run_id=run_id,
-        job=write_job(job),
-        base=str(base),
-        layout=model.layout.header,
-        frozen=fingerprint_messages(fingerprint(model.module)),
-    )
-    if job.federated.secure_aggregation:
-        opening.task_digest = code_digest(job.task.source, base)
-    return opening
 
 
 class ParticipantRoster(ParticipantListener):
@@ -113,7 +79,9 @@ class ParticipantRoster(ParticipantListener):
         self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._package = _installed_package(job, Path(run.base))
+        self._not_awaited: set[str] = set()
+        """Expected devices that did not come in time; they are awaited again when they return."""
+        self._package = installed_package(job, Path(run.base))
         if self._package is not None:
             package = self._package
             run.package.blob.CopyFrom(describe(package.data))
@@ -175,7 +143,7 @@ class ParticipantRoster(ParticipantListener):
         """Wait for the participants that a round of a regime needs at least.
 
         Raises:
-            UserError: too few are ready in time.
+            CannotContinue: too few are ready in time.
         """
         clients = 0 if regime == "datacenter" else self._job.federated.needed
         datacenters = 0 if regime == "federated" else 1
@@ -195,7 +163,7 @@ class ParticipantRoster(ParticipantListener):
             if not in_time:
                 waited = f"waited up to {self._job.time.join_seconds:g} s (time.join_seconds)"
                 missing.append(waited)
-            raise UserError("; ".join([*missing, *self._reasons_to_decline()[:3]]))
+            raise CannotContinue("; ".join([*missing, *self._reasons_to_decline()[:3]]))
 
     def _reasons_to_decline(self) -> list[str]:
         """Each reason once, with up to three participants that gave it.
@@ -236,7 +204,32 @@ class ParticipantRoster(ParticipantListener):
                 or all_answered(link_pb2.DATACENTER, len(self.datacenters), started_datacenters)
             )
 
-        return await self._until(done, clients, datacenters)
+        return await self.until(done, clients=clients, datacenters=datacenters)
+
+    async def gather_cohort(self, wanted: int) -> None:
+        """Wait for `wanted` devices while more are expected, for at most `time.cohort_seconds`.
+
+        Expected are the devices that are opening the run, those that have joined this server, and
+        those that have taken part before; not one that did not come in time, until it returns. The
+        devices that this machine starts are awaited at the start of the run.
+        """
+        if self._job.federated.clients or len(self.available()) >= wanted:
+            return
+        expected = self._expected()
+
+        def done() -> bool:
+            return len(self.available()) >= wanted or not self._expected() & expected
+
+        if expected and not await self.until(
+            done, clients=wanted, missing=expected, seconds=self._job.time.cohort_seconds
+        ):
+            self._not_awaited |= self._expected()
+
+    def _expected(self) -> set[str]:
+        """Devices that are not ready, and may be soon."""
+        names = self._link.enrolments.clients() | self._availability.attendance.records.keys()
+        names |= {peer.name for peer in self._link.peers.values() if peer.role == link_pb2.CLIENT}
+        return names - self.clients.keys() - self._declined.keys() - self._not_awaited
 
     async def wait_for(
         self, *, devices: Collection[str] = (), datacenters: Collection[str] = ()
@@ -250,18 +243,51 @@ class ParticipantRoster(ParticipantListener):
         def ready() -> set[str]:
             return {*self.clients, *self.datacenters}
 
-        await self._until(
-            lambda: names <= ready() | self._declined.keys(), len(devices), len(datacenters)
+        await self.until(
+            lambda: names <= ready() | self._declined.keys(),
+            clients=len(devices),
+            datacenters=len(datacenters),
+            missing=names,
         )
         return names <= ready()
 
-    async def _until(self, done: Callable[[], bool], clients: int, datacenters: int) -> bool:
+    async def until(
+        self,
+        done: Callable[[], bool],
+        *,
+        clients: int = 0,
+        datacenters: int = 0,
+        missing: Collection[str] = (),
+        seconds: float | None = None,
+    ) -> bool:
+        """Wait for a condition on the participants; what is missing is published when it changes.
+
+        Args:
+            done: the condition.
+            clients: how many devices it takes, for the event.
+            datacenters: how many datacenters, likewise.
+            missing: names of those that are needed.
+            seconds: limit; None for `time.join_seconds`.
+
+        Returns whether the condition is met.
+        """
         if done():
             return True
-        self._publish(WaitingForParticipants(clients=clients, datacenters=datacenters))
+        published = None
+        limit = self._job.time.join_seconds if seconds is None else seconds
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._job.time.join_seconds):
+            async with asyncio.timeout(limit):
                 while not done():
+                    present = self.clients.keys() | self.datacenters.keys()
+                    waiting = WaitingForParticipants(
+                        clients=clients,
+                        datacenters=datacenters,
+                        ready=len(self.available()),
+                        missing=sorted(set(missing) - present),
+                    )
+                    if waiting != published:
+                        self._publish(waiting)
+                        published = waiting
                     self._changed.clear()
                     await self._changed.wait()
         return done()
@@ -271,6 +297,7 @@ class ParticipantRoster(ParticipantListener):
     def joined(self, peer: Peer) -> None:
         """Open the run on a new participant."""
         self._declined.pop(peer.name, None)
+        self._not_awaited.discard(peer.name)
         self._publish(ParticipantJoined(participant=peer.name))
         task = asyncio.create_task(self._open(peer))
         self._opening.add(task)
@@ -283,12 +310,16 @@ class ParticipantRoster(ParticipantListener):
             self._publish(ParticipantLeft(participant=peer.name, reason=reason))
             self._changed.set()
 
+    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
+        """Publish the progress that a participant reports."""
+        self._publish(ParticipantProgress.from_message(name, progress))
+
     async def _open(self, peer: Peer) -> None:
         request = link_pb2.Request(open=self._run)
         try:
             async with call(self._link, peer.name, request, "opened") as reply:
-                _check_examples(peer, reply.opened)
-                hours = _hours(reply.opened)
+                check_examples(peer, reply.opened)
+                hours = hours_of(reply.opened)
         except CallFailed as failed:
             if failed.status == "rejected":  # a participant that was lost is asked when it returns
                 self.decline(peer.name, peer.role, failed.reason)
@@ -307,40 +338,3 @@ class ParticipantRoster(ParticipantListener):
                 pass
         except CallFailed as failed:
             log.debug("%s did not close the run: %s", name, failed.reason)
-
-
-def _installed_package(job: Job, base: Path) -> packages.Package | None:
-    """The package that a job's task was installed from; devices may fetch it."""
-    try:
-        return packages.installed(base, packages.name_of(job))
-    except IsthmusError as error:
-        log.warning("devices are not offered the task: %s", error)
-        return None
-
-
-def _check_examples(peer: Peer, opened: link_pb2.Opened) -> None:
-    """Refuse a number of examples that would leave no precision for other updates.
-
-    Raises:
-        UpdateError: a device declared more.
-    """
-    if peer.role == link_pb2.CLIENT and opened.examples > MAX_EXAMPLES:
-        raise UpdateError(f"it has {opened.examples} examples; the maximum is {MAX_EXAMPLES}")
-
-
-def _hours(opened: link_pb2.Opened) -> tuple[Hours, ...]:
-    """The hours in which a device accepts invitations.
-
-    Raises:
-        UpdateError: too many or too long entries, or one that cannot be parsed.
-    """
-    entries = opened.hours
-    if len(entries) > MAX_HOURS or any(len(entry) > MAX_HOURS_LENGTH for entry in entries):
-        raise UpdateError(
-            f"its hours have more than {MAX_HOURS} entries, or one of more than "
-            f"{MAX_HOURS_LENGTH} characters; give fewer"
-        )
-    try:
-        return tuple(Hours.parse(entry) for entry in entries)
-    except JobError as error:
-        raise UpdateError(str(error)) from None

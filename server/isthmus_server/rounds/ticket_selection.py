@@ -89,6 +89,23 @@ class TicketLottery:
         selection = self._draw(draw, names, len(names), needed)
         return selection if len(selection.names) == len(names) else None
 
+    def repeat(
+        self, number: int, names: Collection[str], draw: int, needed: int, *, now: float
+    ) -> TicketSelection | None:
+        """The selection of exactly these devices: in their earlier draw, or else in a new one.
+
+        Returns None if devices would accept neither. The arguments are those of `select`.
+        """
+        last = self._enrolments.last_draw
+        first = max(int(now), last)
+        earlier = [draw] if draw >= last and now - draw < _KEPT_SECONDS else []
+        for candidate in (*earlier, *range(first, first + _DRAWS_TRIED)):
+            again = self.restate(names, candidate, needed)
+            if again is not None:
+                self.keep(number, candidate)
+                return again
+        return None
+
     def _draw(
         self, draw: int, available: Collection[str], count: int, needed: int
     ) -> TicketSelection:

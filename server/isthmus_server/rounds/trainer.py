@@ -158,6 +158,7 @@ class Trainer:
             model=blob,
             cohort=spec.cohort,
             settings=spec.federated,
+            exact=spec.exact,
             start=None if self._federated.extension is None else self._model.vector,
             with_gradient=spec.transfers,
             draw=spec.draw,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator
@@ -51,6 +51,10 @@ class WaitingForParticipants(Event):
     clients: int
     """Edge clients that are needed."""
     datacenters: int
+    ready: int = 0
+    """Edge clients that may be invited now."""
+    missing: Sequence[str] = ()
+    """Names of the participants that are awaited, where they are known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

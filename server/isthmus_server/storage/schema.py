@@ -32,6 +32,11 @@ CREATE TABLE IF NOT EXISTS running_time (
 CREATE TABLE IF NOT EXISTS events (
     event TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS unmaskings (
+    run_id TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    model_hash TEXT NOT NULL, draw INTEGER NOT NULL, devices TEXT NOT NULL,
+    refused INTEGER NOT NULL
+);
 """
 
 

@@ -53,6 +53,7 @@ from isthmus_server.storage.run_description import (
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import SCHEMA, read_log
 from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.strategy.policy import Compare
 
 KEPT_CHECKPOINTS = 2
@@ -82,6 +83,7 @@ class Store:
         self.checkpoints = Checkpoints(directory / "checkpoints")
         self.log = log
         self._db = log.connection
+        self.unmaskings = UnmaskingLog(self._db)
         self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod

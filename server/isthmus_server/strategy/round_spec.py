@@ -39,6 +39,8 @@ class RoundSpec:
     """Whether the datacenter evaluates the model it trained."""
     hand_back: bool
     """Whether datacenters return their model."""
+    exact: bool = False
+    """Whether the cohort's secure sum must be that of all its devices."""
     transfers: bool = False
     """Whether datacenters only provide a gradient that devices add to theirs, without training."""
     gradient_step: int = 0

@@ -47,6 +47,10 @@ class Enrolments:
         """The authority's Ed25519 public key."""
         return self._authority.public
 
+    def clients(self) -> set[str]:
+        """Names of the devices that have joined; none where every participant is admitted."""
+        return set()
+
     def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> Subject | None:
         """Check that a participant may connect.
 

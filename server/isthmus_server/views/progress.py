@@ -83,6 +83,7 @@ class ProgressView:
                 self._set_status(
                     f"waiting for {event.clients} edge clients and "
                     f"{event.datacenters} datacenter(s)"
+                    + (f", among them {', '.join(event.missing[:8])}" if event.missing else "")
                 )
             case ParticipantReady():
                 name = in_a_line(event.participant)

@@ -10,7 +10,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
 from isthmus.wire import link_pb2
-from isthmus_server.regimes.call import TOO_LATE, CallFailed, ReceiptBook, call
+from isthmus_server.regimes.call import SERVER_FAILED, TOO_LATE, CallFailed, ReceiptBook, call
 
 TRAINED = link_pb2.Reply(trained=link_pb2.Trained(examples=7))
 FAILURE = link_pb2.Reply(failure=link_pb2.Failure(reason="the battery is empty"))
@@ -154,7 +154,7 @@ async def test_an_error_of_the_server_is_not_a_failure_of_the_participant(receip
         async with call(link, "a", request(), "trained", receipts):
             raise OSError("the disk is full")
     assert "a" not in receipts
-    assert link.acknowledged == [("a", "new", False, TOO_LATE)]
+    assert link.acknowledged == [("a", "new", False, SERVER_FAILED)]
 
 
 @pytest.mark.parametrize("seconds", [None, 60.0])

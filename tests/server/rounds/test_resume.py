@@ -83,7 +83,7 @@ async def test_a_resumed_run_waits_for_the_datacenter_that_has_the_model(
     resumed = Coordinator(again, deployment.link)
     resumed.events.subscribe(published.append)
     running = asyncio.create_task(resumed.run())
-    waiting = WaitingForParticipants(clients=0, datacenters=1)
+    waiting = WaitingForParticipants(clients=0, datacenters=1, ready=3, missing=["dc"])
     await wait_until(lambda: waiting in published or running.done())
     await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
     final = await running
@@ -123,8 +123,12 @@ async def test_a_resumed_attempt_waits_for_the_devices_that_were_in_it(
     again = Coordinator(deployment.reopen(store), deployment.link)
     again.events.subscribe(published.append)
     running = asyncio.create_task(again.run())
-    waiting = WaitingForParticipants(clients=4, datacenters=0)
-    await wait_until(lambda: waiting in published or running.done())
+
+    def waits_for_d():
+        waits = [event for event in published if isinstance(event, WaitingForParticipants)]
+        return any(event.missing == ["d"] for event in waits)
+
+    await wait_until(lambda: waits_for_d() or running.done())
     network.dial(deployment.device("e"), "e")  # no other device is asked instead
     network.dial(deployment.device("f"), "f")
     await wait_until(lambda: {"e", "f"} <= again.roster.clients.keys() or running.done())

@@ -9,8 +9,8 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import UpdateError, UserError
 from isthmus.wire import link_pb2
+from isthmus_server.regimes.opening import hours_of
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.rounds.roster import _hours
 from isthmus_server.storage.events import (
     ParticipantDeclined,
 )
@@ -80,7 +80,7 @@ async def test_a_reason_shared_by_all_devices_is_reported_once_without_waiting(d
 @pytest.mark.parametrize("hours", [["20:00-06:00"] * 33, ["20:00-06:00" + " " * 64]])
 def test_hours_are_bounded_before_they_are_read(hours):
     with pytest.raises(UpdateError, match="its hours have more than 32 entries, or one of"):
-        _hours(link_pb2.Opened(hours=hours))
+        hours_of(link_pb2.Opened(hours=hours))
 
 
 async def test_a_device_that_declares_too_many_examples_is_refused(deployment, network):

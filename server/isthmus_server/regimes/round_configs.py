@@ -1,0 +1,91 @@
+"""The round configurations of secure sums, and the entries about them in the log of unmaskings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, TypedDict
+
+from isthmus.job.federated import FederatedSection
+from isthmus.wire import link_pb2
+from isthmus_privacy.secagg import TRAINING_SLOTS, RoundConfig
+from isthmus_server.regimes.base import AttemptSpec
+from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
+
+if TYPE_CHECKING:
+    from isthmus_server.regimes.context import FederatedContext
+
+_CORRUPT_PERMILLE = 100
+
+
+class Margins(TypedDict):
+    """Cohort fields of a round configuration; see `RoundConfig`."""
+
+    clients_max: int
+    clients_min: int
+    corrupt_permille: int
+    dropout_permille: int
+
+
+def margins(settings: FederatedSection) -> Margins:
+    """Bounds on the numbers of participating, dropped-out and corrupt devices."""
+    missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
+    return {
+        "clients_max": settings.cohort,
+        "clients_min": settings.needed,
+        "corrupt_permille": _CORRUPT_PERMILLE,
+        "dropout_permille": math.ceil(missing),
+    }
+
+
+def training_config(
+    context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob, purpose: bytes
+) -> RoundConfig:
+    """The round configuration that every device of a training attempt signs.
+
+    `purpose` is the hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
+    """
+    return RoundConfig(
+        run_id=context.run_id,
+        round=spec.round,
+        attempt=spec.attempt,
+        model_hash=model.sha256,
+        purpose=purpose,
+        size=context.layout.size,
+        slots=TRAINING_SLOTS,
+        **margins(spec.settings),
+        clip=spec.settings.clip,
+        weight_max=spec.settings.max_examples,
+        draw=spec.draw,
+        selected_ppm=spec.selected_ppm,
+    )
+
+
+class AttemptUnmaskings:
+    """What one attempt adds to the log of unmaskings."""
+
+    def __init__(self, log: UnmaskingLog, config: RoundConfig) -> None:
+        self._log = log
+        self._config = config
+
+    def note(self, survivors: Collection[str]) -> None:
+        """Store that these devices may unmask the sum; called before they are asked to."""
+        self._log.add(self._entry(survivors))
+
+    def note_refusal(self, name: str) -> None:
+        """Store that a device has unmasked a sum of this model, unless the log has that sum."""
+        config = self._config
+        known = self._log.about(config.run_id, config.round, config.model_hash)
+        if not any(name in entry.devices for entry in known):
+            self._log.add(dataclasses.replace(self._entry([name]), refused=True))
+
+    def _entry(self, devices: Collection[str]) -> Unmasking:
+        return Unmasking(
+            run_id=self._config.run_id,
+            round=self._config.round,
+            attempt=self._config.attempt,
+            model_hash=self._config.model_hash,
+            draw=self._config.draw,
+            devices=frozenset(devices),
+        )

@@ -1,0 +1,167 @@
+"""Wait until a planned round may begin, and decide whether a failed attempt is repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from isthmus.errors import CannotContinue, RoundFailed
+from isthmus.job import Job
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.rounds.assignment import cohort_settings
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.cohort_selection import CohortSelector, NoAllowedCohort
+from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.storage.events import Event, Paused
+from isthmus_server.strategy.limits import enforce_limits
+from isthmus_server.strategy.policy import CURRENT, Observation, Plan, Stop, Wait
+
+_SHORTEST_RETRY = 0.25
+_LONGEST_RETRY = 30.0
+
+
+class RoundReadiness:
+    """Brings a plan to the point at which its round can begin."""
+
+    def __init__(
+        self,
+        job: Job,
+        roster: ParticipantRoster,
+        cohorts: CohortSelector,
+        clock: Clock,
+        observe: Callable[[], Observation],
+        publish: Callable[[Event], None],
+    ) -> None:
+        self._job = job
+        self._roster = roster
+        self._cohorts = cohorts
+        self._clock = clock
+        self._observe = observe
+        self._publish = publish
+
+    async def wait(
+        self, round_: int, plan: Plan, model_hash: Callable[[Plan], bytes | None]
+    ) -> Plan | Stop:
+        """Wait for the limits, the participants and an allowed cohort.
+
+        Args:
+            round_: number of the round.
+            plan: as it was decided.
+            model_hash: the SHA-256 of the model that a plan starts from, if devices may know it.
+
+        Returns the plan; a datacenter round where only that can change the model; or the stop that
+        ends the run.
+
+        Raises:
+            CannotContinue: participants are missing.
+        """
+        while True:
+            stop = await self._wait_for_limits(plan)
+            if stop is not None:
+                return stop
+            await self._roster.require(plan.regime)
+            if plan.regime == "datacenter":
+                return plan
+            settings = cohort_settings(self._job, plan)
+            await self._roster.gather_cohort(settings.invited)
+            refusal = self._refusal(round_, plan, model_hash)
+            if refusal is None:
+                return plan
+            instead = self._datacenter_first(plan, refusal)
+            if instead is not None:
+                return instead
+            if not await self._roster.until(
+                lambda: self._refusal(round_, plan, model_hash) is None,
+                clients=settings.needed,
+                missing=refusal.missing,
+            ):
+                raise CannotContinue(str(refusal))
+
+    def _refusal(
+        self, round_: int, plan: Plan, model_hash: Callable[[Plan], bytes | None]
+    ) -> NoAllowedCohort | None:
+        try:
+            self._cohorts.select(round_, cohort_settings(self._job, plan), model_hash(plan))
+        except NoAllowedCohort as refusal:
+            return refusal
+        return None
+
+    def _datacenter_first(self, plan: Plan, refusal: NoAllowedCohort) -> Plan | None:
+        """A datacenter round in place of the plan, if its policy uses the datacenter at all."""
+        if (
+            not self._roster.datacenters
+            or plan.start != CURRENT
+            or self._job.strategy.policy == "federated"
+        ):
+            return None
+        instead = dataclasses.replace(
+            plan,
+            regime="datacenter",
+            reason=f"the datacenter changes the model first: {refusal}",
+            cohort=None,
+            merge=None,
+            transfer_weight=None,
+        )
+        answer = enforce_limits(instead, self._observe()).answer
+        return instead if answer == instead else None
+
+    async def _wait_for_limits(self, plan: Plan) -> Stop | None:
+        """Enforce the limits of this moment on a plan that was made earlier.
+
+        The plan does not change: it waits until the limits allow it, or a limit ends the run.
+        """
+        while True:
+            answer = enforce_limits(plan, self._observe()).answer
+            if isinstance(answer, Stop):
+                return answer
+            if not isinstance(answer, Wait):
+                return None
+            await self.pause(answer)
+
+    async def pause(self, wait: Wait) -> None:
+        """Publish that the run waits, and wait."""
+        round_ = self._observe().round
+        self._publish(Paused(round=round_, seconds=wait.seconds, reason=wait.reason))
+        await self._clock.sleep(wait.seconds)
+
+
+class Retries:
+    """Counts the failed attempts at a round, or at a comparison.
+
+    An attempt that failed only because devices were lost, or refused for privacy, does not count
+    towards `attempts`. Such attempts are repeated for at least `time.join_seconds`, after growing
+    pauses.
+    """
+
+    def __init__(self, job: Job, clock: Clock) -> None:
+        self._attempts = job.attempts
+        self._seconds = job.time.join_seconds
+        self._clock = clock
+        self.failed = 0
+        """All failed attempts."""
+        self._counted = 0
+        self._excused_since: float | None = None
+
+    def give_up(self, error: RoundFailed) -> bool:
+        """Count a failed attempt; returns whether it was the last."""
+        self.failed += 1
+        if not _excused(error):
+            self._counted += 1
+            return self._counted >= self._attempts
+        now = self._clock.now()
+        if self._excused_since is None:
+            self._excused_since = now
+        return self.failed >= self._attempts and now - self._excused_since >= self._seconds
+
+    async def pause(self, error: RoundFailed) -> None:
+        """Wait before the next attempt, if devices were lost."""
+        if _excused(error):
+            longest = min(_SHORTEST_RETRY * 2 ** min(self.failed - 1, 16), _LONGEST_RETRY)
+            await self._clock.sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+
+
+def _excused(error: RoundFailed) -> bool:
+    return isinstance(error, NoAllowedCohort) or (
+        isinstance(error, AttemptFailed) and error.excused
+    )

@@ -1,0 +1,100 @@
+"""The secure sums that devices may have helped to unmask, in the round log.
+
+A device that has revealed its shares for a model, or for a round, takes part in a further sum for
+them only with the same survivors. The server knows from this table whom it may ask, also after a
+crash: an entry is stored before the message is sent with which devices reveal their shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+
+KEPT = 64
+"""Newest entries that are kept; a device keeps the latest 32 sums of a run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unmasking:
+    """A sum that these devices may have helped to unmask."""
+
+    run_id: str
+    """That of the configuration: comparisons have their own."""
+    round: int
+    """The round, or the number of the comparison."""
+    attempt: int
+    model_hash: bytes
+    draw: int
+    """Draw of the lottery in which they were selected; 0 without one."""
+    devices: frozenset[str]
+    """The survivors; after a refusal, the device that refused."""
+    refused: bool = False
+    """A device refused because of a sum that is not in this log; its survivors are unknown."""
+
+
+class UnmaskingLog:
+    """The table `unmaskings` of one round log; without a database it is kept in memory."""
+
+    def __init__(self, db: sqlite3.Connection | None = None) -> None:
+        self._db = db
+        self._known: list[Unmasking] | None = [] if db is None else None
+
+    @property
+    def _entries(self) -> list[Unmasking]:
+        """Read on first use: a run that is only read may be damaged."""
+        if self._known is None:
+            assert self._db is not None
+            rows = self._db.execute(
+                "SELECT run_id, round, attempt, model_hash, draw, devices, refused FROM unmaskings "
+                "ORDER BY rowid"
+            )
+            self._known = [
+                Unmasking(
+                    run_id=run_id,
+                    round=round_,
+                    attempt=attempt,
+                    model_hash=bytes.fromhex(model_hash),
+                    draw=draw,
+                    devices=frozenset(json.loads(devices)),
+                    refused=bool(refused),
+                )
+                for run_id, round_, attempt, model_hash, draw, devices, refused in rows
+            ]
+        return self._known
+
+    def add(self, entry: Unmasking) -> None:
+        """Store an entry; it is on disk when this returns.
+
+        Raises:
+            sqlite3.Error: it cannot be stored.
+        """
+        if entry in self._entries:
+            return
+        if self._db is not None:
+            self._db.execute(
+                "INSERT INTO unmaskings VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    entry.run_id,
+                    entry.round,
+                    entry.attempt,
+                    entry.model_hash.hex(),
+                    entry.draw,
+                    json.dumps(sorted(entry.devices)),
+                    entry.refused,
+                ),
+            )
+            if len(self._entries) >= KEPT:
+                self._db.execute(
+                    "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
+                    (KEPT,),
+                )
+        self._known = [*self._entries[-KEPT + 1 :], entry]
+
+    def about(self, run_id: str, round_: int, model_hash: bytes | None) -> list[Unmasking]:
+        """Entries for the model in any round, or for the round with any model; newest first."""
+        return [
+            entry
+            for entry in reversed(self._entries)
+            if entry.model_hash == model_hash or (entry.run_id, entry.round) == (run_id, round_)
+        ]

@@ -1,0 +1,157 @@
+"""A round continues after devices were lost while its secure sum was unmasked."""
+
+import asyncio
+
+import pytest
+from tests.server.waiting import wait_until
+
+from isthmus.errors import CannotContinue
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import RoundPlanned, WaitingForParticipants
+from isthmus_server.storage.unmasking_log import Unmasking
+from isthmus_server.views.report import read_report
+
+SETTINGS = ("federated.clients=0", "rounds=2")
+
+
+class Vanishing:
+    """Devices of a deployment, of which some vanish when they are to unmask a certain attempt."""
+
+    def __init__(self, deployment, network):
+        self.deployment, self.network = deployment, network
+        self.devices, self.connections = {}, {}
+        self.vanishes = {}
+        """By device: the (round, attempt) in which it vanishes."""
+        self.lost = set()
+
+    async def connect(self, names):
+        for name in names:
+            self.devices[name] = device = self.deployment.device(name)
+            device.work = self.wrapped(name, device.work)
+        for name in names:
+            self.dial(name)
+        await wait_until(lambda: set(names) <= self.deployment.link.peers.keys())
+
+    def dial(self, name):
+        self.lost.discard(name)
+        self.connections[name] = self.network.dial(self.devices[name], name)
+
+    def wrapped(self, name, work):
+        async def vanishing(request, model, progress):
+            step = request.secure_step
+            about = (step.round, step.attempt)
+            if step.consistency_signatures and self.vanishes.get(name) == about:
+                self.vanish(name)
+                await asyncio.Event().wait()
+            return await work(request, model, progress)
+
+        return vanishing
+
+    def vanish(self, name):
+        self.lost.add(name)
+        self.connections[name].cancel()
+        self.deployment.link.disconnect(name, "its battery is empty")
+
+
+@pytest.fixture
+async def vanishing(deployment, network):
+    await deployment.start(names=())
+    return Vanishing(deployment, network)
+
+
+def attempts(store):
+    """Invited devices of every attempt, by round and attempt."""
+    return {
+        (a.planned.round, a.planned.attempt): list(a.planned.invited)
+        for a in store.logged_attempts()
+    }
+
+
+async def test_the_same_devices_repeat_the_sum_when_they_are_back(vanishing, deployment):
+    """Six devices, a cohort of five, of which two vanish during unmasking."""
+    await vanishing.connect("abcdef")
+    store = deployment.create_run("run", "federated.cohort=5", "federated.quorum=4", *SETTINGS)
+    coordinator = Coordinator(store, deployment.link)
+
+    def lose_and_return(event):
+        if isinstance(event, RoundPlanned) and (event.round, event.attempt) == (1, 1):
+            lost = attempts(store)[1, 1][:2]
+            vanishing.vanishes = dict.fromkeys(lost, (1, 1))
+        if isinstance(event, WaitingForParticipants) and vanishing.lost:
+            waits.append(event)
+            for name in sorted(vanishing.lost):
+                vanishing.dial(name)
+
+    waits = []
+    coordinator.events.subscribe(lose_and_return)
+    await coordinator.run()
+    invited = attempts(store)
+    assert invited[1, 2] == invited[1, 1]
+    assert waits[0].missing == invited[1, 1][:2]
+    first, second = read_report(store).rounds
+    assert (first.attempt, first.participants.accepted) == (2, 5)
+    assert second.attempt == 1  # the model has changed: any cohort is allowed again
+
+
+async def test_other_devices_sum_when_the_same_cannot(vanishing, deployment):
+    await vanishing.connect("abcdefgh")
+    store = deployment.create_run("run", "federated.cohort=4", *SETTINGS, "rounds=1")
+    coordinator = Coordinator(store, deployment.link)
+
+    def lose(event):
+        if isinstance(event, RoundPlanned) and event.attempt == 1:
+            vanishing.vanishes = dict.fromkeys(attempts(store)[1, 1][:2], (1, 1))
+
+    coordinator.events.subscribe(lose)
+    await coordinator.run()
+    invited = attempts(store)
+    assert set(invited[1, 2]) == set("abcdefgh") - set(invited[1, 1])
+
+
+async def test_the_datacenter_changes_the_model_first(run_with_datacenter, deployment):
+    store, coordinator, _ = await run_with_datacenter(
+        "strategy.policy=schedule",
+        "strategy.schedule=[{regime='federated', rounds=1}, {regime='federated'}]",
+        "rounds=2",
+    )
+    log, model_hash = store.unmaskings, coordinator.model.blob.sha256
+    log.add(
+        Unmasking(
+            run_id=store.run_id,
+            round=1,
+            attempt=1,
+            model_hash=model_hash,
+            draw=0,
+            devices=frozenset("abx"),
+        )
+    )
+    await coordinator.run()
+    report = read_report(store)
+    assert [record.regime for record in report.rounds] == ["datacenter", "federated"]
+    assert report.rounds[0].reason.startswith("the datacenter changes the model first: 1 avail")
+
+
+async def test_a_run_names_the_devices_without_which_no_sum_is_allowed(vanishing, deployment):
+    await vanishing.connect("abcde")
+    settings = ("federated.cohort=4", "time.join_seconds=0.2", *SETTINGS)
+    store = deployment.create_run("run", *settings)
+    coordinator = Coordinator(store, deployment.link)
+
+    def lose(event):
+        if isinstance(event, RoundPlanned) and event.attempt == 1:
+            vanishing.vanishes = dict.fromkeys(attempts(store)[1, 1][:2], (1, 1))
+
+    coordinator.events.subscribe(lose)
+    with pytest.raises(CannotContinue, match="1 available devices have not unmasked") as caught:
+        await coordinator.run()
+    lost = sorted(vanishing.lost)
+    assert f"the quorum is 3; it needs {lost[0]}, {lost[1]}, or others" in str(caught.value)
+
+    again = deployment.reopen(store)  # the log survives the process
+    for name in lost:
+        vanishing.dial(name)
+    await wait_until(lambda: set("abcde") <= deployment.link.peers.keys())
+    await Coordinator(again, deployment.link).run()
+    invited = attempts(again)
+    assert invited[1, 2] == invited[1, 1]
+    assert read_report(again).status == "finished"
