@@ -3,6 +3,8 @@
 # make docs   the documentation site in build/site; broken links and references are errors
 # make ci     test and docs, as in continuous integration
 # make pairs  checkpoint conversion between every pair of datacenter layouts
+# make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
+# make crash-sweep  kill each process before and after each of its durable steps
 # make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
@@ -13,7 +15,7 @@ TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs ci pairs coverage lint format proto clean
+.PHONY: help demo test docs ci pairs chaos crash-sweep coverage lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -53,6 +55,24 @@ ci: test docs
 # `make test` tries a few pairs for each layout; this tries and prints all.
 pairs: .venv/ready-dev
 	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/parallel/test_parallelize.py -k other_layouts
+
+# `make test` runs a short plan.
+SEEDS ?= 1 2 3 4 5
+MINUTES ?= 10
+CHAOS := $(BIN)/isthmus chaos examples/digits/job.toml
+chaos: .venv/ready
+	@failed=0; for seed in $(SEEDS); do echo "seed $$seed"; \
+	  $(CHAOS) --clients 4 --set federated.cohort=4 --set federated.quorum=4 \
+	    --seed $$seed --minutes $(MINUTES) || failed=1; done; exit $$failed
+
+# `make test` tries a sample. In turn: plain sums, secure aggregation, two datacenters with devices.
+SWEEP := $(CHAOS) --crash-sweep --clients 3 --set federated.cohort=3 --set federated.quorum=3 --set rounds=2
+FEDERATED := --set strategy.policy=federated --set datacenter.ranks=0
+crash-sweep: .venv/ready
+	@$(SWEEP) $(FEDERATED) --set federated.secure_aggregation=false
+	@$(SWEEP) $(FEDERATED)
+	@$(SWEEP) --datacenters 2 --set datacenter.ranks=1 --set datacenter.steps=5 \
+	  --set 'strategy.schedule=[{regime="datacenter",rounds=1},{regime="hybrid",rounds=1}]'
 
 # Takes about twice as long as `make test`.
 coverage: .venv/ready-dev

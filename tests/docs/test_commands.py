@@ -110,7 +110,8 @@ def terminal(folder: Path) -> Terminal:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/getting-started.md", "docs/tasks.md", "docs/flower.md"]
+    "page",
+    ["README.md", "docs/getting-started.md", "docs/tasks.md", "docs/flower.md", "docs/chaos.md"],
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
     try:

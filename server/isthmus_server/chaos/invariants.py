@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus_server.chaos.deployment import ChaosDeployment
+from isthmus_server.chaos.plan import device_names
 
 _ALIVE = ("queued", "running", "paused")
 _TRIES = 5
@@ -38,8 +39,8 @@ class InvariantChecker:
       * each invited participant of an ended attempt has exactly one receipt;
       * the checkpoints that the last commit names exist and have their digests;
       * no job fails, and no process ends for good;
-      * no device has helped to unmask two sums over one model whose difference would reveal the
-        updates of a few.
+      * no device has helped to unmask two different sums for one model, or for one round, and none
+        has forgotten a sum.
     """
 
     def __init__(self, deployment: ChaosDeployment) -> None:
@@ -51,6 +52,8 @@ class InvariantChecker:
         self.attempts = 0
         """Ended attempts that were read, failed ones included."""
         self._reported: set[str] = set()
+        self._sums: dict[str, dict[tuple[str, ...], str]] = {}
+        """By device: the survivors of each sum that it has helped to unmask."""
 
     def check(self) -> list[str]:
         """The violations that were not reported before."""
@@ -68,7 +71,8 @@ class InvariantChecker:
         for name in (*self.deployment.processes, "operator"):
             folder = self.deployment.participant_state(name)
             for pattern in _TEMPORARY:
-                found += [f"{path} was left" for path in sorted(folder.rglob(pattern))]
+                left = [path for path in sorted(folder.rglob(pattern)) if not self._is_task(path)]
+                found += [f"{path} was left" for path in left]
         for id_, (state, reason) in self.deployment.jobs().items():
             if state != "finished" and id_ not in self.cancelled:
                 found.append(f"{id_} has not finished: it is {state} {reason}".rstrip())
@@ -90,6 +94,9 @@ class InvariantChecker:
                 return number
         return None
 
+    def _is_task(self, path: Path) -> bool:
+        return path.is_relative_to(self.deployment.tasks)
+
     # -- the parts ---------------------------------------------------------------------------------
 
     def _jobs(self) -> Iterator[str]:
@@ -103,7 +110,27 @@ class InvariantChecker:
                 yield f"{name} {process.failed}: see {process.log}"
 
     def _histories(self) -> Iterator[str]:
-        return iter(())
+        """Compare the sums that each device has helped to unmask, from its history.
+
+        The history has one line for each entry: the hash of the chain, and a JSON list, such as
+        `["unmasked", run, round, model, survivors]`.
+        """
+        for name in device_names(self.deployment.devices):
+            path = self.deployment.participant_state(name) / "history.log"
+            text = path.read_bytes() if path.exists() else b""
+            sums: dict[tuple[str, ...], str] = {}
+            for line in text.split(b"\n")[:-1]:  # what follows the last line end is incomplete
+                kind, *values = json.loads(line.partition(b" ")[2])
+                if kind != "unmasked":
+                    continue
+                run, round_, model, survivors = values
+                for key in ((model,), (run, str(round_))):
+                    if sums.setdefault(key, survivors) != survivors:
+                        yield f"{name} has unmasked two sums for {' round '.join(key)}"
+            earlier = self._sums.setdefault(name, {})
+            if not earlier.items() <= sums.items():
+                yield f"{name} has forgotten a sum that it has helped to unmask"
+            earlier.update(sums)
 
     def _run(self, directory: Path) -> list[str]:
         id_ = directory.name

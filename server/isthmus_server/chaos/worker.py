@@ -37,6 +37,7 @@ _folder = ""
 _real_time, _real_time_ns = time.time, time.time_ns
 _real_open, _real_os_open, _real_fsync, _real_replace = io.open, os.open, os.fsync, os.replace
 _real_rename, _real_unlink = os.rename, os.unlink
+_real_write, _real_truncate = os.write, os.truncate
 _real_connect = sqlite3.connect
 
 _WRITES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "BEGIN", "COMMIT")
@@ -51,6 +52,7 @@ def install() -> None:
     builtins.open = io.open = _open
     os.open = _os_open
     os.fsync, os.replace = _fsync, _replace  # type: ignore[assignment]  # they take any arguments
+    os.write, os.truncate, os.ftruncate = _write, _truncate, _truncate
     os.rename, os.unlink = _rename, _unlink  # type: ignore[assignment]  # they take any arguments
     sqlite3.connect = _connect  # type: ignore[assignment]  # it takes any arguments
 
@@ -186,6 +188,24 @@ def _os_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
     if flags & os.O_CREAT and (fault := _fault(path)) and not Path(os.fsdecode(path)).exists():
         raise _fail(fault, path)
     return _real_os_open(path, flags, *args, **options)
+
+
+def _write(handle: int, data: Any) -> int:
+    path = "" if _control is None else _path_of(handle)
+    if not _folder or not path.startswith(_folder):
+        return _real_write(handle, data)
+    if fault := _fault():
+        if fault == TORN_WRITE:
+            view = memoryview(data).cast("B")
+            _real_write(handle, view[: len(view) // 2])
+        raise _fail(fault, path)
+    with _durable_step("write", path):
+        return _real_write(handle, data)
+
+
+def _truncate(path: Any, length: int) -> None:
+    with _durable_step("truncate", _path_of(path) if isinstance(path, int) else path):
+        _real_truncate(path, length)
 
 
 def _fsync(handle: Any) -> None:
