@@ -48,6 +48,11 @@ class PrivacyLimits(Section):
     """Let the server select from at most this many times as many of the enrolled devices as the sum
     needs. Fewer protect better against a server that selects colluding devices, and require more
     of the enrolled devices to be available at a time."""
+    participations_per_run: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of secure sums of one run that this device begins to take part in. A run's
+    comparisons of models are counted apart from its updates."""
+    participations: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of secure sums, of all runs since this device joined."""
 
 
 class SandboxLimits(Section):

@@ -300,6 +300,8 @@ class SecureSessions:
                 requirements = ClientRequirements(
                     clients_min=self._privacy.clients_min,
                     selection_slack=self._privacy.selection_slack,
+                    participations_per_run=self._privacy.participations_per_run,
+                    participations=self._privacy.participations,
                 )
             self._credentials = Credentials(
                 self._signing_key.private_bytes_raw(), self._history_file, requirements

@@ -46,6 +46,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "draw-not-now",
     "draw-before-last",
     "selection-too-wide",
+    "participation-limit-of-run",
     "participation-limit",
     # client: the roster
     "roster-too-small",

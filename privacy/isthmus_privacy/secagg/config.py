@@ -247,8 +247,11 @@ class ClientRequirements:
     """Floor for `RoundConfig.corrupt_permille`: colluding clients to be protected against."""
     dropout_permille: int = 450
     """Ceiling for `RoundConfig.dropout_permille`."""
-    participations_max: int | None = None
-    """Maximum number of attempts of one run that this device takes part in; None is no limit."""
+    participations_per_run: int | None = None
+    """Maximum number of attempts of one run that this device takes part in; None is no limit. The
+    comparisons of a run are a run of their own."""
+    participations: int | None = None
+    """Maximum number of attempts of all runs together; None is no limit."""
     selection_slack: int | None = None
     """How many times more of the enrolled clients than the smallest sum needs may be eligible for
     a round, see `lottery`; None accepts any selection."""

@@ -155,7 +155,7 @@ class History:
 
         Raises:
             PeerMisbehaved: it is not after the last one, its draw is before the last one, or the
-                limit on participations is reached.
+                limit on participations is reached, of the run or of all runs.
         """
         if requirements.selection_slack is not None and config.draw < self._draw:
             refusal.refuse(
@@ -171,12 +171,19 @@ class History:
                 f"after round {last.round} attempt {last.attempt}, which this device has seen",
             )
         count = self.participations(config.run_id)
-        limit = requirements.participations_max
+        limit = requirements.participations_per_run
         if limit is not None and count >= limit:
             refusal.refuse(
-                "participation-limit",
+                "participation-limit-of-run",
                 f"this device has taken part in {count} attempts of run {config.run_id!r}, its own "
                 "limit",
+            )
+        limit = requirements.participations
+        if limit is not None and self.participations() >= limit:
+            refusal.refuse(
+                "participation-limit",
+                f"this device has taken part in {self.participations()} attempts of all runs, its "
+                "own limit",
             )
         begun = Begun(config.run_id, config.round, config.attempt, count + 1, config.draw)
         self._store(begun)

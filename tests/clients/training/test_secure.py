@@ -1,20 +1,25 @@
 """Secure aggregation on a device: the history of rounds and its file."""
 
 import stat
+import time
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import PeerMisbehaved, UpdateError
-from isthmus_clients.training.secure import Credentials, SecureParticipation
+from isthmus_clients.device.owner_limits import parse
+from isthmus_clients.device.secure_sessions import SecureSessions
+from isthmus_clients.training.secure import SecureParticipation
 from isthmus_privacy.secagg import Authority, RoundConfig, SigningKey
 
 SEED = bytes(range(32))
 AUTHORITY = Authority(bytes(32))
 
 
-def device(history_file):
-    """Credentials of a device after a start of its process."""
-    credentials = Credentials(SEED, history_file)
+def device(history_file, privacy=None):
+    """Credentials of a device after a start of its process, with the owner's requirements."""
+    identity = Ed25519PrivateKey.from_private_bytes(SEED)
+    credentials = SecureSessions("a", identity, history_file, privacy)._enrolled()
     enrolment = AUTHORITY.enrol("a", SigningKey(SEED).public, not_after=2**40)
     credentials.welcomed(AUTHORITY.public, enrolment.to_bytes())
     return credentials
@@ -30,6 +35,7 @@ def propose(credentials, round_=1, attempt=1, run="run"):
         purpose=bytes(32),
         size=8,
         clients_max=5,
+        draw=int(time.time()),
     )
     about = (run, round_, attempt)
     return SecureParticipation(about, config.to_bytes(), bytes(32), bytes(32), (), credentials)
@@ -63,3 +69,21 @@ def test_participations_are_counted_for_each_run_and_in_total(tmp_path):
         propose(device(tmp_path / "history.log"), run=run, attempt=attempt)
     history = device(tmp_path / "history.log").history
     assert [history.participations(run) for run in ("a", "b", "c", None)] == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("limits", "runs", "sentence"),
+    [
+        ("participations_per_run = 2", "aab", "has taken part in 2 attempts of run 'a', its own"),
+        ("participations = 3", "abc", "has taken part in 3 attempts of all runs, its own limit"),
+    ],
+)
+def test_the_owner_limits_participations_also_across_restarts(tmp_path, limits, runs, sentence):
+    privacy = parse(f"[privacy]\nselection_slack = 1000\n{limits}", "policy.toml").privacy
+    for number, run in enumerate(runs):
+        propose(device(tmp_path / "history.log", privacy), run=run, attempt=number)
+    with pytest.raises(PeerMisbehaved, match=sentence) as caught:
+        propose(device(tmp_path / "history.log", privacy), run="a", attempt=9)
+    assert caught.value.code.startswith("participation-limit")
+    history = device(tmp_path / "history.log").history
+    assert history.participations() == 3  # a refused attempt is not counted

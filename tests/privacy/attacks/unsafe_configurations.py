@@ -168,7 +168,14 @@ def a_wide_choice_for_a_cohort_that_is_large_only_in_the_configuration():
 
 
 @expect_refusal("participation-limit")
-def more_rounds_than_the_limit():
-    history, requirements = History(), ClientRequirements(participations_max=2)
+def more_rounds_of_all_runs_than_the_limit():
+    history, requirements = History(), ClientRequirements(participations=2)
+    for run in ("a", "b", "c"):
+        make_client(make_config(run_id=run), ALICE, history=history, requirements=requirements)
+
+
+@expect_refusal("participation-limit-of-run")
+def more_rounds_of_a_run_than_the_limit():
+    history, requirements = History(), ClientRequirements(participations_per_run=2)
     for round_ in range(3):
         make_client(make_config(round=round_), ALICE, history=history, requirements=requirements)
