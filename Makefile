@@ -5,6 +5,7 @@
 # make pairs  checkpoint conversion between every pair of datacenter layouts
 # make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
 # make crash-sweep  kill each process before and after each of its durable steps
+# make corruption  200 damages to each file of runs, devices and servers; takes about half an hour
 # make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs ci pairs chaos crash-sweep coverage lint format proto clean
+.PHONY: help demo test docs ci pairs chaos crash-sweep corruption coverage lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -73,6 +74,9 @@ crash-sweep: .venv/ready
 	@$(SWEEP) $(FEDERATED)
 	@$(SWEEP) --datacenters 2 --set datacenter.ranks=1 --set datacenter.steps=5 \
 	  --set 'strategy.schedule=[{regime="datacenter",rounds=1},{regime="hybrid",rounds=1}]'
+# `make test` damages each file a few times; this damages it 200 times and prints the outcomes.
+corruption: .venv/ready-dev
+	@ISTHMUS_TEST_CORRUPTION=200 $(BIN)/pytest -q -s tests/end_to_end/test_corruption.py
 
 # Takes about twice as long as `make test`.
 coverage: .venv/ready-dev

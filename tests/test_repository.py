@@ -63,6 +63,7 @@ COMMANDS = [
     "isthmus server revoke NAME STATE",
     "isthmus server start --address STATE",
     "isthmus server token create --expires --kind --name STATE",
+    "isthmus server verify STATE",
     "isthmus submit --set --state JOB",
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
@@ -241,7 +240,7 @@ def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
         if not (directory / _JOINING).exists():
             write_private_file(directory / _JOINING, tls.key_pem(tls.new_key()))
     try:
-        return _private_key((directory / _JOINING).read_bytes()), _read_identity(directory)
+        return tls.read_key((directory / _JOINING).read_bytes()), _read_identity(directory)
     except ValueError as error:
         raise UserError(f"the keys in {directory} cannot be used: {error}") from None
 
@@ -282,13 +281,6 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
             f"{membership.directory} is the membership of the {membership.kind} "
             f"{membership.name!r}, not of a {kind} named {name!r}"
         )
-
-
-def _private_key(data: bytes) -> tls.Key:
-    key = serialization.load_pem_private_key(data, password=None)
-    if not isinstance(key, tls.Key):
-        raise ValueError("the key is not an ECDSA key")
-    return key
 
 
 def _read_identity(directory: Path) -> Ed25519PrivateKey:

@@ -20,7 +20,7 @@ import hashlib
 import ipaddress
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -122,7 +122,7 @@ def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> boo
     """Whether the authority signed the certificate."""
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
 
@@ -134,8 +134,10 @@ def read_certificate(data: bytes) -> x509.Certificate:
         AdmissionRefused: the bytes are not a certificate.
     """
     try:
-        return x509.load_pem_x509_certificate(data)
-    except ValueError:
+        certificate = x509.load_pem_x509_certificate(data)
+        certificate.public_key()  # raises as well if it cannot be read
+        return certificate
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
         raise AdmissionRefused("this is not a certificate") from None
 
 
@@ -143,13 +145,32 @@ def read_pair(data: bytes) -> tuple[Key, x509.Certificate]:
     """A private key and its certificate, from PEM.
 
     Raises:
-        ValueError: they cannot be read, or do not belong to each other.
+        ValueError: the key cannot be read, or does not belong to the certificate.
+        AdmissionRefused: the certificate cannot be read.
     """
-    key = serialization.load_pem_private_key(data, password=None)
-    certificate = x509.load_pem_x509_certificate(data)
-    if not isinstance(key, Key) or key.public_key() != certificate.public_key():
+    key, certificate = read_key(data), read_certificate(data)
+    if key.public_key() != certificate.public_key():
         raise ValueError("the key and the certificate do not belong to each other")
     return key, certificate
+
+
+def read_key(data: bytes) -> Key:
+    """A private key from PEM.
+
+    Raises:
+        ValueError: the bytes are not a key of the kind that `new_key` makes.
+    """
+    try:
+        key = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ValueError(f"the private key cannot be read ({_first_line(error)})") from None
+    if not isinstance(key, Key):
+        raise ValueError("the key is not an ECDSA key")
+    return key
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def new_seed_file() -> bytes:

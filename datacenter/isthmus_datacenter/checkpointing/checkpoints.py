@@ -108,7 +108,7 @@ class ShardedCheckpoints:
     def data_name(self, step: int) -> str:
         """Return a name for the state in a step's checkpoint, which changes when it is replaced."""
         link = self.directory / f"step-{step}"
-        return link.readlink().name if self.has(step) else f"none-{step}"
+        return link.resolve().name if self.has(step) else f"none-{step}"
 
     # -- saving ---------------------------------------------------------------------------------
 

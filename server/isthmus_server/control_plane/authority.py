@@ -183,11 +183,8 @@ class CertificateAuthority:
         )
         return tls.pem(certificate), tls.subject_of(certificate)
 
-    def server_pair(self) -> tuple[bytes, bytes]:
-        """Return the server's key and certificate (PEM).
-
-        It is renewed if a third of its life is left, or if it was issued when the clock was so far
-        ahead that it is not valid yet.
+    def read_server_pair(self) -> tuple[bytes, x509.Certificate]:
+        """Read the server's key and certificate: both as PEM, and the certificate.
 
         Raises:
             UserError: they are damaged, or others can read them.
@@ -199,16 +196,28 @@ class CertificateAuthority:
             _, certificate = tls.read_pair(data)
             if not tls.issued_by(certificate, self.certificate):
                 raise ValueError(f"{_AUTHORITY} did not sign its certificate")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AdmissionRefused) as error:
             if isinstance(error, UserError):
                 raise
             raise DamagedError(f"{path} cannot be used: {error}; {_RESTORE}") from None
+        return data, certificate
+
+    def server_pair(self) -> tuple[bytes, bytes]:
+        """Return the server's key and certificate (PEM).
+
+        It is renewed if a third of its life is left, or if it was issued when the clock was so far
+        ahead that it is not valid yet.
+
+        Raises:
+            UserError: they are damaged, or others can read them.
+        """
+        data, certificate = self.read_server_pair()
         now = datetime.datetime.fromtimestamp(self.now(), datetime.UTC)
         left = certificate.not_valid_after_utc - now
         if left < self.server_life / 3 or now < certificate.not_valid_before_utc:
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
             self.renew_server(names.value)
-            data = path.read_bytes()
+            data, _ = self.read_server_pair()
         start = data.index(b"-----BEGIN CERTIFICATE")
         return data[:start], data[start:]
 

@@ -117,6 +117,34 @@ def participants(state: Path) -> None:
     Console().print(table if entries else "no participant has joined yet")
 
 
+@server.command()
+@_STATE
+def verify(state: Path) -> None:
+    """Check the keys and databases in DIR, and print what is intact and what is damaged.
+
+    Nothing is changed. The exit code is 1 if something is damaged. `isthmus runs verify` checks a
+    run.
+    """
+    from isthmus_server.control_plane import job_queue, registry
+    from isthmus_server.control_plane.authority import CertificateAuthority
+
+    damaged = False
+    for what, check in (
+        ("keys and certificates", lambda: CertificateAuthority(state).read_server_pair()),
+        ("registry of participants", lambda: registry.check(state)),
+        ("queue of jobs", lambda: job_queue.check(state)),
+        ("audit log", lambda: audit.read(state)),
+    ):
+        try:
+            check()
+            click.echo(f"intact   {what}")
+        except (UserError, sqlite3.Error) as error:
+            damaged = True
+            click.echo(f"damaged  {error}")
+    if damaged:
+        raise click.exceptions.Exit(1)
+
+
 @server.command("audit")
 @_STATE
 def show_audit(state: Path) -> None:

@@ -6,6 +6,7 @@ run, and continues.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sqlite3
 import time
@@ -22,6 +23,8 @@ ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
 
 MAX_WAITING = 100
 """Maximum number of queued jobs."""
+
+_NAME = "jobs.sqlite"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -77,12 +80,8 @@ class JobQueue:
         Raises:
             UserError: it is damaged, missing although jobs have run, or cannot be used.
         """
-        path, runs = directory / "jobs.sqlite", directory / "runs"
-        if not path.exists() and runs.is_dir() and any(runs.iterdir()):
-            raise DamagedError(
-                f"{path} is missing, but {runs} has the runs of jobs; restore it and jobs.head "
-                f"from a backup, or, to begin with an empty queue, move {runs} and jobs.head away"
-            )
+        path = directory / _NAME
+        _refuse_lost(path)
         try:
             self._log = SealedDatabase.checked(path, _SCHEMA)
             self._db = self._log.connection
@@ -152,3 +151,26 @@ class JobQueue:
             values,
         )
         return [QueuedJob(*row) for row in rows]
+
+
+def check(directory: Path) -> None:
+    """Check the queue in a state directory, if there is one yet, without changing it.
+
+    Raises:
+        DamagedError: it is damaged or missing.
+        sqlite3.Error: it cannot be read for another reason.
+    """
+    path = directory / _NAME
+    _refuse_lost(path)
+    if path.exists() or path.with_suffix(".head").exists():
+        with contextlib.closing(SealedDatabase(path, _SCHEMA, "read")) as log:
+            log.check()
+
+
+def _refuse_lost(path: Path) -> None:
+    runs = path.parent / "runs"
+    if not path.exists() and runs.is_dir() and any(runs.iterdir()):
+        raise DamagedError(
+            f"{path} is missing, but {runs} has the runs of jobs; restore it and jobs.head from a "
+            f"backup, or, to begin with an empty queue, move {runs} and jobs.head away"
+        )

@@ -20,6 +20,8 @@ from isthmus.names import checked_name
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
 from isthmus_server.storage.sealed_database import SealedDatabase
 
+_NAME = "fleet.sqlite"
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS participants (
     name TEXT PRIMARY KEY, kind TEXT NOT NULL, identity BLOB NOT NULL UNIQUE,
@@ -82,7 +84,7 @@ class Registry:
             UserError: it is damaged, or cannot be opened.
         """
         self._now = now
-        path = directory / "fleet.sqlite"
+        path = directory / _NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
             if not path.with_suffix(".head").exists():
@@ -318,3 +320,14 @@ class Registry:
             "INSERT INTO certificates VALUES (?, ?, ?)",
             (subject.serial, subject.name, subject.not_after),
         )
+
+
+def check(directory: Path) -> None:
+    """Check the registry in a state directory without changing it.
+
+    Raises:
+        DamagedError: it is damaged or missing.
+        sqlite3.Error: it cannot be read for another reason.
+    """
+    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as log:
+        log.check()

@@ -1,8 +1,9 @@
 """The audit log of a state directory: who changed what, and when, in a chain of hashes.
 
 One JSON object per line, with the SHA-256 of the line before. Changing, removing or inserting a
-line is noticed; removing the last lines, or writing the whole file anew, only by comparing the
-last hash with a copy kept elsewhere.
+line is noticed. `audit.head` has the size of the log, so that an accident that cuts it short is
+noticed too; removing the last lines on purpose, or writing the whole file anew, only by comparing
+the last hash with a copy kept elsewhere.
 
 >>> import tempfile
 >>> state = Path(tempfile.mkdtemp())
@@ -30,9 +31,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from isthmus.errors import UserError
+from isthmus.errors import DamagedError, UserError
+from isthmus.system.sealed_files import read_sealed, write_sealed
 
 _FILE = "audit.log"
+_HEAD = "audit.head"
 _START = "0" * 64
 """Stands for the hash before the first line."""
 _MAX_LINE = 64 << 10
@@ -79,6 +82,7 @@ def record(state: Path, action: str, *, by: str, **details: str) -> None:
                 line = b"\n" + line
             os.write(handle, line)
             os.fsync(handle)
+            write_sealed(state / _HEAD, {"bytes": size + len(line)})
         finally:
             os.close(handle)
     except OSError as error:
@@ -95,9 +99,15 @@ def read(state: Path) -> list[AuditEntry]:
     """
     path = state / _FILE
     try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
+        size = _size_in_head(state)  # first: another process may append now
+        data = path.read_bytes() if size or path.exists() else b""
+        if len(data) < size:
+            raise DamagedError(
+                f"{path} was cut short to {len(data)} of {size} bytes; restore it from a backup"
+            )
+        if not data:
+            return []
+        lines = data.split(b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     entries: list[AuditEntry] = []
@@ -115,6 +125,16 @@ def read(state: Path) -> list[AuditEntry]:
             )
         entries.append(AuditEntry(time_, by, action, fields, _digest(line)))
     return entries
+
+
+def _size_in_head(state: Path) -> int:
+    """The size of the log when it was last written; 0 without a head."""
+    try:
+        return int(read_sealed(state / _HEAD)["bytes"])
+    except FileNotFoundError:
+        return 0
+    except DamagedError as error:
+        raise DamagedError(f"{error}; remove it if {_FILE} is complete") from None
 
 
 def local_user() -> str:

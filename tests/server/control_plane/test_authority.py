@@ -3,6 +3,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -10,6 +11,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
+from isthmus_server.control_plane.commands import server
+from isthmus_server.control_plane.job_queue import JobQueue
+from isthmus_server.control_plane.registry import Registry
+from isthmus_server.storage import audit
 
 
 @pytest.fixture
@@ -126,3 +131,21 @@ def test_an_unusable_state_directory_is_reported_in_one_sentence(tmp_path, monke
 def test_without_a_server_the_error_says_how_to_create_one(tmp_path):
     with pytest.raises(UserError, match=r"contains no server; create one: isthmus server init"):
         CertificateAuthority(tmp_path)
+
+
+def test_a_server_is_verified_file_by_file(state):
+    Registry(state).close()
+    JobQueue(state).close()
+    audit.record(state, "submit", by="me", job="table-1")
+    shown = CliRunner().invoke(server, ["verify", str(state)])
+    assert (shown.exit_code, shown.output.count("intact ")) == (0, 4)
+    (state / "server.pem").write_bytes((state / "authority.pem").read_bytes()[:-100])
+    (state / "jobs.sqlite").unlink()
+    (state / "fleet.head").write_bytes(b"")
+    (state / "audit.log").write_bytes(b"")
+    shown = CliRunner().invoke(server, ["verify", str(state)])
+    assert shown.exit_code == 1
+    names = ("server.pem", "fleet.head", "jobs.sqlite", "audit.log")
+    for line, name in zip(shown.output.splitlines(), names, strict=True):
+        assert line.startswith("damaged ")
+        assert name in line
