@@ -29,13 +29,13 @@ def chaos(folder: Path, *arguments: str) -> Any:
 
 
 def test_a_short_plan_of_faults_violates_nothing(folder: Path) -> None:
-    report = chaos(folder, "--seed", "2", "--minutes", "0.25", "--set", "rounds=8")
+    report = chaos(folder, "--seed", "2", "--minutes", "0.2", "--set", "rounds=30")
     assert report["faults"]
     assert report["jobs"] >= 1
 
 
 def test_crashes_at_some_durable_steps_do_not_change_the_model(folder: Path) -> None:
     """`make crash-sweep` tries all steps."""
-    report = chaos(folder, "--crash-sweep", "--sample", "5", "--set", "rounds=1")
-    assert report["points"] + report["not_reached"] == 5
-    assert report["same_models"] == 5
+    report = chaos(folder, "--crash-sweep", "--sample", "2", "--set", "rounds=1")
+    assert report["points"] + report["not_reached"] == 2
+    assert report["same_models"] == 2

@@ -87,7 +87,6 @@ class CrashSweep:
         """
         try:
             await self.deployment.start()
-            await self._run_job()  # opens files that later jobs find
             before = self._steps()
             reference = await self._run_job()
             if reference is None:
