@@ -54,6 +54,7 @@ COMMANDS = [
     "isthmus logs --follow --state JOB",
     "isthmus operator join --state --token-file TOKEN URL",
     "isthmus report --json --schema RUN_DIR",
+    "isthmus resume --state JOB",
     "isthmus run --address --resume --run-dir --set JOB",
     "isthmus runs rollback RUN_DIR",
     "isthmus runs verify RUN_DIR",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from isthmus.errors import UserError
+from isthmus.errors import CannotContinue, UserError
 from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
 from isthmus.system.process import return_freed_memory
@@ -94,6 +94,9 @@ def run(
             again = f"isthmus run --resume --run-dir {local_run.directory}"
             click.echo(f"stopped; continue with  {again}", err=True)
             raise
+        except CannotContinue as error:
+            again = f"isthmus run --resume --run-dir {local_run.directory}"
+            raise UserError(f"{error}; `{again}` continues") from error
     console.print(f"report  isthmus report {local_run.directory}", soft_wrap=True)
 
 

@@ -1,13 +1,15 @@
 """The queue of submitted jobs, with their states, in SQLite.
 
 Only the server process uses the file. A job that was running when the server died is the next to
-run, and continues.
+run, and continues. A job that cannot go on now is paused until its next try, or until an operator
+resumes it; meanwhile the next jobs run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import sqlite3
 import time
 from pathlib import Path
@@ -18,11 +20,15 @@ from isthmus.job import Job, read_job
 from isthmus_server.storage.run_description import new_run_id
 from isthmus_server.storage.sealed_database import SealedDatabase
 
-State = Literal["queued", "running", "finished", "failed", "cancelled"]
+State = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
 
 MAX_WAITING = 100
-"""Maximum number of queued jobs."""
+"""Maximum number of queued and paused jobs."""
+
+SHORTEST_PAUSE = 5.0
+"""Seconds of the first pause of a job; each further one without a new round is twice as long."""
+LONGEST_PAUSE = 600.0
 
 _NAME = "jobs.sqlite"
 
@@ -30,7 +36,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, job TEXT NOT NULL,
     run_id TEXT NOT NULL, submitted_by TEXT NOT NULL, key TEXT NOT NULL, submitted_at REAL NOT NULL,
-    state TEXT NOT NULL, reason TEXT NOT NULL, UNIQUE (submitted_by, key)
+    state TEXT NOT NULL, reason TEXT NOT NULL, next_try REAL NOT NULL, pauses INTEGER NOT NULL,
+    UNIQUE (submitted_by, key)
 ) STRICT;
 """
 
@@ -50,6 +57,11 @@ class QueuedJob:
     """Unix seconds."""
     state: State
     reason: str
+    """Of its end, or of its pause."""
+    next_try: float
+    """When a paused job is tried again, in Unix seconds; otherwise 0."""
+    pauses: int
+    """Pauses since it last committed a round."""
 
     @property
     def id(self) -> str:
@@ -101,33 +113,61 @@ class JobQueue:
         known = self._find("submitted_by=? AND key=?", (by, key))
         if known:
             return known[0]
-        if len(self._find("state='queued'")) >= MAX_WAITING:
+        if len(self._find("state IN ('queued', 'paused')")) >= MAX_WAITING:
             raise AdmissionRefused(
                 f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
             )
         row = (job.name, job.model_dump_json(), new_run_id(job), by, key, time.time())
         number = self._db.execute(
-            "INSERT INTO jobs (name, job, run_id, submitted_by, key, submitted_at, state, reason) "
-            "VALUES (?, ?, ?, ?, ?, ?, 'queued', '')",
+            "INSERT INTO jobs (name, job, run_id, submitted_by, key, submitted_at, state, reason, "
+            "next_try, pauses) VALUES (?, ?, ?, ?, ?, ?, 'queued', '', 0, 0)",
             row,
         ).lastrowid
         self._log.write_head()
         return self._find("number=?", (number,))[0]
 
     def next(self) -> QueuedJob | None:
-        """Return the next job: an interrupted one, or else the first queued one."""
-        jobs = self._find("state='running'") or self._find("state='queued'")
+        """Return the next job: an interrupted one, or the first one that is queued or due again."""
+        due = "state='queued' OR (state='paused' AND next_try<=?)"
+        jobs = self._find("state='running'") or self._find(due, (time.time(),))
         return jobs[0] if jobs else None
+
+    def seconds_until_due(self) -> float | None:
+        """Seconds until the next paused job is tried again; None if none is paused."""
+        times = [entry.next_try for entry in self._find("state='paused'")]
+        # The clock may have been set back meanwhile.
+        return min(max(min(times) - time.time(), 0.0), LONGEST_PAUSE) if times else None
+
+    def pause(self, entry: QueuedJob, reason: str, *, progressed: bool) -> QueuedJob:
+        """Pause a job, for longer with every pause in which it did not progress.
+
+        Returns the job with its next try.
+        """
+        pauses = 1 if progressed else entry.pauses + 1
+        longest = min(SHORTEST_PAUSE * 2.0 ** min(pauses - 1, 16), LONGEST_PAUSE)
+        next_try = time.time() + longest * random.uniform(0.75, 1.0)  # noqa: S311 - jitter
+        self._db.execute(
+            "UPDATE jobs SET state='paused', reason=?, next_try=?, pauses=? WHERE number=?",
+            (reason, next_try, pauses, entry.number),
+        )
+        self._log.write_head()
+        return self._find("number=?", (entry.number,))[0]
+
+    def resume(self, entry: QueuedJob) -> None:
+        """Have a paused job tried as soon as it is its turn."""
+        self._db.execute("UPDATE jobs SET next_try=0 WHERE number=?", (entry.number,))
+        self._log.write_head()
 
     def mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
         """Record the state of a job."""
         self._db.execute(
-            "UPDATE jobs SET state=?, reason=? WHERE number=?", (state, reason, entry.number)
+            "UPDATE jobs SET state=?, reason=?, next_try=0 WHERE number=?",
+            (state, reason, entry.number),
         )
         self._log.write_head()
 
     def entries(self, ended: int) -> list[QueuedJob]:
-        """Return all queued and running jobs, and the latest `ended` others, by submission."""
+        """Return all jobs that have not ended, and the latest `ended` others, by submission."""
         over = f"state IN {ENDED}"
         latest = f"SELECT number FROM jobs WHERE {over} ORDER BY number DESC LIMIT ?"
         return self._find(f"NOT {over} OR number IN ({latest})", (ended,))
@@ -146,8 +186,8 @@ class JobQueue:
 
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(
-            "SELECT number, name, job, run_id, submitted_by, submitted_at, state, reason FROM jobs "
-            f"WHERE {where} ORDER BY number",
+            "SELECT number, name, job, run_id, submitted_by, submitted_at, state, reason, "
+            f"next_try, pauses FROM jobs WHERE {where} ORDER BY number",
             values,
         )
         return [QueuedJob(*row) for row in rows]

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import sqlite3
-import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from isthmus.errors import AdmissionRefused, IsthmusError, UserError
+from isthmus.errors import AdmissionRefused, CannotContinue, IsthmusError, UserError
 from isthmus.job import Job
-from isthmus.task import check_installed
+from isthmus_server.control_plane.faults import is_transient
+from isthmus_server.control_plane.job_checks import check_job
 from isthmus_server.control_plane.job_queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import Event, EventStream, JobEnded, attempt_event
+from isthmus_server.storage.events import (
+    Event,
+    EventStream,
+    JobEnded,
+    JobPaused,
+    Paused,
+    RoundPlanned,
+    WaitingForParticipants,
+    attempt_event,
+)
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy import load_policy
 from isthmus_server.views.progress import ProgressView
 
 _FOLLOW_SECONDS = 0.5
@@ -31,8 +39,8 @@ _FOLLOW_SECONDS = 0.5
 _ROWS = 20
 """Rounds that are read at a time, because reading blocks the event loop."""
 
-_FULL_SECONDS = 30.0
-"""Interval of attempts to continue a run after the disk was full."""
+_QUEUE_SECONDS = 10.0
+"""Interval of attempts to use a queue that could not be read or written."""
 
 _CANCELLED = "an operator cancelled it"
 
@@ -43,8 +51,8 @@ class JobRunner:
     """Runs the jobs of a queue, one after another, while the server runs.
 
     Guarantees:
-      * a job that fails is marked with its reason, and the next one runs; a job that fills the disk
-        waits for free space and then continues;
+      * a job that cannot continue is paused with the reason, the next one runs, and it is tried
+        again later; only what is the user's mistake for certain fails it;
       * a cancelled job is never continued, also after a crash of the server;
       * a task is loaded only from the server's own directory of tasks: operators cannot
         submit code.
@@ -60,7 +68,9 @@ class JobRunner:
         self._running: tuple[int, asyncio.Task[None]] | None = None
         self._cancelled = False
         self._coordinator: Coordinator | None = None
-        self._submitted = asyncio.Event()
+        self._waiting: WaitingForParticipants | Paused | None = None
+        """What the running job waits for."""
+        self._woken = asyncio.Event()
 
     async def run(self) -> None:
         """Run jobs until cancelled; an interrupted job continues when the server is started again.
@@ -68,35 +78,38 @@ class JobRunner:
         Raises:
             UserError: the queue's file cannot be used any more.
         """
-        try:
-            while True:
-                self._submitted.clear()
+        while True:
+            self._woken.clear()
+            try:
                 entry = self.queue.next()
                 if entry is None:
-                    await self._submitted.wait()
+                    await self._wait(self.queue.seconds_until_due())
                 else:
                     await self._run_job(entry)
-        except sqlite3.Error as error:
-            raise UserError(
-                f"the queue of jobs cannot be used: {error}; repair it, then restart the server"
-            ) from error
+            except sqlite3.Error as error:
+                if not is_transient(error):
+                    raise UserError(
+                        f"the queue of jobs cannot be used: {error}; repair it, then restart the "
+                        "server"
+                    ) from error
+                self._print(f"the queue of jobs cannot be used now: {error}; it is tried again")
+                await self._wait(_QUEUE_SECONDS)
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Wait until an operator changes the queue, or for that long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
 
     async def _run_job(self, entry: QueuedJob) -> None:
         self._print(f"{entry.id}, submitted by {entry.submitted_by}")
+        rounds = await self.progress(entry)
         if entry.state != "running":
             self.queue.mark(entry, "running")
         task = asyncio.create_task(self._train(entry))
         self._running, self._cancelled = (entry.number, task), False
         try:
             await asyncio.shield(task)
-        except IsthmusError as error:
-            if _disk_is_full(error.__cause__) and not self._cancelled:
-                self._print(f"{entry.id} waits for free disk space: {error.__cause__}")
-                self._running = None  # meanwhile it can be cancelled like a queued job
-                await asyncio.sleep(_FULL_SECONDS)
-                return  # it is next again, and continues from its last round
-            self._mark(entry, "failed", str(error))
-            self._print(f"{entry.id} failed: {error}")
         except asyncio.CancelledError:
             current_task = asyncio.current_task()
             if current_task is not None and current_task.cancelling():  # the server stops
@@ -104,13 +117,34 @@ class JobRunner:
                 await asyncio.gather(task, return_exceptions=True)
                 raise
             self._print(f"{entry.id} is cancelled")
-        except Exception as error:
-            log.exception("%s failed", entry.id)
-            self._mark(entry, "failed", f"internal error: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next job runs
+            await self._end_or_pause(entry, error, rounds)
         else:
             self._mark(entry, "finished")
         finally:
             self._running = None
+            self._waiting = None
+
+    async def _end_or_pause(self, entry: QueuedJob, error: Exception, rounds: int) -> None:
+        """Pause a job that could not go on; only what is the user's mistake for certain fails it.
+
+        `rounds` had been committed when it began.
+        """
+        if isinstance(error, UserError) and not is_transient(error):
+            self._mark(entry, "failed", str(error))
+            self._print(f"{entry.id} failed: {error}")
+            return
+        reason = str(error)
+        if not isinstance(error, IsthmusError):
+            log.error("%s is interrupted", entry.id, exc_info=error)
+            reason = f"internal error: {type(error).__name__}: {error}"
+        if self._cancelled:
+            return
+        progressed = await self.progress(entry) > rounds
+        self._running = None  # from now on it can be cancelled like a queued job
+        paused = self.queue.pause(entry, reason, progressed=progressed)
+        until = time.strftime("%H:%M:%S", time.localtime(paused.next_try))
+        self._print(f"{entry.id} is paused until {until}: {reason}")
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -130,15 +164,30 @@ class JobRunner:
             with store.locked(), ProgressView(self.console) as view:
                 events = EventStream()
                 events.subscribe(view)
+                events.subscribe(self._note_waiting)
                 self._coordinator = Coordinator(store, self.server.link, events)
                 await self._coordinator.run()
         except asyncio.CancelledError:
             if self._cancelled:
                 store.finish("cancelled", _CANCELLED, None)
             raise
+        except CannotContinue as error:
+            with contextlib.suppress(OSError, sqlite3.Error):
+                store.finish("paused", str(error), None)
+            raise
         finally:
             self._coordinator = None
             store.close()
+
+    def _note_waiting(self, event: Event) -> None:
+        """Keep the last event about what the running job waits for, for those who follow it."""
+        if isinstance(event, WaitingForParticipants | Paused):
+            self._waiting = event
+        elif isinstance(event, RoundPlanned):
+            self._waiting = None
+
+    def _check(self, job: Job) -> None:
+        check_job(job, self.tasks, self.server.link.lease_seconds)
 
     def _open_run(self, entry: QueuedJob, job: Job, directory: Path) -> Store:
         """Create the run of a job, or continue it.
@@ -157,46 +206,6 @@ class JobRunner:
             )
         return store
 
-    def _check(self, job: Job) -> None:
-        _check_participants(job)
-        federated = job.federated
-        if federated.selection == "utility" and federated.secure_aggregation:
-            raise UserError(
-                'federated.selection="utility" lets the server choose the devices of a secure sum, '
-                "which the devices of this server refuse: they are selected by lottery; remove it, "
-                "or set federated.secure_aggregation=false"
-            )
-        lease = self.server.link.lease_seconds
-        if job.time.lease_seconds != lease:
-            raise UserError(
-                f"time.lease_seconds={job.time.lease_seconds:g}, but this server has one "
-                f"lease for all jobs: add --set time.lease_seconds={lease:g}"
-            )
-        check_installed(job.task.source, self.tasks, movable=False)
-        for key, name in _named_code(job):
-            self._check_module(job, key, name)
-        if ":" not in job.strategy.policy:  # an external module is in the folder of the task
-            load_policy(job.strategy)
-        if job.task.data is not None:
-            path = (self.tasks / job.task.data).resolve()
-            if not path.is_relative_to(self.tasks.resolve()):
-                raise UserError(f"task.data={job.task.data!r} is not below {self.tasks}")
-
-    def _check_module(self, job: Job, key: str, name: str) -> None:
-        """Refuse `module:Name` unless the module is in the task's folder: loading it executes it.
-
-        Raises:
-            UserError: with the key to change.
-        """
-        folder = (self.tasks / job.task.source.rpartition(":")[0]).parent
-        module = name.partition(":")[0]
-        file = folder / f"{module}.py"
-        if not module.isidentifier() or module in sys.stdlib_module_names or not file.is_file():
-            raise UserError(
-                f"{key}={name!r} is not in the task's folder; this server loads only built-in "
-                f"policies and strategies, and those in {folder}"
-            )
-
     # -- requests of operators ---------------------------------------------------------------------
 
     def submit(self, job: Job, by: str, key: str) -> QueuedJob:
@@ -208,7 +217,7 @@ class JobRunner:
         """
         self._check(job)
         entry = self.queue.submit(job, by, key)
-        self._submitted.set()
+        self._woken.set()
         return entry
 
     def cancel(self, id_: str) -> State:
@@ -229,7 +238,21 @@ class JobRunner:
         self.queue.mark(
             entry, "cancelled", _CANCELLED
         )  # recorded now, because the server may die before the run has ended
+        self._woken.set()
         return "cancelled"
+
+    def resume(self, id_: str) -> State:
+        """Have a paused job tried as soon as it is its turn; returns its state until then.
+
+        Raises:
+            AdmissionRefused: there is no such job, or it is not paused.
+        """
+        entry = self.queue.get(id_)
+        if entry.state != "paused":
+            raise AdmissionRefused(f"{id_} is not paused: it is {entry.state}")
+        self.queue.resume(entry)
+        self._woken.set()
+        return entry.state
 
     async def progress(self, entry: QueuedJob) -> int:
         """Return the number of committed rounds of a job; 0 if its run cannot be read."""
@@ -250,7 +273,7 @@ class JobRunner:
         Raises:
             AdmissionRefused: there is no such job.
         """
-        last = 0
+        last, shown = 0, None
         while True:
             entry = self.queue.get(id_)
             with self._store(entry) as store:
@@ -260,9 +283,19 @@ class JobRunner:
                         yield attempt_event(record)
             if entry.state in ENDED:
                 yield JobEnded(state=entry.state, reason=entry.reason)
+            if (now := self._hindrance(entry)) is not None and now != shown:
+                yield now
+            shown = now
             if entry.state in ENDED or not follow:
                 return
             await asyncio.sleep(_FOLLOW_SECONDS)
+
+    def _hindrance(self, entry: QueuedJob) -> Event | None:
+        """Why a job does not go on at the moment."""
+        if entry.state == "paused":
+            return JobPaused(reason=entry.reason, next_try=entry.next_try)
+        running = self._running is not None and self._running[0] == entry.number
+        return self._waiting if running else None
 
     @contextlib.contextmanager
     def _store(self, entry: QueuedJob) -> Iterator[Store | None]:
@@ -275,38 +308,3 @@ class JobRunner:
         finally:
             if store is not None:
                 store.close()
-
-
-def _disk_is_full(error: BaseException | None) -> bool:
-    if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _named_code(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield the keys and values `module:Name` of a job that name code for the server to load."""
-    if ":" in job.strategy.policy:
-        yield "strategy.policy", job.strategy.policy
-    flower = job.federated.flower
-    strategy, key = (None if flower is None else flower.strategy), "federated.flower.strategy"
-    while strategy is not None:
-        if ":" in strategy.name:
-            yield f"{key}.name", strategy.name
-        strategy, key = strategy.inner, f"{key}.inner"
-
-
-def _check_participants(job: Job) -> None:
-    """Refuse a job whose participants would have to be started by this server.
-
-    Raises:
-        UserError: with the keys to change.
-    """
-    for key, count in (
-        ("federated.clients", job.federated.clients),
-        ("datacenter.ranks", job.datacenter.ranks),
-    ):
-        if count:
-            raise UserError(
-                f"{key}={count} applies to `isthmus run`; participants of this server join "
-                f"by themselves: add --set {key}=0"
-            )

@@ -1,4 +1,4 @@
-"""``isthmus operator``, ``submit``, ``jobs``, ``logs``, ``cancel``: use a remote server."""
+"""``isthmus operator`` and the commands for jobs, ``submit`` to ``cancel``: use a remote server."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
 )
 @_STATE
 def jobs(as_json: bool, ended: int, state: Path) -> None:
-    """List the server's running and queued jobs, and the latest ended ones."""
+    """List the server's running, paused and queued jobs, and the latest ended ones."""
     reply = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
-    keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds")
+    keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try")
     if as_json:
         click.echo(
             json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
@@ -178,7 +178,10 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
     for job in reply.jobs:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
-        texts = (job.id, job.state, rounds, job.submitted_by, since, job.reason)
+        reason = job.reason
+        if job.next_try:
+            reason = f"next try {_time_of_day(job.next_try)}: {reason}"
+        texts = (job.id, job.state, rounds, job.submitted_by, since, reason)
         table.add_row(*(escape(in_a_line(text)) for text in texts))
     none = "nothing has been submitted yet" if ended else "no job is running or queued"
     Console().print(table if reply.jobs else none)
@@ -190,8 +193,13 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
 @_STATE
 def logs(job: str, follow: bool, state: Path) -> None:
     """Print the result of each round of JOB."""
-    from isthmus_server.storage.events import JobEnded, event_from_json
-    from isthmus_server.views.progress import ProgressView
+    from isthmus_server.storage.events import (
+        JobEnded,
+        JobPaused,
+        WaitingForParticipants,
+        event_from_json,
+    )
+    from isthmus_server.views.progress import ProgressView, waiting_for
 
     view = ProgressView(Console())
     for message in OperatorClient(state).events(pb.LogsRequest(id=job, follow=follow)):
@@ -199,6 +207,11 @@ def logs(job: str, follow: bool, state: Path) -> None:
         if isinstance(event, JobEnded):
             reason = in_a_line(event.reason)
             click.echo(f"{job} {event.state}" + (f": {reason}" if reason else ""))
+        elif isinstance(event, JobPaused):
+            until = _time_of_day(event.next_try)
+            click.echo(f"{job} is paused, next try {until}: {in_a_line(event.reason)}")
+        elif isinstance(event, WaitingForParticipants):
+            click.echo(f"{job} is {waiting_for(event)}")
         else:
             view(event)
 
@@ -210,3 +223,17 @@ def cancel(job: str, state: Path) -> None:
     """Remove JOB from the queue, or stop it; committed rounds are kept."""
     reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
     click.echo(f"{job} is {in_a_line(reply.state)}")
+
+
+@click.command()
+@click.argument("job")
+@_STATE
+def resume(job: str, state: Path) -> None:
+    """Try the paused JOB again at once, or as soon as the running one ends or is paused."""
+    OperatorClient(state).call("Resume", pb.ResumeRequest(id=job), pb.ResumeReply)
+    click.echo(f"{job} is tried again as soon as it is its turn")
+
+
+def _time_of_day(timestamp: float) -> str:
+    """Local time of a next try, which is at most minutes away."""
+    return time.strftime("%H:%M:%S", time.localtime(timestamp))

@@ -63,6 +63,7 @@ class OperatorService:
             "Submit": self._unary(pb.SubmitRequest, self._submit),
             "Jobs": self._unary(pb.JobsRequest, self._jobs),
             "Cancel": self._unary(pb.CancelRequest, self._cancel),
+            "Resume": self._unary(pb.ResumeRequest, self._resume),
             "Renew": self._unary(pb.RenewRequest, self._renew),
             "Logs": grpc.stream_stream_rpc_method_handler(self._logs),
         }
@@ -95,6 +96,7 @@ class OperatorService:
                 submitted_at=entry.submitted_at,
                 round=await self.runner.progress(entry),
                 rounds=json.loads(entry.text)["rounds"],
+                next_try=entry.next_try,
             )
         return reply
 
@@ -104,6 +106,13 @@ class OperatorService:
         state = self.runner.cancel(request.id)
         await self._record("cancel", operator, job=request.id)
         return operator_pb2.CancelReply(state=state)
+
+    async def _resume(
+        self, request: operator_pb2.ResumeRequest, operator: tls.Subject
+    ) -> operator_pb2.ResumeReply:
+        state = self.runner.resume(request.id)
+        await self._record("resume", operator, job=request.id)
+        return operator_pb2.ResumeReply(state=state)
 
     async def _renew(
         self, request: operator_pb2.RenewRequest, operator: tls.Subject

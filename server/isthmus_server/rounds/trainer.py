@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -203,7 +204,7 @@ class Trainer:
                     devices = group.create_task(train_devices)
         except* RoundFailed as failures:
             raise self._combined(failures, datacenters, devices) from None
-        except* (IsthmusError, OSError) as others:
+        except* (IsthmusError, OSError, sqlite3.Error) as others:
             raise others.exceptions[0] from None
         return TrainingResult(
             federated=devices.result() if devices is not None else None,

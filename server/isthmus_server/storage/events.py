@@ -219,6 +219,16 @@ class JobEnded(Event):
     """Empty for a job that finished."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobPaused(Event):
+    """A job of a server cannot go on now; it is tried again."""
+
+    kind: Literal["job_paused"] = "job_paused"
+    reason: str
+    next_try: float
+    """Unix seconds."""
+
+
 LoggedEvent = Annotated[
     ParticipantJoined | ParticipantReady | ParticipantDeclined | ParticipantLeft | RunStopped,
     Discriminator("kind"),
@@ -236,7 +246,8 @@ AnyEvent = Annotated[
     | RoundAttemptFailed
     | RunFinished
     | RunFailed
-    | JobEnded,
+    | JobEnded
+    | JobPaused,
     Discriminator("kind"),
 ]
 

@@ -80,11 +80,7 @@ class ProgressView:
             case ParticipantProgress():
                 self._show_progress(event)
             case WaitingForParticipants():
-                self._set_status(
-                    f"waiting for {event.clients} edge clients and "
-                    f"{event.datacenters} datacenter(s)"
-                    + (f", among them {', '.join(event.missing[:8])}" if event.missing else "")
-                )
+                self._set_status(waiting_for(event))
             case ParticipantReady():
                 name = in_a_line(event.participant)
                 self._set_status(f"{name} is ready with {event.examples} examples of its own")
@@ -181,3 +177,14 @@ class ProgressView:
         row = Table.grid(padding=(0, 1))
         row.add_row(self._spinner, Text("\n  ".join([self._status, *self._working.values()])))
         self._live.update(row)
+
+
+def waiting_for(event: WaitingForParticipants) -> str:
+    """What a run waits for, and who is missing, as far as that is known."""
+    line = f"waiting for {event.clients} edge clients and {event.datacenters} datacenter(s)"
+    if event.ready:
+        line += f"; {event.ready} edge clients are ready"
+    if event.missing:
+        more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
+        line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"
+    return line

@@ -167,10 +167,13 @@ async def operated(fleet, make_job):
     usual = ("federated.cohort=3", "rounds=2", "strategy.policy=federated", "time.join_seconds=300")
     fleet.job = lambda *more: make_job(*usual, *more)
 
+    async def dial_device(name):
+        member = await fleet.member(name)
+        fleet.dial(member, Device(name, tasks, fleet.gate))
+
     async def devices():
         for name in "abc":
-            member = await fleet.member(name)
-            fleet.dial(member, Device(name, tasks, fleet.gate))
+            await dial_device(name)
         await wait_until(lambda: set("abc") <= fleet.link.peers.keys())
 
     async def ask(method, reply, asked, member=None):
@@ -191,6 +194,7 @@ async def operated(fleet, make_job):
             last = event
         return last.state
 
-    fleet.devices, fleet.ask, fleet.submit = devices, ask, submit
+    fleet.devices, fleet.dial_device = devices, dial_device
+    fleet.ask, fleet.submit = ask, submit
     fleet.states, fleet.ended = states, ended
     return fleet

@@ -1,0 +1,99 @@
+"""Jobs that cannot go on are paused and tried again; the queue goes on."""
+
+import contextlib
+import errno
+import sqlite3
+import time
+
+import pytest
+from tests.server.waiting import wait_until
+
+from isthmus.errors import AdmissionRefused
+from isthmus.wire import operator_pb2 as pb
+from isthmus_server.control_plane import job_queue
+from isthmus_server.control_plane.job_queue import JobQueue
+from isthmus_server.storage.events import JobPaused
+from isthmus_server.storage.store import Store
+
+
+async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated):
+    operated.gate.set()
+    await operated.devices()
+    waiting = ("federated.cohort=4", "federated.quorum=4", "time.join_seconds=2", "name=big")
+    paused = await operated.submit(operated.job(*waiting), "one")
+    second = await operated.submit(operated.job(), "two")
+    assert await operated.ended(second) == "finished"
+    reply = await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())
+    first = reply.jobs[0]
+    assert (first.state, first.round) == ("paused", 0)
+    assert "3 edge clients are ready and a federated round needs 4" in first.reason
+    assert 0 < first.next_try - time.time() < 10
+    (event,) = [event async for event in operated.runner.events(paused, follow=False)]
+    assert isinstance(event, JobPaused)
+
+    await operated.dial_device("d")
+    await wait_until(lambda: "d" in operated.link.peers)
+    reply = await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=paused))
+    assert reply.state == "paused"
+    assert await operated.ended(paused) == "finished"
+    with pytest.raises(AdmissionRefused, match="is not paused: it is finished"):
+        await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=paused))
+
+
+async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated):
+    id_ = await operated.submit(operated.job("time.join_seconds=0.05"))
+    await wait_until(lambda: operated.runner.queue.get(id_).state == "paused")
+    before = operated.runner.queue.get(id_)
+    await operated.close()
+    operated.connections.clear()
+
+    operated.stack = contextlib.AsyncExitStack()
+    await operated.listen(queue=True)
+    after = operated.runner.queue.get(id_)
+    assert (after.state, after.next_try, after.pauses) == ("paused", before.next_try, 1)
+    assert operated.runner.cancel(id_) == "cancelled"
+    assert operated.runner.queue.get(id_).state == "cancelled"
+
+
+def test_pauses_grow_up_to_a_limit_and_begin_anew_after_progress(tmp_path, make_job):
+    with contextlib.closing(JobQueue(tmp_path)) as queue:
+        entry = queue.submit(make_job(), "me", "one")
+        pauses = []
+        for _ in range(12):
+            entry = queue.pause(entry, "no devices", progressed=False)
+            pauses.append(entry.next_try - time.time())
+        assert pauses[0] < 5 < pauses[2] < 20 < pauses[-1] <= 600
+        assert queue.next() is None
+        assert 0 < queue.seconds_until_due() <= 600
+        assert queue.pause(entry, "no devices", progressed=True).next_try - time.time() <= 5
+        queue.resume(entry)
+        assert queue.next().id == entry.id
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EIO, "Input/output error"),
+        sqlite3.OperationalError("full"),
+    ],
+    ids=["full", "failing", "database"],
+)
+async def test_a_run_continues_when_the_disk_has_space_again(operated, monkeypatch, full):
+    if isinstance(full, sqlite3.Error):
+        full.sqlite_errorcode = sqlite3.SQLITE_FULL
+    tried, commit = [], Store.commit
+
+    def commit_if_there_is_room(store, record, state):
+        tried.append(record.round)
+        if tried.count(2) in (1, 2):
+            raise full
+        commit(store, record, state)
+
+    monkeypatch.setattr(Store, "commit", commit_if_there_is_room)
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 0.01)
+    operated.gate.set()
+    await operated.devices()
+    id_ = await operated.submit(operated.job())
+    assert await operated.ended(id_) == "finished"
+    assert tried == [1, 2, 2, 2]
