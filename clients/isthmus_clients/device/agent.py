@@ -166,14 +166,14 @@ class Agent:
         if kind == "score":
             assert model is not None
             async with self._working:
-                return await self._throttled(self._score, request.score, model), None
+                return await self._throttled(self._score, request, model), None
         if kind == "flower":
             self._run(request.flower.run_id, app=True)
             if model is None:
                 self._check(request, 0)
             async with self._working:
                 answer, records = await self._throttled(
-                    self.host.answer, request.flower, model or b""
+                    self.host.answer, request.id, request.flower, model or b""
                 )
             return link_pb2.Reply(flower_replied=answer), records
         if kind == "agree":
@@ -240,13 +240,14 @@ class Agent:
         """Begin the secure sum of the update that this device keeps."""
         return self._secure.agree(self.host, self._run(work.run_id), work)
 
-    def _score(self, work: link_pb2.Score, payload: Buffer) -> link_pb2.Reply:
+    def _score(self, request: link_pb2.Request, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
+        work = request.score
         run = self._run(work.run_id)
         if work.secure:
-            return self._secure.score(self.host, run, work, payload)
+            return self._secure.score(self.host, run, request, payload)
         run.check_plain_allowed()
-        scores = self.host.score(work, payload)
+        scores = self.host.score(request.id, work, payload)
         return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
 
     def _run(self, run_id: str, *, app: bool = False) -> ActiveRun:

@@ -158,7 +158,7 @@ class SecureSessions:
         return reply
 
     def score(
-        self, host: TaskHost, run: ActiveRun, work: link_pb2.Score, payload: Buffer
+        self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, payload: Buffer
     ) -> link_pb2.Reply:
         """Score models, and join the sum of the scores.
 
@@ -172,13 +172,14 @@ class SecureSessions:
         from isthmus_privacy.purpose import ComparisonPurpose
         from isthmus_privacy.secagg import SCORING_SLOTS
 
+        work = request.score
         about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
         candidates = tuple(tuple(mean.of) for mean in work.candidates)
         purpose = ComparisonPurpose(run.secure_purpose, candidates)
         attempt = self._propose(about, work.secure, work.models, purpose.hash, SCORING_SLOTS)
         vector = attempted(
             f"comparison {work.comparison} of {work.run_id}",
-            lambda: paired_scores.score_vector(host.score(work, payload)),
+            lambda: paired_scores.score_vector(host.score(request.id, work, payload)),
         )
         usable = vector is not None
         if vector is None:

@@ -62,7 +62,7 @@ class TaskHost(Protocol):
         """
         ...
 
-    def score(self, work: link_pb2.Score, payload: Buffer) -> list[float]:
+    def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """Score the candidates, means of the encoded models in `payload`, from 0 (best) to 1.
 
         Raises:
@@ -72,13 +72,13 @@ class TaskHost(Protocol):
         ...
 
     def answer(
-        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+        self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
         """Pass a message to the Flower app; an exception of the app becomes a Flower error."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Stop the training of a request at its next step; it may not have begun yet."""
+        """Stop a request early if possible, training at its next step; it may not have begun."""
         ...
 
     def release(self, request_id: str) -> None:
@@ -169,13 +169,13 @@ class InProcessHost:
         self._sent = request_id, payload
         return trained, model
 
-    def score(self, work: link_pb2.Score, payload: Buffer) -> list[float]:
+    def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """See `TaskHost.score`."""
         assert self.run is not None
         return self.run.score(payload, [list(mean.of) for mean in work.candidates])
 
     def answer(
-        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+        self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
         """See `TaskHost.answer`."""
         assert self.app is not None

@@ -177,10 +177,10 @@ class ProcessHost:
             update,
         )
 
-    def score(self, work: link_pb2.Score, payload: Buffer) -> list[float]:
+    def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """See `TaskHost.score`."""
         memory = _shared(payload)
-        request = link_pb2.Request(id="score", score=work)
+        request = link_pb2.Request(id=request_id, score=work)
         scores = list(self._call(self._run(), request, [memory]).scored.scores)
         self._spare = memory
         if len(scores) != len(work.candidates) or not all(0 <= score <= 1 for score in scores):
@@ -188,7 +188,7 @@ class ProcessHost:
         return scores
 
     def answer(
-        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
+        self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
         """See `TaskHost.answer`."""
         opened, started = self._run(), time.monotonic()
@@ -196,7 +196,7 @@ class ProcessHost:
         assert flower is not None
         out = SharedMemory(flower.max_bytes)
         sent = [_shared(payload)] if payload else []
-        request = link_pb2.Request(id=f"flower {work.id}", flower=work)
+        request = link_pb2.Request(id=request_id, flower=work)
         reply = self._call(opened, request, [*sent, out]).flower_replied
         seconds = time.monotonic() - started
         if reply.error_code or reply.error:
@@ -250,7 +250,11 @@ class ProcessHost:
             if self._opened is not opened:
                 process.kill("the run was closed")
         request = link_pb2.Request(id="open", open=opened.work)
-        examples = process.call(request, limit=_OPEN_SECONDS).opened.examples
+        try:
+            examples = process.call(request, limit=_OPEN_SECONDS).opened.examples
+        except TaskError:
+            process.kill("it could not open the run")  # the next request starts another
+            raise
         if opened.examples not in (None, examples):
             raise process.misbehaved(f"it has {examples} examples, and had {opened.examples}")
         opened.examples = examples

@@ -80,11 +80,11 @@ class TaskWorker:
         if kind == "train_local":
             return link_pb2.Reply(trained=self._train(request, memory[0]))
         if kind == "score":
-            scores = host.score(request.score, memoryview(memory[0]))
+            scores = host.score(request.id, request.score, memoryview(memory[0]))
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         *sent, out = memory
         payload = memoryview(sent[0]) if sent else b""
-        answer, records = host.answer(request.flower, payload)
+        answer, records = host.answer(request.id, request.flower, payload)
         if records is not None:
             if len(records) > len(out):
                 raise IsthmusError(

@@ -127,7 +127,10 @@ def test_both_hosts_give_the_same_update_and_scores(hostile, expected):
     assert reported[0].steps == 1
     candidates = [link_pb2.Candidate(of=of) for of in ([0], [0, 1])]
     work = link_pb2.Score(run_id="run", candidates=candidates)
-    scores = [host.score(work, received(host, START, -START)) for host in (hostile.host, expected)]
+    scores = [
+        host.score("score", work, received(host, START, -START))
+        for host in (hostile.host, expected)
+    ]
     assert scores[0] == scores[1]
 
 
@@ -226,7 +229,16 @@ def test_scores_that_cannot_be_are_refused(scores, fake):
     host = fake(f"scored({scores})")
     work = link_pb2.Score(run_id="run", candidates=[link_pb2.Candidate(of=[0])])
     with pytest.raises(TaskError, match=r"reported the scores \["):
-        host.score(work, received(host, START))
+        host.score("score", work, received(host, START))
+
+
+def test_scoring_that_hangs_ends_when_it_is_cancelled(fake):
+    """Its process says that the work has begun, and answers nothing."""
+    host = fake("print('begun')", grace=0.1)
+    work = link_pb2.Score(run_id="run", candidates=[link_pb2.Candidate(of=[0])])
+    threading.Timer(0.5, host.cancel, ["score"]).start()
+    with pytest.raises(TaskError, match=r"did not stop within 0\.1 s after its request was canc"):
+        host.score("score", work, received(host, START))
 
 
 def test_only_checked_figures_are_passed_on(fake):
