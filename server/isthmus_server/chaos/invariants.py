@@ -49,8 +49,8 @@ class InvariantChecker:
         """By job and number."""
         self.cancelled: set[str] = set()
         """Jobs that the injector cancelled."""
-        self.attempts = 0
-        """Ended attempts that were read, failed ones included."""
+        self.attempts: dict[str, int] = {}
+        """Attempts of each job, failed ones included."""
         self._reported: set[str] = set()
         self._sums: dict[str, dict[tuple[str, ...], str]] = {}
         """By device: the survivors of each sum that it has helped to unmask."""
@@ -133,7 +133,7 @@ class InvariantChecker:
             earlier.update(sums)
 
     def _run(self, directory: Path) -> list[str]:
-        id_ = directory.name
+        id_, problem = directory.name, ""
         for _ in range(_TRIES):
             try:
                 rows, newest = _read(directory / "run.sqlite")
@@ -144,12 +144,12 @@ class InvariantChecker:
             if not missing or _read(directory / "run.sqlite")[1] == newest:
                 found = [f"{id_}: {what}" for what in missing]
                 return found + [f"{id_}: {what}" for what in self._log(id_, rows)]
-        return [problem]
+        return [problem] if problem else []  # else it commits faster than files can be read
 
     def _log(self, id_: str, rows: list[tuple[Any, ...]]) -> Iterator[str]:
         seen = self.rounds.setdefault(id_, {})
         committed: dict[int, SeenRound] = {}
-        self.attempts = max(self.attempts, len(rows))
+        self.attempts[id_] = len(rows)
         for round_, attempt, state, planned, record in rows:
             if record is None:
                 continue

@@ -7,6 +7,7 @@ fault on every role.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -55,6 +56,9 @@ _PART = {
 """What a fault affects. One part of a target has one fault at a time."""
 
 _LEASE = 10.0
+_JUMPS = (10.0, 12 * 3600.0)
+"""Bounds of a jump of the clock in seconds; one by days invalidates certificates, as documented."""
+
 _T = TypeVar("_T")
 
 
@@ -170,7 +174,8 @@ def _figures(draw: random.Random, kind: str, ranks: int) -> tuple[float, float]:
         return short + 2, round(draw.uniform(0.02, 0.4), 3)
     if kind == CLOCK_JUMP:
         sign = draw.choice((-1, 1))
-        return 2 * short, round(sign * 10 ** draw.uniform(1.0, 4.6359), 0)
+        size = math.exp(draw.uniform(*map(math.log, _JUMPS)))
+        return 2 * short, round(sign * size, 0)
     return {RESET: 0.0}.get(kind, short), 0.0
 
 

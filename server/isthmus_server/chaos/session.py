@@ -54,6 +54,7 @@ class ChaosSession:
         self._faults = faults
         self._say = say
         self._checker = InvariantChecker(deployment)
+        self._checking = asyncio.Lock()
         self._begin = 0.0
 
     async def run(self) -> ChaosReport:
@@ -141,7 +142,8 @@ class ChaosSession:
         for name, process in self.deployment.processes.items():
             while process.exits:
                 self._note(f"{name} {process.exits.pop(0)}")
-        self._violations(await asyncio.to_thread(self._checker.check))
+        async with self._checking:  # a check compares what it reads with the one before
+            self._violations(await asyncio.to_thread(self._checker.check))
 
     def _violations(self, violations: Sequence[str]) -> None:
         for violation in violations:
@@ -164,7 +166,8 @@ class ChaosSession:
         self.report.jobs = len(others)
         rounds = self._checker.rounds
         self.report.rounds = sum(len(rounds[id_]) for id_ in rounds if id_ != reference)
-        self.report.attempts = self._checker.attempts
+        attempts = self._checker.attempts
+        self.report.attempts = sum(attempts[id_] for id_ in attempts if id_ != reference)
         for id_ in others:
             if self._checker.model(id_) == expected:
                 self.report.same_models += 1
