@@ -27,6 +27,12 @@ PACKAGES = [
 NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
 COMMANDS = [
+    "isthmus authority audit STATE",
+    "isthmus authority init --host --server STATE",
+    "isthmus authority participants STATE",
+    "isthmus authority revoke NAME STATE",
+    "isthmus authority start --address STATE",
+    "isthmus authority token create --expires --kind --name STATE",
     "isthmus cancel --state JOB",
     (
         "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --plan --sample "
@@ -59,7 +65,7 @@ COMMANDS = [
     "isthmus runs rollback RUN_DIR",
     "isthmus runs verify RUN_DIR",
     "isthmus server audit STATE",
-    "isthmus server init --host STATE",
+    "isthmus server init --authority --host --token-file STATE",
     "isthmus server participants STATE",
     "isthmus server revoke NAME STATE",
     "isthmus server start --address STATE",

@@ -127,7 +127,33 @@ def operators_page() -> tuple[list[str], list[str]]:
     """The blocks about one machine, and those about a server that others join."""
     found = blocks("docs/operate.md")
     first = next(i for i, block in enumerate(found) if block.startswith("isthmus server init"))
-    return found[:first], found[first:]
+    return found[:first], [block for block in found[first:] if block not in authority_blocks()]
+
+
+def authority_blocks() -> list[str]:
+    """The blocks about an authority that is separate from the server."""
+    page = (ROOT / "docs/operate.md").read_text()
+    section = page.partition("## Separate the authority from the server\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```sh\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def test_the_authority_of_a_server_is_another_process(terminal: Terminal) -> None:
+    """The tablet connects to the server, until it is revoked at the authority."""
+    copy = terminal.folder / "hub/registry.copy"
+    try:
+        for block in authority_blocks():
+            if "revoke" in block:
+                terminal.until(lambda: b"tablet-0" in copy.read_bytes())
+                tablet = terminal.own.pop()
+                terminal.type(block)
+                assert tablet.wait(100) == 1  # the server refuses it
+                continue
+            terminal.type(block)
+            if block.startswith(BACKGROUND):
+                port = 9503 if "authority" in block else 9422
+                terminal.until(lambda port=port: listening(port))
+    finally:
+        terminal.close()
 
 
 def test_one_person_trains_on_one_machine(terminal: Terminal) -> None:

@@ -154,9 +154,9 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
     return await asyncio.to_thread(
         lambda: Membership.save(
             directory,
-            server=f"{host}:{reply.link_port}",
+            server=reply.server or f"{host}:{reply.link_port}",
             authority=authority,
-            enroller=reply.enroller,
+            enroller=tls.enroller_of(authority),
             key=key,
             certificate=certificate,
         )

@@ -31,7 +31,11 @@ from isthmus.names import is_name
 KINDS = ("client", "datacenter", "operator")
 """The roles that a certificate can be issued for."""
 
+SERVER = "server"
+"""The role of a server whose authority is another process."""
+
 _ROLE_URI = "isthmus:"
+_ENROLLER_URI = "isthmus-enroller:"
 _IDENTITY_URI = "isthmus-identity:"
 
 Key = ec.EllipticCurvePrivateKey
@@ -107,7 +111,7 @@ def subject_of(certificate: x509.Certificate) -> Subject:
         key = bytes.fromhex(identity.removeprefix(_IDENTITY_URI))
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
         raise AdmissionRefused("this is not a participant's certificate") from None
-    if kind not in KINDS or not is_name(name) or len(key) != 32:
+    if kind not in (*KINDS, SERVER) or not is_name(name) or len(key) != 32:
         raise AdmissionRefused("this is not a participant's certificate")
     return Subject(
         kind=kind,
@@ -116,6 +120,31 @@ def subject_of(certificate: x509.Certificate) -> Subject:
         serial=f"{certificate.serial_number:x}",
         not_after=certificate.not_valid_after_utc.timestamp(),
     )
+
+
+def enroller_name(public: bytes) -> x509.UniformResourceIdentifier:
+    """The name in an authority's certificate that states its enrolment key (Ed25519)."""
+    return x509.UniformResourceIdentifier(f"{_ENROLLER_URI}{public.hex()}")
+
+
+def enroller_of(authority: x509.Certificate) -> bytes:
+    """The key (32 bytes) that signs enrolments, from the certificate of their authority.
+
+    A token has the hash of this certificate, so no server can replace the key.
+
+    Raises:
+        AdmissionRefused: the certificate states none.
+    """
+    try:
+        names = authority.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        (uri,) = [uri for uri in uris if uri.startswith(_ENROLLER_URI)]
+        key = bytes.fromhex(uri.removeprefix(_ENROLLER_URI))
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        key = b""
+    if len(key) != 32:
+        raise AdmissionRefused("this authority's certificate does not state its enrolment key")
+    return key
 
 
 def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/wire/join.proto\x12\x0fisthmus.join.v1\"\x12\n\x10\x41uthorityRequest\"%\n\x0e\x41uthorityReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"v\n\x0bJoinRequest\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x12\x17\n\x0fsigning_request\x18\x04 \x01(\x0c\x12\x10\n\x08identity\x18\x05 \x01(\x0c\x12\r\n\x05proof\x18\x06 \x01(\x0c\"S\n\tJoinReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12\x11\n\tlink_port\x18\x03 \x01(\r\x12\x10\n\x08\x65nroller\x18\x04 \x01(\x0c\x32\x99\x01\n\x04Join\x12O\n\tAuthority\x12!.isthmus.join.v1.AuthorityRequest\x1a\x1f.isthmus.join.v1.AuthorityReply\x12@\n\x04Join\x12\x1c.isthmus.join.v1.JoinRequest\x1a\x1a.isthmus.join.v1.JoinReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17isthmus/wire/join.proto\x12\x0fisthmus.join.v1\"\x12\n\x10\x41uthorityRequest\"%\n\x0e\x41uthorityReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"v\n\x0bJoinRequest\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x12\x17\n\x0fsigning_request\x18\x04 \x01(\x0c\x12\x10\n\x08identity\x18\x05 \x01(\x0c\x12\r\n\x05proof\x18\x06 \x01(\x0c\"Q\n\tJoinReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12\x11\n\tlink_port\x18\x03 \x01(\r\x12\x0e\n\x06server\x18\x04 \x01(\t2\x99\x01\n\x04Join\x12O\n\tAuthority\x12!.isthmus.join.v1.AuthorityRequest\x1a\x1f.isthmus.join.v1.AuthorityReply\x12@\n\x04Join\x12\x1c.isthmus.join.v1.JoinRequest\x1a\x1a.isthmus.join.v1.JoinReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,7 +38,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_start=103
   _globals['_JOINREQUEST']._serialized_end=221
   _globals['_JOINREPLY']._serialized_start=223
-  _globals['_JOINREPLY']._serialized_end=306
-  _globals['_JOIN']._serialized_start=309
-  _globals['_JOIN']._serialized_end=462
+  _globals['_JOINREPLY']._serialized_end=304
+  _globals['_JOIN']._serialized_start=307
+  _globals['_JOIN']._serialized_end=460
 # @@protoc_insertion_point(module_scope)

@@ -31,13 +31,13 @@ class JoinRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., kind: _Optional[str] = ..., secret: _Optional[bytes] = ..., signing_request: _Optional[bytes] = ..., identity: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("name", "certificate", "link_port", "enroller")
+    __slots__ = ("name", "certificate", "link_port", "server")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     LINK_PORT_FIELD_NUMBER: _ClassVar[int]
-    ENROLLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
     name: str
     certificate: bytes
     link_port: int
-    enroller: bytes
-    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., link_port: _Optional[int] = ..., enroller: _Optional[bytes] = ...) -> None: ...
+    server: str
+    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., link_port: _Optional[int] = ..., server: _Optional[str] = ...) -> None: ...

@@ -24,10 +24,10 @@ from isthmus_server.chaos.plan import SERVER, datacenter_names, device_names
 from isthmus_server.chaos.processes import SupervisedProcess
 from isthmus_server.chaos.proxy import DisturbedLink
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
-from isthmus_server.control_plane.operator_commands import OperatorClient
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.server import LEASE_SECONDS
 from isthmus_server.local.fork_server import ParticipantForkServer
+from isthmus_server.operator_commands import OperatorClient
 
 _OPERATOR = "operator"
 _TOKEN_SECONDS = 600.0

@@ -3,5 +3,5 @@
 Reading order: `authority` (keys and certificates), `registry` (members, in SQLite), `joining`
 (tokens), `members` (admission of connections), `server` (everything of it but jobs), `job_queue`
 and `job_runner` (jobs, one after another), `operator_service` (the operators' gRPC service),
-`commands` and `operator_commands` (command line).
+`commands` (command line), `remote_authority` (if the authority is another process).
 """

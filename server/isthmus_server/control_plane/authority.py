@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from isthmus.errors import AdmissionRefused, DamagedError, UserError
@@ -37,16 +38,18 @@ PARTICIPANT_LIFE = datetime.timedelta(days=7)
 _AUTHORITY = "authority.pem"
 _SERVER = "server.pem"
 _ENROLLER = "enroller.key"
+_SERVES = "serves"
 
 _RESTORE = "restore the file from a backup; nothing else can replace it"
 
 
-def initialise(directory: Path, hosts: Iterable[str]) -> None:
+def initialise(directory: Path, hosts: Iterable[str], serves: str | None = None) -> None:
     """Create a new authority and a first server certificate in `directory`.
 
     Args:
         directory: the state directory; it must not exist, or be empty.
         hosts: names and addresses that participants will connect to.
+        serves: HOST:PORT of the server, if the authority is to be a process of its own.
 
     Raises:
         UserError: the directory is not empty or cannot be written, or a host is neither a name
@@ -60,34 +63,46 @@ def initialise(directory: Path, hosts: Iterable[str]) -> None:
             "a new authority, all participants would have to join again"
         )
     names = [_host(text) for text in hosts]
+    if serves is not None:
+        _host(tls.split_address(serves, "--server")[0])
     try:
-        _make(directory, names)
+        _make(directory, names, serves)
     except OSError as error:
         raise UserError(f"{directory} cannot be created: {error}") from None
 
 
-def _make(directory: Path, names: Iterable[x509.GeneralName]) -> None:
+def _make(directory: Path, names: Iterable[x509.GeneralName], serves: str | None) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = directory.with_name(f".{directory.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     make_private_directory(draft)
-    key = tls.new_key()
+    key, seed_file = tls.new_key(), tls.new_seed_file()
+    enroller = Ed25519PrivateKey.from_private_bytes(tls.read_seed_file(seed_file)).public_key()
+    stated = tls.enroller_name(enroller.public_bytes_raw())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus authority")])
     certificate = (
         _builder(AUTHORITY_LIFE, time.time())
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
+        .add_extension(x509.SubjectAlternativeName([stated]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(authority=True), critical=True)
         .sign(key, hashes.SHA256())
     )
     write_private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
-    write_private_file(draft / _ENROLLER, tls.new_seed_file())
+    write_private_file(draft / _ENROLLER, seed_file)
+    if serves is not None:
+        write_private_file(draft / _SERVES, f"{serves}\n".encode())
     CertificateAuthority(draft).renew_server(names)
     if directory.exists():
         directory.rmdir()
     draft.rename(directory)
+
+
+def is_separate(directory: Path) -> bool:
+    """Whether a state directory is that of a server with another process as its authority."""
+    return (directory / "member.json").exists()
 
 
 def default_hosts() -> list[str]:
@@ -127,6 +142,9 @@ class CertificateAuthority:
             if not tls.issued_by(self.certificate, self.certificate):
                 raise ValueError(f"{_AUTHORITY} is damaged")
             self._seed = tls.read_seed_file((directory / _ENROLLER).read_bytes())
+            serves = directory / _SERVES
+            self.serves = serves.read_text().strip() if serves.exists() else None
+            """HOST:PORT of the server, if this authority is a process of its own."""
         except FileNotFoundError as error:
             if (directory / _SERVER).exists():
                 raise DamagedError(f"{error.filename} is missing; {_RESTORE}") from None
@@ -168,6 +186,11 @@ class CertificateAuthority:
             raise AdmissionRefused(
                 "the signing request cannot be used: its key is not ECDSA on P-256"
             )
+        names: list[x509.GeneralName] = []
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if kind == tls.SERVER and self.serves is not None:
+            names = [_host(tls.split_address(self.serves, _SERVES)[0])]
+            usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         # Name and kind are the token's, whatever the request contains.
         subject = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
         certificate = (
@@ -175,10 +198,10 @@ class CertificateAuthority:
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
             .issuer_name(self.certificate.subject)
             .public_key(key)
-            .add_extension(subject.names, critical=False)
+            .add_extension(x509.SubjectAlternativeName([*subject.names, *names]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         return tls.pem(certificate), tls.subject_of(certificate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from isthmus_server.control_plane.registry import Registry
 
 _STATE = click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-_LAST_PORT = 65535
+LAST_PORT = 65535
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -43,11 +44,35 @@ def server() -> None:
     help="Name or address that participants connect to; may be repeated. "
     "Default: this machine's own.",
 )
-def init(state: Path, hosts: tuple[str, ...]) -> None:
-    """Create a new server in DIR: its authority, certificate and registry of participants."""
+@click.option(
+    "--authority",
+    metavar="HOST:PORT",
+    help="Where to join an authority that is another process (isthmus authority).",
+)
+@click.option(
+    "--token-file", metavar="PATH", help="File with the authority's token; - for standard input."
+)
+def init(
+    state: Path, hosts: tuple[str, ...], authority: str | None, token_file: str | None
+) -> None:
+    """Create a new server in DIR: its authority, certificate and registry of participants.
+
+    With --authority, only its own certificate: who may join is decided at the authority.
+    """
     from isthmus_server.control_plane.authority import default_hosts, initialise
     from isthmus_server.control_plane.registry import Registry
 
+    if authority is not None:
+        from isthmus.identity import joining
+
+        if hosts:
+            raise UserError("--host is decided at the authority; remove it, or --authority")
+        given = joining.Token.given(None, token_file)
+        member = asyncio.run(joining.join(authority, given, state, tls.SERVER))
+        click.echo(f"the server {member.name!r} is ready in {state}; keep that directory private")
+        return
+    if token_file is not None:
+        raise UserError("--token-file is the token of an authority; also give --authority")
     names = list(hosts) or default_hosts()
     initialise(state, names)
     Registry(state).close()
@@ -64,7 +89,7 @@ def token() -> None:
 @click.option("--name", required=True, help="Name of the participant.")
 @click.option(
     "--kind",
-    type=click.Choice(tls.KINDS),
+    type=click.Choice((*tls.KINDS, tls.SERVER)),
     default="client",
     show_default=True,
     help="Kind of the participant.",
@@ -82,7 +107,14 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
     from isthmus_server.control_plane.authority import CertificateAuthority
 
     seconds = _seconds(expires)
-    fingerprint = tls.fingerprint(CertificateAuthority(state).certificate)
+    with _registry(state):
+        certificates = CertificateAuthority(state)
+    if kind == tls.SERVER and certificates.serves is None:
+        raise UserError(
+            "a token of kind 'server' is made by an authority that is another process "
+            f"(isthmus authority init), and {state} is a server's own"
+        )
+    fingerprint = tls.fingerprint(certificates.certificate)
     new_token = Token(os.urandom(SECRET_BYTES), fingerprint)
     with _registry(state) as registry:
         registry.add_token(new_token.digest, name=name, kind=kind, expires=time.time() + seconds)
@@ -152,8 +184,12 @@ def show_audit(state: Path) -> None:
 
     Keep a copy of the last line elsewhere: it also shows whether lines are missing at the end.
     """
-    with _registry(state):
-        entries = audit.read(state)
+    from isthmus_server.control_plane.authority import is_separate
+
+    if not is_separate(state):
+        with _registry(state):  # refuses a directory without a server
+            pass
+    entries = audit.read(state)
     for entry in entries:
         details = " ".join(f"{key}={value}" for key, value in entry.details.items())
         click.echo(f"{_date(entry.time)}  {entry.by}  {entry.action}  {details}")
@@ -179,7 +215,7 @@ def start(state: Path, address: str) -> None:
     from isthmus_server.control_plane.server import ControlPlaneServer
 
     host, port = tls.split_address(address, "--address")
-    if port == _LAST_PORT:
+    if port == LAST_PORT:
         raise UserError(f"--address {address!r} has no next port, which is needed for joining")
     prepare()
     logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
@@ -193,9 +229,14 @@ def _registry(state: Path) -> Iterator[Registry]:
     Raises:
         UserError: there is no server, or its registry cannot be used.
     """
-    from isthmus_server.control_plane.authority import CertificateAuthority
+    from isthmus_server.control_plane.authority import CertificateAuthority, is_separate
     from isthmus_server.control_plane.registry import Registry
 
+    if is_separate(state):
+        raise UserError(
+            f"the authority of {state} is another process, which has the registry; use "
+            "`isthmus authority` there"
+        )
     CertificateAuthority(state)  # raises if there is no server, before a registry is created
     with contextlib.closing(Registry(state)) as registry:
         try:

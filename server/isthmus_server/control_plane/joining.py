@@ -133,9 +133,10 @@ class JoinService:
                 f"version {request.version} of joining is not supported, only {VERSION}; "
                 "upgrade the older side"
             )
-        if request.kind not in tls.KINDS or len(request.secret) != SECRET_BYTES:
-            raise AdmissionRefused("this join request is invalid")
         authority = self.members.certificate_authority
+        kinds = tls.KINDS if authority.serves is None else (*tls.KINDS, tls.SERVER)
+        if request.kind not in kinds or len(request.secret) != SECRET_BYTES:
+            raise AdmissionRefused("this join request is invalid")
         fingerprint = tls.fingerprint(authority.certificate)
         signed = statement(fingerprint, request.kind, request.secret, request.signing_request)
         try:
@@ -167,7 +168,7 @@ class JoinService:
             name=name,
             certificate=certificate,
             link_port=self._link_port,
-            enroller=self.members.authority,
+            server="" if request.kind == tls.SERVER else authority.serves,
         )
 
 

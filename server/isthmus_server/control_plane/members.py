@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from cryptography import x509
+
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import CertificateAuthority
-from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.registry import ParticipantList, Registry
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.limits import Refusal
 from isthmus_server.transport.link import Link
@@ -41,7 +43,7 @@ class Members(Enrolments):
     def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
         super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority
-        self.registry = Registry(directory, now=self.now)
+        self.registry: ParticipantList = Registry(directory, now=self.now)
         self.revoked.update(self.registry.revoked_identities())
         self._checked_version = self.registry.version
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
@@ -64,7 +66,22 @@ class Members(Enrolments):
             if entry.kind == "client" and entry.revoked is None and entry.not_after is not None
         }
 
-    def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> tls.Subject:
+    @property
+    def authority_certificate(self) -> x509.Certificate:
+        """The certificate that signed those of all participants."""
+        return self.certificate_authority.certificate
+
+    def server_pair(self) -> tuple[bytes, bytes]:
+        """The server's own key and certificate (PEM), renewed in time."""
+        return self.certificate_authority.server_pair()
+
+    async def first_copy(self) -> None:
+        """The registry is here: there is nothing to copy."""
+
+    async def follow(self) -> None:
+        """Likewise."""
+
+    async def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> tls.Subject:
         """Check that a hello and the certificate of its connection belong to one participant.
 
         Raises:
@@ -83,8 +100,16 @@ class Members(Enrolments):
             raise AdmissionRefused(
                 f"the identity key of {subject.name!r} is not the one it joined with"
             )
-        self.registry.check(subject)
+        await self.check(subject)
         return subject
+
+    async def check(self, subject: tls.Subject) -> None:
+        """Check that the holder of a certificate is a participant now.
+
+        Raises:
+            AdmissionRefused: it is not.
+        """
+        self.registry.check(subject)
 
     def population(self) -> int:
         """Number of devices in the registry that are not revoked or expired."""

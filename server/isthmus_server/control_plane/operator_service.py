@@ -173,7 +173,7 @@ class OperatorService:
             subject = tls.subject_of(tls.read_certificate(certificate))
             if subject.kind != "operator":
                 raise AdmissionRefused(f"{subject.name!r} is a {subject.kind}, not an operator")
-            self.members.registry.check(subject)
+            await self.members.check(subject)
         except AdmissionRefused as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
             raise AssertionError("abort raises") from error
@@ -202,7 +202,8 @@ async def serve_queue(
     # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
         async with server.listening(host, port, services):
-            where = f"link at {host}:{server.link_port}, joining at {host}:{server.join_port}"
+            where = f"link at {host}:{server.link_port}, joining at "
+            where += f"{host}:{server.join_port}" if server.join_port else "its authority"
             console.print(where, soft_wrap=True)
             await runner.run()
 

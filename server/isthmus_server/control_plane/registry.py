@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
 from isthmus.identity import tls
@@ -60,6 +61,35 @@ class RegistryEntry:
     revoked: float | None
     not_after: float | None
     """End of validity of its latest certificate."""
+
+
+class ParticipantList(Protocol):
+    """What admission needs of a registry: this one, or a copy of it."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever the participants change."""
+        ...
+
+    def check(self, subject: tls.Subject) -> None:
+        """Check that the holder of a certificate is a participant now."""
+        ...
+
+    def participants(self) -> list[RegistryEntry]:
+        """All participants that ever joined, by name."""
+        ...
+
+    def devices(self) -> int:
+        """Number of edge devices."""
+        ...
+
+    def revoked_identities(self) -> set[bytes]:
+        """Identity keys that are no longer accepted."""
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
 
 
 Issue = Callable[[str], tuple[bytes, tls.Subject]]
@@ -265,6 +295,13 @@ class Registry:
             "GROUP BY p.name ORDER BY p.name"
         )
         return [RegistryEntry(*row) for row in rows]
+
+    def certificates(self) -> dict[str, list[tuple[str, float]]]:
+        """Serial number (hexadecimal) and end (Unix seconds) of all certificates, by name."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for name, *rest in self._db.execute("SELECT name, serial, not_after FROM certificates"):
+            found.setdefault(name, []).append((rest[0], rest[1]))
+        return found
 
     def devices(self) -> int:
         """Number of edge devices with a valid certificate, at least 1."""

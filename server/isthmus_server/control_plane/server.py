@@ -13,9 +13,10 @@ import grpc
 
 from isthmus.identity import tls
 from isthmus.system.file_lock import file_lock
-from isthmus_server.control_plane.authority import CertificateAuthority
+from isthmus_server.control_plane.authority import CertificateAuthority, is_separate
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
+from isthmus_server.control_plane.remote_authority import RemoteMembers
 from isthmus_server.transport.link import Link, Services
 
 LEASE_SECONDS = 10.0
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 class ControlPlaneServer:
     """Runs the link, the join service, revocation and certificate renewal of a server.
+
+    Without the join service if the authority is another process.
 
     Guarantees:
       * every participant on the link has a certificate of this authority that is in the registry;
@@ -53,9 +56,14 @@ class ControlPlaneServer:
         Raises:
             UserError: it contains no server.
         """
-        self.members = Members(directory, authority or CertificateAuthority(directory))
+        self.joining: JoinService | None = None
+        self.members: Members
+        if authority is None and is_separate(directory):
+            self.members = RemoteMembers(directory)
+        else:
+            self.members = Members(directory, authority or CertificateAuthority(directory))
+            self.joining = JoinService(self.members)
         self.link = Link(lease_seconds, self.members)
-        self.joining = JoinService(self.members)
         self.link_port = 0
         self.join_port = 0
         self._pair = (b"", b"")
@@ -80,27 +88,29 @@ class ControlPlaneServer:
 
     @asynccontextmanager
     async def _open(self, host: str, port: int, services: Services) -> AsyncIterator[None]:
-        self._pair = self.members.certificate_authority.server_pair()
+        await self.members.first_copy()
+        self._pair = self.members.server_pair()
         tasks: list[asyncio.Task[None]] = []
         try:
             self.link_port = await self.link.start(
                 host, port, self._credentials(known=True), services
             )
-            self.join_port = await self.joining.start(
-                host,
-                port + 1 if port else 0,
-                self._credentials(known=False),
-                link_port=self.link_port,
-            )
-            tasks = [
-                asyncio.create_task(work) for work in (self._disconnect_revoked(), self._renew())
-            ]
+            if self.joining is not None:
+                self.join_port = await self.joining.start(
+                    host,
+                    port + 1 if port else 0,
+                    self._credentials(known=False),
+                    link_port=self.link_port,
+                )
+            works = (self._disconnect_revoked(), self._renew(), self.members.follow())
+            tasks = [asyncio.create_task(work) for work in works]
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.joining.stop()
+            if self.joining is not None:
+                await self.joining.stop()
             await self.link.stop()
             self.members.close()
 
@@ -114,11 +124,10 @@ class ControlPlaneServer:
 
     async def _renew(self) -> None:
         """Renew the server's own certificate in time, without a restart."""
-        certificates = self.members.certificate_authority
         while True:
             await asyncio.sleep(_RENEWAL_SECONDS)
             try:
-                pair = await asyncio.to_thread(certificates.server_pair)
+                pair = await asyncio.to_thread(self.members.server_pair)
             except Exception:
                 log.exception("the server's own certificate could not be renewed")
                 continue
@@ -128,7 +137,7 @@ class ControlPlaneServer:
 
     def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
         """TLS with the current certificate at each handshake; `known` callers must present one."""
-        roots = tls.pem(self.members.certificate_authority.certificate) if known else None
+        roots = tls.pem(self.members.authority_certificate) if known else None
         presented = self._pair
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:

@@ -51,7 +51,7 @@ class Enrolments:
         """Names of the devices that have joined; none where every participant is admitted."""
         return set()
 
-    def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> Subject | None:
+    async def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> Subject | None:
         """Check that a participant may connect.
 
         Args:

@@ -241,7 +241,7 @@ class Link:
             if refusal:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
             assert isinstance(hello, link_pb2.Envelope)
-            subject = self.enrolments.admit(hello.hello, certificate_of(context))
+            subject = await self.enrolments.admit(hello.hello, certificate_of(context))
             peer = await self._take_stream(hello.hello, subject, stream, context)
             welcome = self._welcome(version, hello.hello, peer)
             async with asyncio.timeout(HELLO_SECONDS):

@@ -23,10 +23,10 @@ from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.device.agent import Agent
 from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.job_runner import JobRunner
-from isthmus_server.control_plane.operator_commands import OperatorClient
 from isthmus_server.control_plane.operator_service import SERVICE, OperatorService
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.operator_commands import OperatorClient
 
 ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 

@@ -17,7 +17,7 @@ from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane import operator_service
 from isthmus_server.control_plane.commands import server
-from isthmus_server.control_plane.operator_commands import OperatorClient, jobs
+from isthmus_server.operator_commands import OperatorClient, jobs
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage import audit
 from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
@@ -212,7 +212,7 @@ async def test_a_command_with_a_lost_reply_queues_its_job_once(operated, monkeyp
 
 
 async def test_a_submission_without_a_reply_may_have_been_queued(operated, monkeypatch):
-    monkeypatch.setattr("isthmus_server.control_plane.operator_commands._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("isthmus_server.operator_commands._RETRY_SECONDS", 0.1)
     server = await asyncio.to_thread(OperatorClient, operated.me.directory)
     await operated.close()
     sentence = (

@@ -1,0 +1,229 @@
+"""An authority, a server and devices as separate parties, over real TLS on loopback."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import time
+
+import pytest
+from click.testing import CliRunner
+from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
+from tests.server.waiting import wait_until
+
+from isthmus.errors import AdmissionRefused, UserError
+from isthmus.identity import joining, tls
+from isthmus.identity.membership import Membership
+from isthmus.transport.uplink import Uplink
+from isthmus.wire import link_pb2
+from isthmus_privacy.secagg import Directory, Enrolment
+from isthmus_server.authority.service import AuthorityService
+from isthmus_server.control_plane import remote_authority
+from isthmus_server.control_plane.authority import initialise
+from isthmus_server.control_plane.commands import server as server_command
+from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.server import ControlPlaneServer
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class SeparateFleet:
+    """An authority and a server that has joined it, with helpers for participants."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.port = free_port()
+        initialise(folder / "authority", ["localhost"], f"localhost:{self.port}")
+        self.authority = None
+        self.connections = []
+        self.stack = contextlib.AsyncExitStack()
+        self.authority_stack = contextlib.AsyncExitStack()
+        self.authority_port = 0
+
+    async def start_authority(self):
+        self.authority = AuthorityService(self.folder / "authority")
+        await self.authority_stack.enter_async_context(
+            self.authority.listening("127.0.0.1", self.authority_port)
+        )
+        self.authority_port = self.authority.port
+        self.url = f"localhost:{self.authority.join_port}"
+
+    def token(self, name, kind="client"):
+        with contextlib.closing(Registry(self.folder / "authority")) as registry:
+            certificate = self.authority.members.authority_certificate
+            token = joining.Token(os.urandom(16), tls.fingerprint(certificate))
+            registry.add_token(token.digest, name=name, kind=kind, expires=time.time() + 600)
+        return token
+
+    async def member(self, name, kind="client"):
+        return await joining.join(self.url, self.token(name, kind), self.folder / name, kind)
+
+    async def listen(self):
+        """Start a server that has joined."""
+        if not (self.folder / "hub").exists():
+            await self.member("hub", tls.SERVER)
+        server = ControlPlaneServer(self.folder / "hub")
+        await self.stack.enter_async_context(server.listening("127.0.0.1", self.port))
+        return server
+
+    def dial(self, member, worker=None):
+        uplink = Uplink(
+            member.server,
+            member.name,
+            link_pb2.CLIENT,
+            worker or ScriptedParticipant(replying(examples=5)),
+            identity=member.identity_public,
+            longest_pause=0.05,
+            membership=member,
+        )
+        self.connections.append(asyncio.create_task(uplink.run()))
+        return self.connections[-1]
+
+    async def close(self):
+        for task in self.connections:
+            task.cancel()
+        await asyncio.gather(*self.connections, return_exceptions=True)
+        await self.stack.aclose()
+        await self.authority_stack.aclose()
+
+
+@pytest.fixture
+async def separate(tmp_path):
+    separate = SeparateFleet(tmp_path)
+    await separate.start_authority()
+    yield separate
+    await separate.close()
+
+
+async def test_a_device_joins_at_the_authority_and_works_for_the_server(separate):
+    server = await separate.listen()
+    member = await separate.member("phone")
+    assert member.server == f"localhost:{separate.port}"
+    separate.dial(member)  # before the server could have copied the registry
+    await wait_until(lambda: "phone" in server.link.peers)
+    assert (await server.link.ask("phone", training_request(server.link))).trained.examples == 5
+    enrolment = server.members.current["phone"]
+    Directory(member.enroller).check(enrolment)
+    assert (enrolment.identity_key, enrolment.population) == (member.identity_public, 1)
+    for path in (separate.folder / "hub").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+async def test_the_server_has_no_key_that_could_enrol_or_certify(separate):
+    await separate.listen()
+    names = {path.name for path in (separate.folder / "hub").iterdir()}
+    assert not names & {"enroller.key", "server.pem", "fleet.sqlite"}
+    assert b"PRIVATE" not in (separate.folder / "hub" / "authority.pem").read_bytes()
+    for words in (["token", "create", "--name", "x"], ["revoke", "phone"], ["participants"]):
+        arguments = [*words, str(separate.folder / "hub")]
+        if words[0] == "revoke":
+            arguments = ["revoke", str(separate.folder / "hub"), "phone"]
+        error = CliRunner().invoke(server_command, arguments).exception
+        assert isinstance(error, UserError)
+        assert "is another process, which has the registry; use `isthmus authority`" in str(error)
+
+
+async def test_the_enrolment_key_is_the_one_that_the_token_commits_to(separate):
+    server = await separate.listen()
+    member = await separate.member("phone")
+    own = separate.authority.members.authority
+    assert member.enroller == tls.enroller_of(member.authority) == own
+    server.members.membership.enroller = bytes(32)  # a server that lies about the authority
+    with pytest.raises(AdmissionRefused, match="has another authority than the one that was join"):
+        await separate.dial(member)
+
+
+async def test_a_revocation_at_the_authority_reaches_the_server(separate):
+    server = await separate.listen()
+    member = await separate.member("phone")
+    connection = separate.dial(member)
+    await wait_until(lambda: "phone" in server.link.peers)
+    with contextlib.closing(Registry(separate.folder / "authority")) as registry:
+        registry.revoke("phone")
+    with pytest.raises(AdmissionRefused, match="'phone' has been revoked"):
+        await connection
+    assert member.identity_public in server.members.revoked
+
+
+async def test_participants_continue_while_the_authority_is_offline(separate, monkeypatch):
+    monkeypatch.setattr(remote_authority, "_OFFLINE_SECONDS", 0.1)
+    server = await separate.listen()
+    member = await separate.member("phone")
+    late = await separate.member("late")
+    separate.dial(member)
+    await wait_until(lambda: "phone" in server.link.peers)
+    await separate.authority_stack.aclose()
+    await separate.stack.aclose()
+
+    server = await separate.listen()  # from its copy of the registry; the device dials again
+    await wait_until(lambda: "phone" in server.link.peers)
+    await separate.start_authority()
+    separate.dial(late)
+    await wait_until(lambda: "late" in server.link.peers)
+
+
+async def test_a_new_server_needs_the_authority_once(separate):
+    await separate.member("hub", tls.SERVER)
+    await separate.authority_stack.aclose()
+    with pytest.raises(UserError, match=r"cannot be reached: .*; a new server needs it once to"):
+        await separate.listen()
+
+
+async def test_renewals_are_passed_on_and_the_server_renews_its_own(separate):
+    server = await separate.listen()
+    member = await separate.member("phone")
+    separate.dial(member)
+    await wait_until(lambda: "phone" in server.link.peers)
+    subject = tls.subject_of(member.certificate)
+    certificate, renewed = await server.members.renew(subject, member.next_request())
+    member.renewed(certificate)
+    assert renewed.serial != subject.serial
+    await server.members.check(renewed)
+
+    before = server.members.server_pair()
+    clock = time.time() + 0.7 * 7 * 86_400
+    server.members.now = lambda: clock
+    await wait_until(lambda: server.members.server_pair() != before)
+    assert Membership(separate.folder / "hub").certificate == server.members.membership.certificate
+
+
+@pytest.mark.parametrize("kind", ["client", "operator"])
+async def test_only_the_server_may_read_the_registry(separate, kind):
+    member = await separate.member("thief", kind)
+    remote = remote_authority.RemoteMembers
+    member.kind = tls.SERVER
+    thief = remote.__new__(remote)
+    thief.membership, thief._channel = member, None
+    member.server = f"localhost:{separate.authority_port}"
+    with pytest.raises(AdmissionRefused, match=f"'thief' is a {kind}, not the server"):
+        [part async for part in thief._call("Registry", link_pb2.Hello())]
+    await thief._hang_up()
+
+
+async def test_a_device_cannot_take_the_place_of_the_server(separate):
+    token = separate.token("phone")
+    with pytest.raises(AdmissionRefused, match="is for a participant of kind 'client', not 'serv"):
+        await joining.join(separate.url, token, separate.folder / "phone", tls.SERVER)
+
+
+def test_an_enrolment_is_signed_anew_only_when_it_changes(tmp_path):
+    initialise(tmp_path / "authority", ["localhost"], "localhost:9400")
+    service = AuthorityService(tmp_path / "authority")
+    first = service._enrolment("a", bytes(32), 2**40, 100, "2027-W03")
+    assert service._enrolment("a", bytes(32), 2**40, 125, "2027-W03") is first
+    grown = service._enrolment("a", bytes(32), 2**40, 126, "2027-W03")
+    assert grown.population == 126
+    assert service._enrolment("a", bytes(32), 2**40, 126, "2027-W04") is not grown
+    assert isinstance(first, Enrolment)
+    service.members.close()
+
+
+def test_a_server_that_is_its_own_authority_is_not_started_as_one(tmp_path):
+    initialise(tmp_path / "server", ["localhost"])
+    with pytest.raises(UserError, match="which is its own authority; start it with: isthmus serve"):
+        AuthorityService(tmp_path / "server")
