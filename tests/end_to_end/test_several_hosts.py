@@ -212,7 +212,9 @@ def test_a_job_runs_across_a_slow_network_and_an_attacker_is_refused(
         for (name, kind), token in zip(members.items(), tokens, strict=True)
     )
     for name in PHONES:
-        (commands.folder / name / "policy.toml").write_text(f"authors = ['{author.hex()}']\n")
+        (commands.folder / name / "policy.toml").write_text(
+            f"authors = ['{author.hex()}']\n[privacy]\nclients_min = 2\n"  # a small fleet
+        )
         commands.start(name, "client", "start", "--state", name)
     launch = ("datacenter", "launch", "--scheduler", "local", "--ranks", "1")
     commands.start("cluster", *launch, "--state", "cluster", "--tasks", "cluster-tasks")

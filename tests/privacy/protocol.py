@@ -10,6 +10,7 @@ from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
     Authority,
+    ClientRequirements,
     ClientSession,
     Directory,
     History,
@@ -55,6 +56,7 @@ def make_config(**changes):
         "size": 4,
         "clients_max": 6,
         "weight_max": 10,
+        "corrupt_permille": 0,  # one of six would leave room for one dropout only
         "dropout_permille": 400,
     }
     return RoundConfig(**{**defaults, **changes})
@@ -68,6 +70,7 @@ def make_client(config, name, **changes):
         "history": History(),
         "model_hash": config.model_hash,
         "purpose": config.purpose,
+        "requirements": ClientRequirements(honest_min=0, corrupt_permille=0),
     }
     return ClientSession(config, **{**defaults, **changes})
 

@@ -42,8 +42,12 @@ class PrivacyLimits(Section):
 
     secure_aggregation: bool = True
     """Never send an update or scores that are not masked."""
-    clients_min: Annotated[int, Field(ge=2)] = 3
-    """Never take part in a sum over fewer devices."""
+    clients_min: Annotated[int, Field(ge=2)] = 10
+    """Never take part in a sum over fewer honest devices: the fewest that a round is committed
+    with, less a tenth of its devices (rounded up), which may collude with the server."""
+    buffered: bool = False
+    """Take part in mode = "buffered", whose devices start from different models: those with the
+    same start can be told apart from the others."""
     selection_slack: Annotated[int, Field(ge=1)] = 10
     """Let the server select from at most this many times as many of the enrolled devices as the sum
     needs. Fewer protect better against a server that selects colluding devices, and require more
@@ -175,6 +179,11 @@ class LimitsGuard:
             )
         if not job.federated.secure_aggregation:
             self.check_plain()
+        elif job.federated.mode == "buffered" and not self.limits.privacy.buffered:
+            raise AdmissionRefused(
+                "its owner does not allow sums of updates to different models (mode = "
+                '"buffered"; [privacy] buffered in policy.toml)'
+            )
 
     def check_plain(self) -> None:
         """Refuse to send anything that is not masked.

@@ -296,10 +296,12 @@ class SecureSessions:
         from isthmus_privacy.secagg import ClientRequirements
 
         if self._credentials is None:
-            requirements = ClientRequirements()
+            # Without an owner's limits the server is on this machine, and no device is assumed to
+            # collude with it, so that small cohorts tolerate that devices are lost.
+            requirements = ClientRequirements(honest_min=2, corrupt_permille=0)
             if self._privacy is not None:
                 requirements = ClientRequirements(
-                    clients_min=self._privacy.clients_min,
+                    honest_min=self._privacy.clients_min,
                     selection_slack=self._privacy.selection_slack,
                     participations_per_run=self._privacy.participations_per_run,
                     participations=self._privacy.participations,

@@ -39,7 +39,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "buffered-mode-differs",
     "buffered-starts-invalid",
     "buffered-start-differs",
-    "config-clients-below-floor",
+    "config-honest-below-floor",
     "config-corruption-below-floor",
     "config-dropout-above-ceiling",
     "config-replayed",
@@ -51,6 +51,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     # client: the roster
     "roster-too-small",
     "roster-too-large",
+    "roster-honest-below-floor",
     "roster-unsorted",
     "roster-repeated-key",
     "roster-bad-signature",

@@ -10,14 +10,16 @@ A whole round of four clients, one of which drops out:
 >>> authority = Authority()
 >>> directory = Directory(authority.public)
 >>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32),
-...                      purpose=bytes(32), size=3, clients_max=4, weight_max=10)
+...                      purpose=bytes(32), size=3, clients_max=4, weight_max=10,
+...                      corrupt_permille=0)
 >>> server, clients = ServerSession(config, directory), {}
 >>> for name in "abcd":
 ...     identity = SigningKey()
 ...     clients[name] = ClientSession(
 ...         config, identity=identity, directory=directory, history=History(),
 ...         enrolment=authority.enrol(name, identity.public, not_after=2**40),
-...         model_hash=bytes(32), purpose=bytes(32))
+...         model_hash=bytes(32), purpose=bytes(32),
+...         requirements=ClientRequirements(honest_min=3, corrupt_permille=0))
 ...     server.receive_keys(clients[name].advertise_keys())
 >>> roster = server.finish_advertise_keys()
 >>> for client in clients.values():

@@ -90,7 +90,7 @@ class ClientSession:
             PeerMisbehaved: the configuration is refused.
         """
         config.check()
-        requirements = requirements or ClientRequirements()
+        self._requirements = requirements = requirements or ClientRequirements()
         requirements.check(config)
         if model_hash != config.model_hash:
             refusal.refuse(
@@ -143,7 +143,8 @@ class ClientSession:
             PeerMisbehaved: the roster is refused.
         """
         with self._step(Stage.SHARE_KEYS):
-            cohort = check_roster(self.config, roster, self._directory, self._entry)
+            own, requirements = self._entry, self._requirements
+            cohort = check_roster(self.config, roster, self._directory, own, requirements)
             self._cohort, self._position = cohort, cohort.positions[self._entry.name]
             others = [i for i in range(cohort.size) if i != self._position]
             # Drawn after all keys are fixed, so that no key can be chosen to become a neighbour.

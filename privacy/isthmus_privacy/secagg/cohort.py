@@ -25,7 +25,7 @@ from collections.abc import Mapping, Set
 from isthmus_privacy.crypto import keys, refusal
 from isthmus_privacy.crypto.canonical import NUMBER, POSITION_SET, PositionSet, tagged, tagged_hash
 from isthmus_privacy.crypto.keys import CIPHERTEXT_BYTES, SEALING_BYTES, OneTimeKey
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.graph import GraphParameters
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.lottery import is_selected
@@ -196,7 +196,11 @@ class Cohort:
 
 
 def check_roster(
-    config: RoundConfig, roster: Roster, directory: Directory, own: AdvertiseKeys
+    config: RoundConfig,
+    roster: Roster,
+    directory: Directory,
+    own: AdvertiseKeys,
+    requirements: ClientRequirements,
 ) -> Cohort:
     """Check the roster that a client has received.
 
@@ -246,6 +250,8 @@ def check_roster(
             f"threshold={graph.threshold} is above the degree={graph.degree}: with "
             f"corrupt_permille={config.corrupt_permille}, no graph of {graph.clients} protects",
         )
+    if graph.honest_min < requirements.honest_min:
+        refusal.refuse("roster-honest-below-floor", requirements.too_few_honest(graph))
     return cohort
 
 

@@ -6,10 +6,10 @@
 >>> config.check()
 >>> config.levels * config.clients_max < 2**config.bits
 True
->>> ClientRequirements(clients_min=5).check(config)
+>>> ClientRequirements(honest_min=13).check(config)
 Traceback (most recent call last):
     ...
-isthmus.errors.PeerMisbehaved: clients_min=3 is below this device's own floor of 5
+isthmus.errors.PeerMisbehaved: a sum over 14 of 20 devices, of which 2 may collude ...
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def _is_valid(slot: Slot) -> bool:
 class ClientRequirements:
     """Minimum security a device requires of any configuration."""
 
-    clients_min: int = 3
-    """Floor for `RoundConfig.clients_min`."""
+    honest_min: int = 10
+    """Fewest honest clients in a sum: the smallest sum, less the clients that may collude."""
     corrupt_permille: int = 100
     """Floor for `RoundConfig.corrupt_permille`: colluding clients to be protected against."""
     dropout_permille: int = 450
@@ -262,12 +262,9 @@ class ClientRequirements:
         Raises:
             PeerMisbehaved: it does not; the message names the field.
         """
-        if config.clients_min < self.clients_min:
-            refusal.refuse(
-                "config-clients-below-floor",
-                f"clients_min={config.clients_min} is below this device's own floor of "
-                f"{self.clients_min}",
-            )
+        graph = config.graph(config.clients_max)
+        if graph.honest_min < self.honest_min:
+            refusal.refuse("config-honest-below-floor", self.too_few_honest(graph))
         if config.corrupt_permille < self.corrupt_permille:
             refusal.refuse(
                 "config-corruption-below-floor",
@@ -280,6 +277,15 @@ class ClientRequirements:
                 f"dropout_permille={config.dropout_permille} is above this device's own ceiling "
                 f"of {self.dropout_permille}",
             )
+
+    def too_few_honest(self, graph: GraphParameters) -> str:
+        """The sentence that refuses a cohort whose smallest sum has too few honest clients."""
+        return (
+            f"a sum over {graph.survivors_min} of {graph.clients} devices, of which "
+            f"{graph.survivors_min - graph.honest_min} may collude with the server, is one over "
+            f"{graph.honest_min} honest ones, and this device requires {self.honest_min} (its "
+            "owner sets [privacy] clients_min in policy.toml)"
+        )
 
     def check_selection(self, config: RoundConfig, population: int, now: float) -> None:
         """Refuse a draw of another time, or a share that lets the server choose among too many.

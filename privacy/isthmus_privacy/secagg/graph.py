@@ -9,7 +9,9 @@ since 2t > k + c, honest neighbours cannot be split so that one half reveals a c
 seed and the other half its mask key.
 
 >>> graph_parameters(20, corrupt_permille=100, dropout_permille=100, clients_min=2)
-GraphParameters(clients=20, degree=19, threshold=11, corrupt=2, quorum=12, survivors_min=18)
+... # doctest: +NORMALIZE_WHITESPACE
+GraphParameters(clients=20, degree=19, threshold=11, corrupt=2, quorum=12, survivors_min=18,
+                honest_min=16)
 >>> large = graph_parameters(1000, corrupt_permille=100, dropout_permille=100, clients_min=2)
 >>> large.degree, large.threshold, large.corrupt, large.quorum, large.survivors_min
 (96, 67, 37, 551, 900)
@@ -47,6 +49,8 @@ class GraphParameters:
     """Signatures that make a survivor set final; any two quorums share an honest signer."""
     survivors_min: int
     """m: minimum number of share owners, and of survivors; with fewer the attempt aborts."""
+    honest_min: int
+    """Honest clients in the smallest sum, if as many of the roster are corrupt as is assumed."""
 
     @property
     def complete(self) -> bool:
@@ -71,7 +75,7 @@ def graph_parameters(
         clients_min: configured minimum number of clients in a sum.
         complete_up_to: largest n with the complete graph.
     """
-    corrupt = clients * corrupt_permille // 1000
+    corrupt = corrupt_clients(clients, corrupt_permille)
     dropped = clients * dropout_permille // 1000
     quorum = (clients + corrupt) // 2 + 1
     survivors_min = max(clients_min, quorum, clients - dropped)
@@ -82,7 +86,16 @@ def graph_parameters(
     if k == clients - 1:
         # A client holds no share of its own secrets, so t other clients must remain.
         survivors_min = max(survivors_min, t + 1)
-    return GraphParameters(clients, k, t, c, quorum, survivors_min)
+    return GraphParameters(clients, k, t, c, quorum, survivors_min, survivors_min - corrupt)
+
+
+def corrupt_clients(clients: int, corrupt_permille: int) -> int:
+    """Number of corrupt clients that is assumed among `clients`; a part of one counts as one.
+
+    >>> corrupt_clients(9, 100), corrupt_clients(9, 0)
+    (1, 0)
+    """
+    return -(-clients * corrupt_permille // 1000)
 
 
 def _complete(clients: int, corrupt: int) -> tuple[int, int, int]:

@@ -110,6 +110,7 @@ class ChaosDeployment:
         for index, name in enumerate(device_names(self.devices)):
             state = self.participant_state(name)
             await self._join(name, "client", state)
+            (state / "policy.toml").write_text("[privacy]\nclients_min = 2\n")  # a small fleet
             proxied = await self._proxied(name)
             shard = f"{index}/{self.devices}"
             start = ["client", "start", "--state", str(state), "--server", proxied]

@@ -40,6 +40,8 @@ class Members(Enrolments):
 
     requires_tickets = True
 
+    certified = True
+
     def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
         super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority

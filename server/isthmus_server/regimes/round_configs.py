@@ -16,7 +16,8 @@ from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
 
-_CORRUPT_PERMILLE = 100
+CORRUPT_PERMILLE = 100
+"""Devices that may collude with a server that others can reach, in thousandths of a cohort."""
 
 
 class Margins(TypedDict):
@@ -28,13 +29,16 @@ class Margins(TypedDict):
     dropout_permille: int
 
 
-def margins(settings: FederatedSection) -> Margins:
-    """Bounds on the numbers of participating, dropped-out and corrupt devices."""
+def margins(context: FederatedContext, settings: FederatedSection) -> Margins:
+    """Bounds on the numbers of participating, dropped-out and corrupt devices.
+
+    Devices without certificates are processes on this machine, none of which is assumed to lie.
+    """
     missing = 1000 * (settings.cohort - settings.needed) / settings.cohort
     return {
         "clients_max": settings.cohort,
         "clients_min": settings.needed,
-        "corrupt_permille": _CORRUPT_PERMILLE,
+        "corrupt_permille": CORRUPT_PERMILLE if context.link.enrolments.certified else 0,
         "dropout_permille": math.ceil(missing),
     }
 
@@ -54,7 +58,7 @@ def training_config(
         purpose=purpose,
         size=context.layout.size,
         slots=TRAINING_SLOTS,
-        **margins(spec.settings),
+        **margins(context, spec.settings),
         clip=spec.settings.clip,
         weight_max=spec.settings.max_examples,
         draw=spec.draw,

@@ -209,7 +209,7 @@ async def _secure_scores(
         purpose=purpose.hash,
         size=paired_scores.vector_size(len(work.candidates)),
         slots=SCORING_SLOTS,
-        **margins(settings),
+        **margins(context, settings),
         clip=1.0,
         draw=selected.draw,
         selected_ppm=selected.selected_ppm,

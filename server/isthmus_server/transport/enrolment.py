@@ -26,6 +26,9 @@ clock. A server on a network signs identities only until the end of their certif
 class Enrolments:
     """Admits every participant, and enrols it under an authority of this process."""
 
+    certified = False
+    """Whether participants have certificates, so that they can be on other machines."""
+
     requires_tickets = False
     """Whether devices accept only cohorts that were selected by tickets."""
 

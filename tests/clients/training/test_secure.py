@@ -79,7 +79,9 @@ def test_participations_are_counted_for_each_run_and_in_total(tmp_path):
     ],
 )
 def test_the_owner_limits_participations_also_across_restarts(tmp_path, limits, runs, sentence):
-    privacy = parse(f"[privacy]\nselection_slack = 1000\n{limits}", "policy.toml").privacy
+    privacy = parse(
+        f"[privacy]\nclients_min = 2\nselection_slack = 1000\n{limits}", "policy.toml"
+    ).privacy
     for number, run in enumerate(runs):
         propose(device(tmp_path / "history.log", privacy), run=run, attempt=number)
     with pytest.raises(PeerMisbehaved, match=sentence) as caught:

@@ -12,9 +12,10 @@ from tests.privacy.attacks.registry import (
     expect_refusal,
     round_until,
 )
-from tests.privacy.protocol import make_client, make_config, signed_keys
+from tests.privacy.protocol import make_client, make_config, names, signed_keys
 
 from isthmus_privacy.secagg import (
+    ClientRequirements,
     Roster,
     Stage,
 )
@@ -38,6 +39,17 @@ def fewer_clients_than_the_minimum():
 @expect_refusal("roster-too-large")
 def more_clients_than_the_bit_budget():
     send_roster(lambda entries, config: [*entries, signed_keys(config, "c00009")])
+
+
+@expect_refusal("roster-honest-below-floor")
+def fewer_honest_clients_than_the_device_requires():
+    """All six would be enough, one of whom may collude; the server invites five."""
+    config = make_config(dropout_permille=0, corrupt_permille=100)
+    requirements = ClientRequirements(honest_min=5)
+    client = make_client(config, ALICE, requirements=requirements)
+    own = client.advertise_keys()
+    others = [signed_keys(config, name) for name in names(5) if name != ALICE]
+    client.share_keys(Roster((others[0], own, *others[1:])))
 
 
 @expect_refusal("roster-unsorted")

@@ -37,7 +37,7 @@ class LargeCohort:
         self.client = make_client(
             self.config,
             ALICE,
-            requirements=ClientRequirements(corrupt_permille=50),
+            requirements=ClientRequirements(honest_min=2, corrupt_permille=50),
             directory=directory(),
         )
         entries = {name: signed_keys(self.config, name) for name in self.names}

@@ -20,8 +20,12 @@ from isthmus_privacy.secagg import (
     essential,
 )
 
+SMALL = {"honest_min": 2, "corrupt_permille": 0}
+"""Requirements that a cohort of six meets."""
 
-def client_with(requirements=None, **changes):
+
+def client_with(**changes):
+    requirements = changes.pop("requirements", ClientRequirements(**SMALL))
     return make_client(make_config(**changes), ALICE, requirements=requirements)
 
 
@@ -37,7 +41,7 @@ def a_clipping_bound_that_is_nan():
 
 @expect_refusal("config-malformed")
 def a_sum_of_one_client():
-    client_with(clients_min=1, requirements=ClientRequirements(clients_min=0))
+    client_with(clients_min=1, requirements=ClientRequirements(corrupt_permille=0, honest_min=0))
 
 
 @expect_refusal("config-malformed")
@@ -88,19 +92,29 @@ def a_model_for_one_client():
     make_client(make_config(), ALICE, model_hash=bytes(32))
 
 
-@expect_refusal("config-clients-below-floor")
+@expect_refusal("config-honest-below-floor")
 def a_cohort_below_the_floor_of_the_device():
-    client_with(requirements=ClientRequirements(clients_min=4))
+    client_with(requirements=ClientRequirements(corrupt_permille=0, honest_min=5))
+
+
+@expect_refusal("config-honest-below-floor")
+def nine_devices_one_of_which_colludes():
+    client_with(
+        corrupt_permille=100,
+        clients_max=9,
+        clients_min=9,
+        requirements=ClientRequirements(honest_min=9),
+    )
 
 
 @expect_refusal("config-corruption-below-floor")
 def a_server_that_assumes_no_corrupt_client():
-    client_with(corrupt_permille=0)
+    client_with(corrupt_permille=0, requirements=ClientRequirements(honest_min=2))
 
 
 @expect_refusal("config-dropout-above-ceiling")
 def a_server_that_tolerates_too_many_dropouts():
-    client_with(requirements=ClientRequirements(dropout_permille=300))
+    client_with(requirements=ClientRequirements(**SMALL, dropout_permille=300))
 
 
 @expect_refusal("config-replayed")
@@ -136,7 +150,7 @@ def client_at(draw, history=None, *, now=DRAW, population=1, **changes):
         enrolment=enrolment,
         directory=Directory(AUTHORITY.public, now=lambda: now),
         history=History() if history is None else history,
-        requirements=ClientRequirements(selection_slack=10),
+        requirements=ClientRequirements(**SMALL, selection_slack=10),
     )
 
 
@@ -169,13 +183,13 @@ def a_wide_choice_for_a_cohort_that_is_large_only_in_the_configuration():
 
 @expect_refusal("participation-limit")
 def more_rounds_of_all_runs_than_the_limit():
-    history, requirements = History(), ClientRequirements(participations=2)
+    history, requirements = History(), ClientRequirements(participations=2, **SMALL)
     for run in ("a", "b", "c"):
         make_client(make_config(run_id=run), ALICE, history=history, requirements=requirements)
 
 
 @expect_refusal("participation-limit-of-run")
 def more_rounds_of_a_run_than_the_limit():
-    history, requirements = History(), ClientRequirements(participations_per_run=2)
+    history, requirements = History(), ClientRequirements(participations_per_run=2, **SMALL)
     for round_ in range(3):
         make_client(make_config(round=round_), ALICE, history=history, requirements=requirements)

@@ -52,7 +52,7 @@ def test_parameters_of_client_drawn_graphs(margins, expected):
 
 @pytest.mark.parametrize(
     ("clients", "corrupt", "threshold"),
-    [(10, 50, 5), (30, 50, 16), (100, 50, 53), (128, 100, 70), (10, 200, 6), (30, 200, 18)],
+    [(10, 50, 6), (30, 50, 16), (100, 50, 53), (128, 100, 71), (10, 200, 6), (30, 200, 18)],
 )
 def test_thresholds_of_the_complete_graph(clients, corrupt, threshold):
     parameters = graph.graph_parameters(

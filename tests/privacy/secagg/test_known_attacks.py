@@ -152,7 +152,7 @@ def test_two_survivor_sets_never_both_find_a_quorum():
     for count in (3, 4, 7, 10, 31, 64, 100, 128, 300):
         for permille in (0, 100, 200, 333):
             graph = make_config(clients_max=count, corrupt_permille=permille).graph(count)
-            corrupt = count * permille // 1000
+            corrupt = -(-count * permille // 1000)
             honest = count - corrupt
             assert 2 * (graph.quorum - corrupt) > honest
 
@@ -187,7 +187,7 @@ def test_a_server_that_chooses_dropouts_cannot_isolate_a_group():
                 clients_max=count, corrupt_permille=corrupt, dropout_permille=dropouts
             ).graph(count)
             dropped, others = count - graph.survivors_min, count - 1
-            bad = count * corrupt // 1000
+            bad = -(-count * corrupt // 1000)
             remaining = count - bad - dropped
             for size in range(graph.threshold - graph.corrupt + 1, remaining // 2 + 1):
                 inside = min(1.0, (size - 1 + bad + dropped) / others)

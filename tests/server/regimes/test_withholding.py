@@ -121,7 +121,7 @@ class Attacker:
             purpose=ComparisonPurpose(self.context.purpose, ((0,),)).hash,
             size=1,
             slots=SCORING_SLOTS,
-            **margins(self.job.federated),
+            **margins(self.context, self.job.federated),
         )
         work = link_pb2.Score(
             run_id="run",
