@@ -17,7 +17,7 @@ CLIENT: Role
 DATACENTER: Role
 
 class Envelope(_message.Message):
-    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed", "goodbye")
+    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -30,7 +30,6 @@ class Envelope(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
-    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     ping: Ping
@@ -43,8 +42,7 @@ class Envelope(_message.Message):
     progress: Progress
     renew: Renew
     renewed: Renewed
-    goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity")
@@ -481,10 +479,6 @@ class Progress(_message.Message):
     units_per_second: float
     note: str
     def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
-
-class Goodbye(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("signing_request",)

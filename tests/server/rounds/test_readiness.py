@@ -1,0 +1,49 @@
+"""A round waits for its whole cohort, for a while and only while more devices are expected."""
+
+import asyncio
+
+from tests.server.rounds.results import invited_devices
+
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import WaitingForParticipants
+from isthmus_server.views.report import read_report
+
+SETTINGS = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "rounds=2")
+
+
+async def run_with_four_enrolled(deployment, monkeypatch, on_wait):
+    """A run with devices a, b, c, and with d, which has joined the server and is not connected."""
+    await deployment.start()
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set("abcd"))
+    store = deployment.create_run("run", *SETTINGS, "time.cohort_seconds=77")
+    coordinator = Coordinator(store, deployment.link)
+    waits = []
+
+    def wait(event):
+        if isinstance(event, WaitingForParticipants) and event.missing == ["d"]:
+            waits.append(event)
+            on_wait()
+
+    coordinator.events.subscribe(wait)
+    await coordinator.run()
+    return invited_devices(read_report(store).to_json()), waits
+
+
+async def test_a_round_waits_for_a_device_that_joins(deployment, network, monkeypatch):
+    def dial():
+        network.dial(deployment.device("d"), "d")
+
+    invited, waits = await run_with_four_enrolled(deployment, monkeypatch, dial)
+    assert invited == [["a", "b", "c", "d"]] * 2
+    assert len(waits) == 1
+
+
+async def test_a_device_that_does_not_come_is_awaited_once(deployment, timeouts, monkeypatch):
+    expiring = []
+
+    def expire():
+        expiring.append(asyncio.create_task(timeouts.expire(77)))
+
+    invited, waits = await run_with_four_enrolled(deployment, monkeypatch, expire)
+    assert invited == [["a", "b", "c"]] * 2
+    assert len(waits) == 1
