@@ -127,7 +127,7 @@ async def _devices(
                 Participant(name=member.name, regime="federated"),
                 None,
                 signing_key=member.identity,
-                history_file=member.rounds,
+                history_file=member.history,
                 tasks=tasks,
             )
             agent.connected = asyncio.Event()
