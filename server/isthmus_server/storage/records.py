@@ -108,7 +108,7 @@ class Receipt(Record):
     steps: int = 0
     """Optimizer steps it made."""
     seconds: float = 0.0
-    """Its own wall time for the work."""
+    """Wall time of its work: its own measurement, or the server's with secure aggregation."""
     loss: float | None = None
     """Its mean training loss, where its update is plain; selection by utility uses it."""
     staleness: int = 0

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from isthmus.errors import TaskError, UpdateError
+from isthmus.printable import in_a_line
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.sandbox import frames
@@ -35,7 +36,6 @@ _START_SECONDS = 120.0
 _END_SECONDS = 2.0
 """Time between the end of the connection and that of the process."""
 _MAX_LINE = 2000
-_MAX_REASON = 2000
 _PASSED_ON = ("LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED")
 _NUMERICAL = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_")
 """Prefixes of variables that select numerical code, and so the bits of a result."""
@@ -92,8 +92,8 @@ class TaskProcess:
             first = self._receive()
         if first.HasField("reply"):
             self.kill("the sandbox is incomplete")
-            raise TaskError(_clean(first.reply.failure.reason))
-        log.info("task sandbox: %s", _clean(first.progress.note))
+            raise TaskError(in_a_line(first.reply.failure.reason))
+        log.info("task sandbox: %s", in_a_line(first.progress.note))
 
     @property
     def pid(self) -> int:
@@ -141,7 +141,7 @@ class TaskProcess:
                     if reply.id != request.id:
                         raise self.misbehaved("it answered another request")
                     if reply.HasField("failure"):
-                        raise TaskError(_clean(reply.failure.reason))
+                        raise TaskError(in_a_line(reply.failure.reason))
                     return reply
         finally:
             with self._lock:
@@ -249,11 +249,6 @@ def _log_output(output: IO[bytes]) -> None:
         while line := output.readline(_MAX_LINE):
             if left > 0:
                 left -= len(line)
-                log.info("task: %s", _clean(line.decode(errors="replace")))
+                log.info("task: %s", in_a_line(line.decode(errors="replace").rstrip()))
                 if left <= 0:
                     log.warning("further output of the task is discarded")
-
-
-def _clean(text: str) -> str:
-    """Text of the task as one bounded line without control characters."""
-    return "".join(c if c.isprintable() else " " for c in text[:_MAX_REASON]).strip()

@@ -5,12 +5,14 @@ All of this runs with the task in one process, so the agent trusts none of it.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import queue
 import socket
 import threading
 import time
+import traceback
 
 from isthmus.errors import IsthmusError
 from isthmus.wire import link_pb2
@@ -126,6 +128,8 @@ def _mapped(handle: int) -> mmap.mmap:
 
 
 def _failure(error: Exception) -> link_pb2.Reply:
+    with contextlib.suppress(Exception):  # the task may have closed it
+        traceback.print_exception(error)  # for the owner: standard error is in the device's log
     reason = str(error)
     if not isinstance(error, IsthmusError):
         reason = f"internal error: {type(error).__name__}: {reason}"
