@@ -1,9 +1,9 @@
 """The audit log of a state directory: who changed what, and when, in a chain of hashes.
 
 One JSON object per line, with the SHA-256 of the line before. Changing, removing or inserting a
-line is noticed. `audit.head` has the size of the log, so that an accident that cuts it short is
-noticed too; removing the last lines on purpose, or writing the whole file anew, only by comparing
-the last hash with a copy kept elsewhere.
+line is noticed. `audit.head` has the size of the log and the hash of its last line, so that an
+accident to the end is noticed too; removing the last lines on purpose, or writing the whole file
+anew, only by comparing the last hash with a copy kept elsewhere.
 
 >>> import tempfile
 >>> state = Path(tempfile.mkdtemp())
@@ -82,7 +82,9 @@ def record(state: Path, action: str, *, by: str, **details: str) -> None:
                 line = b"\n" + line
             os.write(handle, line)
             os.fsync(handle)
-            write_sealed(state / _HEAD, {"bytes": size + len(line)})
+            write_sealed(
+                state / _HEAD, {"bytes": size + len(line), "last": _digest(line.strip(b"\n"))}
+            )
         finally:
             os.close(handle)
     except OSError as error:
@@ -99,14 +101,8 @@ def read(state: Path) -> list[AuditEntry]:
     """
     path = state / _FILE
     try:
-        size = _size_in_head(state)  # first: another process may append now
+        size, last = _read_head(state)  # first: another process may append now
         data = path.read_bytes() if size or path.exists() else b""
-        if len(data) < size:
-            raise DamagedError(
-                f"{path} was cut short to {len(data)} of {size} bytes; restore it from a backup"
-            )
-        if not data:
-            return []
         lines = data.split(b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -124,15 +120,22 @@ def read(state: Path) -> list[AuditEntry]:
                 + (f"line {number - 1}" if entries else "an empty log")
             )
         entries.append(AuditEntry(time_, by, action, fields, _digest(line)))
+    if len(data) < size:
+        raise DamagedError(
+            f"{path} was cut short to {len(data)} of {size} bytes; restore it from a backup"
+        )
+    if entries and len(data) == size and entries[-1].digest != last:
+        raise UserError(f"{path} was changed: its last line is not the one in {_HEAD}")
     return entries
 
 
-def _size_in_head(state: Path) -> int:
-    """The size of the log when it was last written; 0 without a head."""
+def _read_head(state: Path) -> tuple[int, str]:
+    """Size of the log when it was last written, and the hash of its last line; 0 without a head."""
     try:
-        return int(read_sealed(state / _HEAD)["bytes"])
+        values = read_sealed(state / _HEAD)
+        return int(values["bytes"]), str(values["last"])
     except FileNotFoundError:
-        return 0
+        return 0, ""
     except DamagedError as error:
         raise DamagedError(f"{error}; remove it if {_FILE} is complete") from None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import DamagedError, UserError
+from isthmus.errors import DamagedError, JobError, UserError
 from isthmus.job import Job, read_job
 from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.checkpoints import replacing
@@ -79,6 +79,10 @@ class RunDescription:
             raise _other_format(format_, directory)
         try:
             return cls.from_text(data.decode())
+        except JobError as error:
+            if _log_has(directory, json.loads(data)):  # nothing was changed since the run began
+                raise UserError(f"the run in {directory} cannot be read: {error}") from error
+            raise damaged(f"{FILE} has no valid job", directory) from error
         except (KeyError, TypeError, ValueError) as error:
             raise damaged(f"{FILE} describes no run ({error})", directory) from error
 
@@ -207,6 +211,16 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("not a text")
     return value
+
+
+def _log_has(directory: Path, table: Any) -> bool:
+    """Whether the round log has the same description."""
+    try:
+        with contextlib.closing(read_log(directory / "run.sqlite")) as log:
+            rows = log.connection.execute("SELECT about FROM run").fetchall()
+        return bool(len(rows) == 1 and json.loads(rows[0][0]) == table)
+    except (OSError, sqlite3.Error, IndexError, TypeError, ValueError):
+        return False
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,8 @@ from tests.server.storage.rounds import checkpoint_files, commit_round, plan_rou
 from isthmus.errors import DamagedError, UserError
 from isthmus_server.runs_commands import runs
 from isthmus_server.storage.recovery import roll_back
+from isthmus_server.storage.schema import SCHEMA
+from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
 
 
@@ -192,6 +194,20 @@ def test_runs_of_other_versions_are_told_apart_from_damaged_ones(run):
             file.write(logged.to_bytes(4, "big"))
         with pytest.raises(UserError, match=sentence):
             Store.open(run)
+
+
+def test_a_job_of_a_newer_version_is_told_apart_from_a_damaged_one(run):
+    text = (run / "job.json").read_text().replace('"seed"', '"sead"')
+    (run / "job.json").write_text(text)
+    with pytest.raises(DamagedError, match=r"job.json has no valid job; restore it, or let `is"):
+        Store.open(run)
+    with contextlib.closing(SealedDatabase(run / "run.sqlite", SCHEMA)) as log:
+        log.connection.execute("UPDATE run SET about=?", (text,))
+    with pytest.raises(
+        UserError, match="cannot read the job, which may be from a newer one"
+    ) as told:
+        Store.open(run)
+    assert not isinstance(told.value, DamagedError)
 
 
 def test_a_path_that_is_not_utf_8_is_refused(make_job, tmp_path):
