@@ -250,7 +250,8 @@ class SealedDatabase:
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE:
                 raise
-            raise self._damaged(str(error)) from error
+            # SQLite quotes the whole text of a column that it cannot decode.
+            raise self._damaged(str(error).partition("\n")[0][:100]) from error
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, DamagedError):
                 raise
