@@ -19,7 +19,7 @@ AUTHORITY = Authority(bytes(32))
 def device(history_file, privacy=None):
     """Credentials of a device after a start of its process, with the owner's requirements."""
     identity = Ed25519PrivateKey.from_private_bytes(SEED)
-    credentials = SecureSessions("a", identity, history_file, privacy)._enrolled()
+    credentials = SecureSessions("a", identity, history_file, privacy, threads=1)._enrolled()
     enrolment = AUTHORITY.enrol("a", SigningKey(SEED).public, not_after=2**40)
     credentials.welcomed(AUTHORITY.public, enrolment.to_bytes())
     return credentials
