@@ -83,7 +83,7 @@ class Store:
         self.checkpoints = Checkpoints(directory / "checkpoints")
         self.log = log
         self._db = log.connection
-        self.unmaskings = UnmaskingLog(self._db)
+        self.unmaskings = UnmaskingLog(self.log)
         self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod

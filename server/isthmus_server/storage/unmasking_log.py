@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
+
+from isthmus_server.storage.sealed_database import SealedDatabase
 
 KEPT = 64
 """Newest entries that are kept; a device keeps the latest 32 sums of a run."""
@@ -36,9 +37,10 @@ class Unmasking:
 class UnmaskingLog:
     """The table `unmaskings` of one round log; without a database it is kept in memory."""
 
-    def __init__(self, db: sqlite3.Connection | None = None) -> None:
-        self._db = db
-        self._known: list[Unmasking] | None = [] if db is None else None
+    def __init__(self, log: SealedDatabase | None = None) -> None:
+        self._log = log
+        self._db = None if log is None else log.connection
+        self._known: list[Unmasking] | None = [] if log is None else None
 
     @property
     def _entries(self) -> list[Unmasking]:
@@ -67,11 +69,11 @@ class UnmaskingLog:
         """Store an entry; it is on disk when this returns.
 
         Raises:
-            sqlite3.Error: it cannot be stored.
+            OSError, sqlite3.Error: it cannot be stored.
         """
         if entry in self._entries:
             return
-        if self._db is not None:
+        if self._log is not None and self._db is not None:
             self._db.execute(
                 "INSERT INTO unmaskings VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -89,6 +91,7 @@ class UnmaskingLog:
                     "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
                     (KEPT,),
                 )
+            self._log.write_head()
         self._known = [*self._entries[-KEPT + 1 :], entry]
 
     def about(self, run_id: str, round_: int, model_hash: bytes | None) -> list[Unmasking]:
