@@ -48,7 +48,11 @@ def isthmus() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script: user errors print one sentence and exit with code 1."""
+    """Entry point of the console script: a user error prints one sentence; the exit code is 1.
+
+    After a fault that may pass, such as a full disk, it is 75 (`EX_TEMPFAIL` of sysexits.h), so
+    that a service manager starts a service again.
+    """
     # gRPC logs every refused caller; Isthmus logs what matters in one sentence.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler(sys.stderr)
@@ -67,7 +71,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except IsthmusError as error:
         click.echo(f"isthmus: {in_lines(str(error))}", err=True)
-        sys.exit(1)
+        sys.exit(_exit_code(error))
     except BrokenPipeError:  # the reader of the output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
@@ -76,7 +80,13 @@ def main() -> None:
         where = f"{error.filename}: " if error.filename else ""
         message = error.strerror or str(error) or type(error).__name__
         click.echo(f"isthmus: {where}{message}", err=True)
-        sys.exit(1)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: Exception) -> int:
+    from isthmus.system.faults import is_transient  # rarely needed
+
+    return os.EX_TEMPFAIL if is_transient(error) else 1
 
 
 if __name__ == "__main__":

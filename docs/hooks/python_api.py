@@ -79,7 +79,8 @@ def errors_page(module: ModuleType) -> Iterator[str]:
     yield (
         f"Every error that Isthmus raises on purpose is in `{module.__name__}`. A `UserError` is "
         "shown to a person as its message, without a traceback: what was wrong, where, and what "
-        "to do. The command then ends with exit code 1.\n"
+        "to do. The command then ends with exit code 1, or 75 if the cause may pass by itself, "
+        "such as a full disk.\n"
     )
     classes = [
         each

@@ -5,6 +5,7 @@ import click
 import pytest
 
 from isthmus import __version__, cli
+from isthmus.errors import UserError
 
 
 @pytest.fixture
@@ -100,21 +101,34 @@ def test_a_command_with_missing_packages_names_them(isthmus, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "code", "said"),
     [
-        (OSError(28, "No space left on device", "runs/a"), "runs/a: No space left on device"),
-        (OSError(28, "No space left on device"), "No space left on device"),
-        (TimeoutError(), "TimeoutError"),
-        (BrokenPipeError(32, "Broken pipe"), ""),  # as of `| head`: nobody reads any more
+        (PermissionError(13, "Permission denied", "runs/a"), 1, "runs/a: Permission denied"),
+        (OSError(28, "No space left on device", "runs/a"), 75, "runs/a: No space left on device"),
+        (OSError(5, "Input/output error"), 75, "Input/output error"),
+        (TimeoutError(), 1, "TimeoutError"),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),  # as of `| head`: nobody reads any more
     ],
 )
-def test_an_operating_system_error_is_at_most_one_sentence(isthmus, monkeypatch, error, said):
+def test_an_operating_system_error_is_at_most_one_sentence(isthmus, monkeypatch, error, code, said):
     @click.command()
     def refused():
         raise error
 
     monkeypatch.setattr(cli, "isthmus", refused)
-    assert isthmus() == (1, "", said and f"isthmus: {said}\n")
+    assert isthmus() == (code, "", said and f"isthmus: {said}\n")
+
+
+def test_a_user_error_because_of_a_failing_disk_is_exit_code_75(isthmus, monkeypatch):
+    @click.command()
+    def started():
+        try:
+            raise OSError(5, "Input/output error")
+        except OSError as error:
+            raise UserError(f"the lock cannot be used: {error.strerror}") from None
+
+    monkeypatch.setattr(cli, "isthmus", started)
+    assert isthmus() == (75, "", "isthmus: the lock cannot be used: Input/output error\n")
 
 
 def test_pytorchs_internal_log_is_not_shown(isthmus, monkeypatch, caplog):

@@ -16,6 +16,8 @@ from isthmus_server.local.fork_server import ParticipantForkServer, Program
 _RESTART_SECONDS = 1.0
 _MAX_EXITS = 5
 _EXIT_WINDOW = 60.0
+_REFUSED = 1
+"""The exit code of what needs a person; a service manager starts nothing again after it."""
 _TERM_SECONDS = 45.0
 """Time for a process to end after SIGTERM."""
 
@@ -99,6 +101,9 @@ class SupervisedProcess:
                 return
             if self._pause is None and code != -signal.SIGKILL:
                 self.exits.append(f"ended with status {code}: {_last_line(self.log)}")
+                if code == _REFUSED:
+                    self.failed = self.exits[-1]
+                    return
                 now = time.monotonic()
                 ends = [end for end in ends if now - end < _EXIT_WINDOW] + [now]
                 if len(ends) >= _MAX_EXITS and not self.control.disk:

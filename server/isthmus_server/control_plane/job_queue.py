@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import random
 import sqlite3
 import time
@@ -31,6 +32,8 @@ SHORTEST_PAUSE = 5.0
 LONGEST_PAUSE = 600.0
 
 _NAME = "jobs.sqlite"
+
+log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -123,7 +126,7 @@ class JobQueue:
             "next_try, pauses) VALUES (?, ?, ?, ?, ?, ?, 'queued', '', 0, 0)",
             row,
         ).lastrowid
-        self._log.write_head()
+        self._write_head()
         return self._find("number=?", (number,))[0]
 
     def next(self) -> QueuedJob | None:
@@ -150,13 +153,13 @@ class JobQueue:
             "UPDATE jobs SET state='paused', reason=?, next_try=?, pauses=? WHERE number=?",
             (reason, next_try, pauses, entry.number),
         )
-        self._log.write_head()
+        self._write_head()
         return self._find("number=?", (entry.number,))[0]
 
     def resume(self, entry: QueuedJob) -> None:
         """Have a paused job tried as soon as it is its turn."""
         self._db.execute("UPDATE jobs SET next_try=0 WHERE number=?", (entry.number,))
-        self._log.write_head()
+        self._write_head()
 
     def mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
         """Record the state of a job."""
@@ -164,7 +167,7 @@ class JobQueue:
             "UPDATE jobs SET state=?, reason=?, next_try=0 WHERE number=?",
             (state, reason, entry.number),
         )
-        self._log.write_head()
+        self._write_head()
 
     def entries(self, ended: int) -> list[QueuedJob]:
         """Return all jobs that have not ended, and the latest `ended` others, by submission."""
@@ -183,6 +186,12 @@ class JobQueue:
             for entry in self._find("number=? AND name=?", (int(number), name)):
                 return entry
         raise AdmissionRefused(f"there is no job {id_!r}; see `isthmus jobs`")
+
+    def _write_head(self) -> None:
+        try:
+            self._log.write_head()
+        except OSError as error:  # the change is made, and the next one writes the head
+            log.warning("%s cannot be written: %s", self._log.head, error)
 
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(

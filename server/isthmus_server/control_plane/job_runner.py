@@ -15,7 +15,7 @@ from rich.console import Console
 
 from isthmus.errors import AdmissionRefused, CannotContinue, IsthmusError, UserError
 from isthmus.job import Job
-from isthmus_server.control_plane.faults import is_transient
+from isthmus.system.faults import is_transient
 from isthmus_server.control_plane.job_checks import check_job
 from isthmus_server.control_plane.job_queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.control_plane.server import ControlPlaneServer
@@ -86,7 +86,7 @@ class JobRunner:
                     await self._wait(self.queue.seconds_until_due())
                 else:
                     await self._run_job(entry)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:  # the database, or its head file
                 if not is_transient(error):
                     raise UserError(
                         f"the queue of jobs cannot be used: {error}; repair it, then restart the "
@@ -130,7 +130,8 @@ class JobRunner:
 
         `rounds` had been committed when it began.
         """
-        if isinstance(error, UserError) and not is_transient(error):
+        transient = isinstance(error, CannotContinue) or is_transient(error)
+        if isinstance(error, UserError) and not transient:
             self._mark(entry, "failed", str(error))
             self._print(f"{entry.id} failed: {error}")
             return

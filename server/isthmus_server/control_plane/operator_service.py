@@ -130,7 +130,7 @@ class OperatorService:
                 self.members.registry.check(operator)
                 data = json.dumps(event.to_json())
                 yield operator_pb2.Event(kind=event.kind, data=data).SerializeToString()
-        except (IsthmusError, DecodeError, sqlite3.Error) as error:
+        except (IsthmusError, DecodeError, sqlite3.Error, OSError) as error:
             await _refuse(context, error)
         finally:
             self._end_call(operator)
@@ -154,7 +154,7 @@ class OperatorService:
             operator = await self._authenticate(context)
             try:
                 reply = await answer(kind.FromString(await _first(requests)), operator)
-            except (IsthmusError, DecodeError, sqlite3.Error) as error:
+            except (IsthmusError, DecodeError, sqlite3.Error, OSError) as error:
                 await _refuse(context, error)
                 raise AssertionError("abort raises") from error
             finally:
@@ -225,7 +225,7 @@ async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
     sentence = str(error)
     if isinstance(error, DecodeError):
         sentence = "the request is not a valid message"
-    elif isinstance(error, sqlite3.Error):
+    elif isinstance(error, sqlite3.Error | OSError):
         log.error("a file of this server cannot be used: %s", error)
         sentence = f"a file of the server cannot be used: {error}"
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)

@@ -10,9 +10,10 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused
 from isthmus.wire import operator_pb2 as pb
-from isthmus_server.control_plane import job_queue
+from isthmus_server.control_plane import job_queue, job_runner
 from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.storage.events import JobPaused
+from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
 
 
@@ -97,3 +98,27 @@ async def test_a_run_continues_when_the_disk_has_space_again(operated, monkeypat
     id_ = await operated.submit(operated.job())
     assert await operated.ended(id_) == "finished"
     assert tried == [1, 2, 2, 2]
+
+
+async def test_a_queue_on_a_failing_disk_is_tried_again(operated, monkeypatch):
+    failures, write_head, mark = [], SealedDatabase.write_head, JobQueue.mark
+
+    def write_head_or_fail(database):
+        if database is operated.runner.queue._log and len(failures) < 3:
+            failures.append("head")
+            raise OSError(errno.EIO, "Input/output error")
+        write_head(database)
+
+    def mark_or_fail(queue, *arguments):
+        if len(failures) < 2:
+            failures.append("mark")
+            raise OSError(errno.EIO, "Input/output error")
+        mark(queue, *arguments)
+
+    monkeypatch.setattr(job_runner, "_QUEUE_SECONDS", 0.01)
+    monkeypatch.setattr(SealedDatabase, "write_head", write_head_or_fail)
+    monkeypatch.setattr(JobQueue, "mark", mark_or_fail)
+    operated.gate.set()
+    await operated.devices()
+    assert await operated.ended(await operated.submit(operated.job())) == "finished"
+    assert failures == ["head", "mark", "head"]

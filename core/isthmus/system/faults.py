@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 
-from isthmus.errors import CannotContinue, StorageError
+from isthmus.errors import StorageError
 
 _TRANSIENT_ERRNO = {
     errno.ENOSPC,
@@ -15,7 +15,6 @@ _TRANSIENT_ERRNO = {
     errno.ENOMEM,
     errno.EMFILE,
     errno.ENFILE,
-    errno.EAGAIN,
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
@@ -31,7 +30,7 @@ _TRANSIENT_SQLITE = {
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, may pass without a change of the run.
+    """Whether an error may pass by itself, or was raised while one that may pass was handled.
 
     >>> is_transient(OSError(errno.ENOSPC, "No space left on device"))
     True
@@ -39,7 +38,7 @@ def is_transient(error: BaseException | None) -> bool:
     False
     """
     while error is not None:
-        if isinstance(error, CannotContinue | StorageError | MemoryError):
+        if isinstance(error, StorageError | MemoryError):
             return True
         if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
             return True
@@ -48,5 +47,5 @@ def is_transient(error: BaseException | None) -> bool:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code in _TRANSIENT_SQLITE:
                 return True
-        error = error.__cause__
+        error = error.__cause__ or error.__context__  # also after `raise ... from None`
     return False
