@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
@@ -34,9 +35,10 @@ class FaultyDevice:
     time. Before it trains each device awaits `before_training()`.
     """
 
-    def __init__(self, name, training_lock, faults, before_training):
+    def __init__(self, name, training_lock, faults, before_training, signing_key=None):
         """`faults`: the reason of the failure by (round, attempt)."""
-        self.agent = Agent(Participant(name=name, regime="federated"), None)
+        participant = Participant(name=name, regime="federated")
+        self.agent = Agent(participant, None, signing_key=signing_key)
         self.training_lock = training_lock
         self.faults = faults
         self.before_training = before_training
@@ -126,6 +128,7 @@ class Deployment:
         self._write_task = write_task
         self._folder = folder
         self._training_lock = asyncio.Lock()
+        self._signing_keys = {}
         self._stores = []
 
     async def start(self, methods="pass", names=NAMES):
@@ -137,9 +140,10 @@ class Deployment:
         await wait_until(lambda: set(names) <= self.link.peers.keys())
 
     def device(self, name):
-        """A device that is not connected."""
+        """A device that is not connected; a second one of the name has the key of the first."""
         faults = self.faults.setdefault(name, {})
-        return FaultyDevice(name, self._training_lock, faults, lambda: self.before_training())
+        key = self._signing_keys.setdefault(name, Ed25519PrivateKey.generate())
+        return FaultyDevice(name, self._training_lock, faults, lambda: self.before_training(), key)
 
     def create_run(self, name, *overrides):
         """The store of a new run: three rounds on three devices, with secure aggregation."""

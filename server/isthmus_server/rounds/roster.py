@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -173,7 +174,7 @@ class ParticipantRoster(ParticipantListener):
         names_by_reason: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
         for name, (_, reason) in sorted(self._declined.items()):
-            anonymous = reason.replace(name, "")
+            anonymous = re.sub(rf"\b{re.escape(name)}\b", "", reason)
             names_by_reason.setdefault(anonymous, []).append(name)
             reasons.setdefault(anonymous, reason)
         return [

@@ -94,7 +94,7 @@ MISBEHAVIOURS = {
         "rejected",
         "its time or one of its fig",
     ),
-    "many words": (fail_at_length, "rejected", "[2Jno no no"),
+    "many words": (fail_at_length, "rejected", r"\x1b[2Jno no no"),
     "failure": (fail, "rejected", "loss() failed at task.py:7"),
     "another outcome": (
         reply_with_another_outcome,

@@ -39,7 +39,7 @@ async def test_the_reason_of_a_device_that_declines_is_reported(deployment):
         def local_data(self, participant):
             return rows(0 if participant.name == "b" else 20, seed=1)
     """)
-    store = deployment.create_run("run")
+    store = deployment.create_run("run", "federated.secure_aggregation=false")
     with pytest.raises(UserError, match=r"; b declined: local_data\(\) of b is empty"):
         await Coordinator(store, deployment.link).run()
     (event,) = (event for event in store.events() if isinstance(event, ParticipantDeclined))
@@ -59,21 +59,30 @@ async def test_a_device_with_another_frozen_base_does_not_train(deployment):
         "; a, b, c declined: this device's model is not the server's: the frozen parameter 'bias' "
         "has other values here than there; is it loaded from the same file"
     )
+    store = deployment.create_run("run", "federated.secure_aggregation=false")
     with pytest.raises(UserError, match=sentence):
-        await Coordinator(deployment.create_run("run"), deployment.link).run()
+        await Coordinator(store, deployment.link).run()
 
 
-async def test_a_reason_shared_by_all_devices_is_reported_once_without_waiting(deployment):
+@pytest.mark.parametrize(
+    ("secure", "reason"),
+    [
+        ("false", r"local_data\(\) .*camera is off"),
+        ("true", "the device could not do this; its own log says why"),
+    ],
+)
+async def test_a_reason_shared_by_all_devices_is_reported_once_without_waiting(
+    deployment, secure, reason
+):
     await deployment.start("""
         def local_data(self, participant):
             raise OSError("the camera is off")
     """)
-    store = deployment.create_run("run", "federated.clients=3")
+    settings = "federated.clients=3", f"federated.secure_aggregation={secure}"
+    store = deployment.create_run("run", *settings)
     with pytest.raises(UserError) as caught:
         await Coordinator(store, deployment.link).run()
-    sentence = (
-        r"0 edge clients are ready .*quorum\); a, b, c declined: local_data\(\) .*camera is off"
-    )
+    sentence = rf"0 edge clients are ready .*quorum\); a, b, c declined: {reason}"
     assert re.fullmatch(sentence, str(caught.value))
 
 
