@@ -1,5 +1,7 @@
 """A server that lies over a real link: each device refuses, and would not without the check."""
 
+import time
+
 import pytest
 import torch
 from tests.privacy.mutation import disabled
@@ -7,11 +9,13 @@ from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 from tests.server.waiting import wait_until
 
 from isthmus.job import with_changes
+from isthmus.job.federated import buffer_name
 from isthmus.task import paired_scores
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_privacy.purpose import ComparisonPurpose
-from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+from isthmus_clients.device.owner_limits import LimitsGuard, parse
+from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose
+from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
@@ -160,3 +164,130 @@ async def test_devices_refuse_a_second_sum_of_a_model_without_one_of_them(server
     with disabled("unmasked-for-model"):
         second = await server.attempt(opening, OTHERS, attempt=2)
     assert {receipt.status for receipt in second.values()} == {"accepted"}
+
+
+# -- kept updates of a buffer ----------------------------------------------------------------------
+
+BUFFERED = {"federated.mode": "buffered", "federated.buffer": {"max_staleness": 2}}
+
+
+class BufferOfVictim:
+    """A buffered run of the victim, which keeps an update to the model of round 1."""
+
+    def __init__(self, server):
+        self.server = server
+        self.job = with_changes(server.run.job, BUFFERED)
+        self.model = server.published(torch.zeros(LAYOUT.size))
+
+    async def keep(self):
+        self.opening = await self.server.open(VICTIM, self.job)
+        work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, model=self.model, keep=True)
+        reply = await self.server.ask(VICTIM, train_local=work)
+        assert reply.HasField("trained"), reply.failure.reason
+
+    async def agree(self, *, round_=2, model=None):
+        """Ask for a sum of updates that began in round 1 from a model, or the victim's."""
+        starts = ((1, model or self.model.sha256, False),)
+        run = self.server.run
+        context = FederatedContext(self.server.link, self.job, self.opening, LAYOUT, run.directory)
+        config = RoundConfig(
+            run_id="run",
+            round=round_,
+            attempt=1,
+            model_hash=buffer_name("run", round_),
+            purpose=BufferedPurpose(context.purpose, starts).hash,
+            size=LAYOUT.size,
+            slots=TRAINING_SLOTS,
+            **margins(context, self.job.federated),
+            weight_max=self.job.federated.max_examples,
+        )
+        listed = [link_pb2.BufferedStart(round=r, model=m, with_gradient=g) for r, m, g in starts]
+        work = link_pb2.Agree(
+            run_id="run", round=round_, attempt=1, secure=config.to_bytes(), starts=listed
+        )
+        return await self.server.ask(VICTIM, agree=work)
+
+
+@pytest.fixture
+async def buffer(server):
+    buffer = BufferOfVictim(server)
+    await buffer.keep()
+    return buffer
+
+
+async def expect_refusal(code, sentence, ask, removed):
+    """A device refuses with a sentence; without the check it does what it was asked."""
+    if not removed:
+        assert sentence in (await ask()).failure.reason
+        return
+    with disabled(code):
+        reply = await ask()
+    assert reply.HasField("trained"), reply.failure.reason
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_device_refuses_a_buffer_in_a_run_that_was_opened_again_with_rounds(
+    server, buffer, removed
+):
+    buffer.job = server.run.job
+    buffer.opening = await server.open(VICTIM, buffer.job)
+    sentence = "was opened with federated.mode='rounds'"
+    await expect_refusal("buffered-mode-differs", sentence, buffer.agree, removed)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_device_refuses_a_buffer_of_updates_to_another_model(buffer, removed):
+    sentence = "this device trained from another model of round 1"
+    await expect_refusal(
+        "buffered-start-differs", sentence, lambda: buffer.agree(model=bytes(32)), removed
+    )
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_device_refuses_a_buffer_of_updates_that_are_too_old(buffer, removed):
+    sentence = "be at most 2 rounds before 4"
+    await expect_refusal(
+        "buffered-starts-invalid", sentence, lambda: buffer.agree(round_=4), removed
+    )
+
+
+# -- owners' limits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_device_opens_a_buffered_run_only_if_its_owner_allows_it(server, tmp_path, allowed):
+    limits = parse(f"[privacy]\nbuffered = {str(allowed).lower()}", "policy.toml")
+    server.run.devices[VICTIM].agent._guard = LimitsGuard(limits, tmp_path / "usage.json")
+    opening = server.run.opening(with_changes(server.run.job, BUFFERED))
+    reply = await server.ask(VICTIM, open=opening)
+    assert reply.HasField("opened") == allowed
+    assert ("[privacy] buffered" in reply.failure.reason) != allowed
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_device_refuses_a_cohort_of_itself_and_two_that_may_collude(server, removed):
+    """With the limits of an owner who has set none."""
+    server.run.devices[VICTIM].agent._secure._privacy = parse("", "policy.toml").privacy
+    opening = server.run.opening(server.run.job)
+    context = FederatedContext(server.link, server.run.job, opening, LAYOUT, server.run.directory)
+    blob = server.published(torch.zeros(LAYOUT.size))
+    config = RoundConfig(
+        run_id="run",
+        round=1,
+        attempt=1,
+        model_hash=blob.sha256,
+        purpose=TrainingPurpose(context.purpose, with_gradient=False).hash,
+        size=LAYOUT.size,
+        slots=TRAINING_SLOTS,
+        clients_max=3,
+        draw=int(time.time()),
+    )
+    work = link_pb2.TrainLocal(
+        run_id="run", round=1, attempt=1, model=blob, secure=config.to_bytes()
+    )
+    await expect_refusal(
+        "config-honest-below-floor",
+        "this device requires 10 (its owner sets [privacy] clients_min in policy.toml)",
+        lambda: server.ask(VICTIM, train_local=work),
+        removed,
+    )
