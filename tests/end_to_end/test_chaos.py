@@ -15,7 +15,7 @@ def chaos(folder: Path, *arguments: str) -> Any:
     command = ["chaos", "job.toml", "--clients", "3", "--json", *arguments]
     for change in (
         *("strategy.policy=federated", "datacenter.ranks=0"),
-        *("federated.cohort=3", "federated.quorum=3", "attempts=1000"),
+        *("federated.cohort=3", "federated.quorum=3"),
     ):
         command += ["--set", change]
     process, pipe = forked.start(command, folder, os.environ)

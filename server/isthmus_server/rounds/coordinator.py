@@ -16,6 +16,7 @@ from typing import Any
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
@@ -236,16 +237,15 @@ class Coordinator:
             self.state.attempts + 1,
             self._start_hash(plan),
         )
-        self.store.plan(
-            PlannedAttempt(
-                round=spec.round,
-                attempt=spec.attempt,
-                decision=decision,
-                invited=sorted(spec.cohort),
-                datacenters=spec.datacenters,
-                draw=spec.draw,
-            )
+        planned = PlannedAttempt(
+            round=spec.round,
+            attempt=spec.attempt,
+            decision=decision,
+            invited=sorted(spec.cohort),
+            datacenters=spec.datacenters,
+            draw=spec.draw,
         )
+        self.store.plan(planned)
         self._publish(
             RoundPlanned(
                 round=spec.round,
@@ -256,7 +256,7 @@ class Coordinator:
             )
         )
         if not spec.datacenter_has_model:
-            await self._load_start(plan.start)
+            await self._load_start(plan.start, planned)
         results = await self._trainer.train(spec)
         await asyncio.to_thread(self._trainer.merge, spec, results)
         metrics, saved = await asyncio.gather(
@@ -330,10 +330,16 @@ class Coordinator:
 
     # -- the model ---------------------------------------------------------------------------------
 
-    async def _load_start(self, start: str) -> None:
+    async def _load_start(self, start: str, planned: PlannedAttempt) -> None:
         """Load the model that a round starts from; repeated attempts load the same one."""
         if {CURRENT, SERVED} & set(start.split("+")):
-            await self._fetch_model()
+            try:
+                await self._fetch_model()
+            except RoundFailed as error:  # only the datacenter with the model was asked
+                receipts = error.receipts if isinstance(error, AttemptFailed) else ()
+                asked = [receipt.participant for receipt in receipts]
+                self.store.plan(dataclasses.replace(planned, invited=[], datacenters=asked))
+                raise
         if start != CURRENT:
             model = await asyncio.to_thread(self._versions.read, start, self.state.models)
             await asyncio.to_thread(self.model.restart, model)

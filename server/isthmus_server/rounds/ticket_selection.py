@@ -94,12 +94,16 @@ class TicketLottery:
     ) -> TicketSelection | None:
         """The selection of exactly these devices: in their earlier draw, or else in a new one.
 
+        After a restart of the server devices may have seen later draws, of other runs: a new draw
+        is better then.
+
         Returns None if devices would accept neither. The arguments are those of `select`.
         """
         last = self._enrolments.last_draw
         first = max(int(now), last)
         earlier = [draw] if draw >= last and now - draw < _KEPT_SECONDS else []
-        for candidate in (*earlier, *range(first, first + _DRAWS_TRIED)):
+        later = range(first, first + _DRAWS_TRIED)
+        for candidate in (*earlier, *later) if last else (*later, *earlier):
             again = self.restate(names, candidate, needed)
             if again is not None:
                 self.keep(number, candidate)

@@ -1,6 +1,7 @@
 """Failed attempts are repeated, recorded and paid for, and a run that cannot continue says why."""
 
 import io
+import json
 import shutil
 import sqlite3
 
@@ -97,6 +98,10 @@ async def test_a_model_that_cannot_be_fetched_is_a_failed_attempt_in_the_log(run
     await coordinator.run()
     (failed,) = read_report(store).to_json()["failed_attempts"]
     assert (failed["round"], failed["error"]) == (2, "dc: the disk is full")
+    assert [receipt["participant"] for receipt in failed["receipts"]] == ["dc"]
+    (planned,) = store.log.connection.execute("SELECT planned FROM attempts WHERE state='failed'")
+    planned = json.loads(planned[0])
+    assert (planned["invited"], planned["datacenters"]) == ([], ["dc"])  # only it was asked
     assert read_report(store).to_json()["rounds"][1]["attempt"] == 2
 
 

@@ -72,6 +72,18 @@ def test_a_repeated_attempt_states_its_draw_and_share_again():
     assert after.restate(first.names, first.draw, 8) is None
 
 
+def test_survivors_are_drawn_anew_after_a_restart_of_the_server():
+    """Their devices may have seen later draws of other runs, of which the new process has none."""
+    fleet = LargeFleet(10)
+    before = TicketLottery(fleet)
+    first = select(before, available=NAMES[:8])
+    again = before.repeat(1, first.names, first.draw, 8, now=NOW + 60)
+    assert again.draw == first.draw
+    fleet.last_draw = 0
+    again = TicketLottery(fleet).repeat(1, first.names, first.draw, 8, now=NOW + 60)
+    assert (again.names, again.draw) == (first.names, NOW + 60)
+
+
 def test_a_share_that_holds_too_few_available_devices_is_explained():
     lottery = TicketLottery(LargeFleet(1_000_000))
     selection = select(lottery)
