@@ -61,9 +61,9 @@ def main() -> None:
     # PyTorch logs its caches if the process ends while PyTorch is being imported.
     logging.getLogger("torch").setLevel(logging.WARNING)
     try:
-        isthmus(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        # Outside of standalone mode click returns the code of an `Exit` and does not raise it.
+        if code := isthmus(standalone_mode=False):
+            sys.exit(code)
     except click.Abort:
         sys.exit(130)
     except click.ClickException as error:

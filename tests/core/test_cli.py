@@ -37,6 +37,15 @@ def test_version(isthmus):
     assert isthmus("--version") == (0, f"isthmus, version {__version__}\n", "")
 
 
+def test_a_command_that_ends_with_a_code_of_its_own_sets_the_exit_status(isthmus, monkeypatch):
+    @click.command()
+    def damaged():
+        raise click.exceptions.Exit(1)
+
+    monkeypatch.setattr(cli, "isthmus", damaged)
+    assert isthmus()[0] == 1
+
+
 def test_check_summarises_a_job(isthmus, job_file):
     code, out, _ = isthmus("job", "check", job_file, "--set", "federated.clients=3")
     assert code == 0
