@@ -9,7 +9,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,12 +158,18 @@ def verify(state: Path) -> None:
     run.
     """
     from isthmus_server.control_plane import job_queue, registry
-    from isthmus_server.control_plane.authority import CertificateAuthority
+    from isthmus_server.control_plane.authority import CertificateAuthority, is_separate
+    from isthmus_server.control_plane.remote_authority import RemoteMembers
 
-    damaged = False
-    for what, check in (
+    identity: tuple[tuple[str, Callable[[], object]], ...] = (
         ("keys and certificates", lambda: CertificateAuthority(state).read_server_pair()),
         ("registry of participants", lambda: registry.check(state)),
+    )
+    if is_separate(state):
+        identity = (("membership and copy of the registry", lambda: RemoteMembers(state)),)
+    damaged = False
+    for what, check in (
+        *identity,
         ("queue of jobs", lambda: job_queue.check(state)),
         ("audit log", lambda: audit.read(state)),
     ):
