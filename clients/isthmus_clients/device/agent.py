@@ -82,6 +82,8 @@ class Agent:
         self._secure = SecureSessions(participant.name, signing_key, history_file, privacy, threads)
         self.host = host or InProcessHost(participant, data, tasks, threads, self._throttle.pause)
         self._working = asyncio.Lock()
+        self._cancelled: dict[int, link_pb2.Request] = {}
+        """Requests that the server has cancelled, by identity: a lying server may repeat ids."""
 
     @property
     def identity(self) -> bytes:
@@ -138,8 +140,11 @@ class Agent:
             IsthmusError: it failed; in a run with secure aggregation, for a reason that depends on
                 the request only.
         """
-        with constant_failures(self._is_secure(request), self._log_file):
-            return await self._work(request, model, progress)
+        try:
+            with constant_failures(self._is_secure(request), self._log_file):
+                return await self._work(request, model, progress)
+        finally:
+            self._cancelled.pop(id(request), None)
 
     def _is_secure(self, request: link_pb2.Request) -> bool:
         """Whether the details of a failure are withheld from the server."""
@@ -212,6 +217,7 @@ class Agent:
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training at the next step: its result is no longer needed."""
+        self._cancelled[id(request)] = request
         self.host.cancel(request.id)
 
     def _train(
@@ -228,27 +234,34 @@ class Agent:
             run.check_plain_allowed()
         if work.keep:
             run.check_buffered()
-            self._secure.keep(self.host, request, payload)
+            self._secure.keep(self.host, run, request, payload, self._wanted(run, request))
             return link_pb2.Reply(trained=link_pb2.Trained()), None
         if work.secure:
-            return self._secure.train(self.host, run, request, payload), None
+            wanted = self._wanted(run, request)
+            return self._secure.train(self.host, run, request, payload, wanted), None
         trained, update = self.host.train(request.id, work, payload, progress)
         trained.result.CopyFrom(describe(update))
         return link_pb2.Reply(trained=trained), update
 
     def _agree(self, work: link_pb2.Agree) -> link_pb2.Reply:
         """Begin the secure sum of the update that this device keeps."""
-        return self._secure.agree(self.host, self._run(work.run_id), work)
+        self._run(work.run_id)
+        return self._secure.agree(self.host, work)
 
     def _score(self, request: link_pb2.Request, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
         work = request.score
         run = self._run(work.run_id)
         if work.secure:
-            return self._secure.score(self.host, run, request, payload)
+            wanted = self._wanted(run, request)
+            return self._secure.score(self.host, run, request, payload, wanted)
         run.check_plain_allowed()
         scores = self.host.score(request.id, work, payload)
         return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
+
+    def _wanted(self, run: ActiveRun, request: link_pb2.Request) -> Callable[[], bool]:
+        """Tells whether the server has neither cancelled a request nor closed its run."""
+        return lambda: self._active is run and id(request) not in self._cancelled
 
     def _run(self, run_id: str, *, app: bool = False) -> ActiveRun:
         run = self._active

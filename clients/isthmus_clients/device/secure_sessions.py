@@ -6,7 +6,7 @@ PyTorch is imported with the first attempt, so that an idle device stays small.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Result = tuple[link_pb2.Trained, Buffer]
+"""Figures of a training, and its encoded update."""
+
 
 class SecureSessions:
     """Joins an attempt with an update or scores, keeps it between requests, answers its steps.
 
     Guarantees:
       * whatever the task does with this device's data, the server receives a masked vector; one
-        without a usable update is zero, with weight 0.
+        without a usable update is zero, with weight 0;
+      * nothing that the server does ends in such a zero vector: work that it cancels, or whose run
+        it closes, fails. It could otherwise have all devices of a sum but one send zeros.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class SecureSessions:
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
-        self._kept: tuple[link_pb2.Request, tuple[link_pb2.Trained, Buffer] | None] | None = None
-        """What waits for a buffered sum: the request, and the result unless it is unusable."""
+        self._kept: tuple[link_pb2.Request, ActiveRun, _Result | None] | None = None
+        """What waits for a buffered sum: the request, the run as it was open then, and the result
+        unless it is unusable."""
 
     @property
     def identity(self) -> bytes:
@@ -98,13 +104,19 @@ class SecureSessions:
         self._kept = None
 
     def train(
-        self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, payload: Buffer
+        self,
+        host: TaskHost,
+        run: ActiveRun,
+        request: link_pb2.Request,
+        payload: Buffer,
+        wanted: Callable[[], bool],
     ) -> link_pb2.Reply:
-        """Train, and join the sum of the updates.
+        """Train, and join the sum of the updates, if it is still `wanted` then.
 
         Raises:
             PeerMisbehaved: the configuration is refused, before anything is trained.
-            UpdateError: this device is not enrolled, or cannot record the attempt.
+            UpdateError: this device is not enrolled, cannot record the attempt, or the server has
+                cancelled it.
         """
         from isthmus_privacy.purpose import TrainingPurpose
         from isthmus_privacy.secagg import TRAINING_SLOTS
@@ -114,13 +126,27 @@ class SecureSessions:
         purpose = TrainingPurpose(run.secure_purpose, work.with_gradient)
         attempt = self._propose(about, work.secure, work.model, purpose.hash, TRAINING_SLOTS)
         result = _train_silently(host, request, payload)
+        _check_wanted(wanted)
         return self._join_with_update(attempt, run, result)
 
-    def keep(self, host: TaskHost, request: link_pb2.Request, payload: Buffer) -> None:
-        """Train, and keep the update until `agree`."""
-        self._kept = request, _train_silently(host, request, payload)
+    def keep(
+        self,
+        host: TaskHost,
+        run: ActiveRun,
+        request: link_pb2.Request,
+        payload: Buffer,
+        wanted: Callable[[], bool],
+    ) -> None:
+        """Train, and keep the update until `agree`, if it is still `wanted` then.
 
-    def agree(self, host: TaskHost, run: ActiveRun, work: link_pb2.Agree) -> link_pb2.Reply:
+        Raises:
+            UpdateError: the server has cancelled it.
+        """
+        result = _train_silently(host, request, payload)
+        _check_wanted(wanted)
+        self._kept = request, run, result
+
+    def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
         """Join the sum of a buffer with the kept update, discounted by its age in rounds.
 
         Raises:
@@ -133,7 +159,9 @@ class SecureSessions:
 
         if self._kept is None or self._kept[0].train_local.run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
-        request, result = self._kept
+        # The run as it was when the update was trained: the server may have opened it again since,
+        # with another job.
+        request, run, result = self._kept
         run.check_buffered()
         start = request.train_local
         starts = tuple((s.round, s.model, s.with_gradient) for s in work.starts)
@@ -158,13 +186,19 @@ class SecureSessions:
         return reply
 
     def score(
-        self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, payload: Buffer
+        self,
+        host: TaskHost,
+        run: ActiveRun,
+        request: link_pb2.Request,
+        payload: Buffer,
+        wanted: Callable[[], bool],
     ) -> link_pb2.Reply:
-        """Score models, and join the sum of the scores.
+        """Score models, and join the sum of the scores, if it is still `wanted` then.
 
         Raises:
             PeerMisbehaved: the configuration is refused, before anything is scored.
-            UpdateError: this device is not enrolled, or cannot record the attempt.
+            UpdateError: this device is not enrolled, cannot record the attempt, or the server has
+                cancelled it.
         """
         import torch
 
@@ -181,6 +215,7 @@ class SecureSessions:
             f"comparison {work.comparison} of {work.run_id}",
             lambda: paired_scores.score_vector(host.score(request.id, work, payload)),
         )
+        _check_wanted(wanted)
         usable = vector is not None
         if vector is None:
             vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
@@ -234,7 +269,7 @@ class SecureSessions:
         self,
         attempt: SecureParticipation,
         run: ActiveRun,
-        result: tuple[link_pb2.Trained, Buffer] | None,
+        result: _Result | None,
         scale: float = 1.0,
     ) -> link_pb2.Reply:
         """Join with an update, or with zeros of weight 0 without a usable one."""
@@ -314,9 +349,17 @@ class SecureSessions:
         return self._credentials
 
 
-def _train_silently(
-    host: TaskHost, request: link_pb2.Request, payload: Buffer
-) -> tuple[link_pb2.Trained, Buffer] | None:
+def _check_wanted(wanted: Callable[[], bool]) -> None:
+    """Refuse to join after the server has ended the work, which may be why it failed.
+
+    Raises:
+        UpdateError: it has.
+    """
+    if not wanted():
+        raise UpdateError("the server has cancelled this request, or closed its run")
+
+
+def _train_silently(host: TaskHost, request: link_pb2.Request, payload: Buffer) -> _Result | None:
     """Train without reports of progress; None without a usable update, which only the log tells."""
     work = request.train_local
     return attempted(

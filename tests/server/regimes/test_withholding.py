@@ -3,8 +3,10 @@
 The server here is the attacker: it chooses the models, and reads every byte that it receives.
 """
 
+import asyncio
 import contextlib
 import math
+import threading
 from textwrap import dedent
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 from tests.server.waiting import wait_until
 
+from isthmus.errors import TaskError
 from isthmus.job.federated import buffer_name
 from isthmus.task import Participant
 from isthmus.task.code_digest import code_digest
@@ -269,6 +272,60 @@ async def test_refusals_that_depend_on_the_request_only_keep_their_sentence(atta
     assert "is not after round 1 attempt 5" in reply.failure.reason
     reply = await attacker.ask(agree=link_pb2.Agree(run_id="other"))
     assert reply.failure.reason == "the run 'other' is not open on this device"
+
+
+@pytest.mark.parametrize("ending", ["cancel", "close"])
+@pytest.mark.parametrize("keep", [False, True])
+async def test_work_that_the_server_ends_is_no_zero_update(
+    network, make_job, write_task, tmp_path, ending, keep
+):
+    """It could end that of all devices but one: their sum would be that one's update."""
+    write_task()
+    attacker = Attacker(network, make_job, tmp_path, "federated.mode=buffered")
+    await attacker.connect()
+    await attacker.open()
+    entered, ended = threading.Event(), threading.Event()
+
+    def fails(*_):  # as a host does whose process was killed, or was asked to stop
+        entered.set()
+        assert ended.wait(30)
+        raise TaskError("the process of the task ended")
+
+    attacker.victim.host.train = fails
+    training = asyncio.create_task(attacker.train(torch.zeros(LAYOUT.size), keep=keep))
+    assert await asyncio.to_thread(entered.wait, 30)
+    if ending == "close":
+        await attacker.ask(close=link_pb2.CloseRun(run_id="run"))
+    else:
+        peer = network.link.peers["victim"]
+        (id_,) = peer.pending
+        peer.send_and_keep(link_pb2.Envelope(cancel=link_pb2.Cancel(id=id_)))
+        await wait_until(lambda: attacker.victim._cancelled)
+    ended.set()
+    reply = await training
+    assert reply.failure.reason == "the server has cancelled this request, or closed its run"
+    assert attacker.victim._secure._kept is None
+    assert attacker.victim._secure._current is None
+
+
+async def test_a_kept_update_is_summed_only_for_the_job_it_was_trained_with(
+    network, make_job, write_task, tmp_path
+):
+    """Otherwise all others could train with a rate of zero, and the run be opened again."""
+    write_task()
+    attacker = Attacker(network, make_job, tmp_path, "federated.mode=buffered")
+    await attacker.connect()
+    await attacker.open()
+    start = torch.zeros(LAYOUT.size)
+    await attacker.train(start, keep=True)
+    changed = ("federated.mode=buffered", "task.settings.lr=0.0")
+    attacker.job = make_job(*SETTINGS, *changed)
+    attacker.opening.job = attacker.job.model_dump_json()
+    link = network.link
+    attacker.context = FederatedContext(link, attacker.job, attacker.opening, LAYOUT, tmp_path)
+    assert (await attacker.open()).HasField("opened")
+    reply = await attacker.agree(start)
+    assert reply.failure.code == "config-purpose-differs"
 
 
 async def test_the_server_cannot_choose_the_figures(attacker):
