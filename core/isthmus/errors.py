@@ -58,6 +58,10 @@ class TaskError(UserError):
     """A task that cannot be loaded, or that failed while it ran."""
 
 
+class TaskProcessEnded(TaskError):
+    """The process of a task ended, which others may have caused: by using up the memory."""
+
+
 class DamagedError(UserError):
     """Stored data that is not what was written: it was changed, cut short or lost."""
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, TaskProcessEnded
 
 _Result = TypeVar("_Result")
 
@@ -33,9 +33,17 @@ class DetailsWithheld(IsthmusError):
 
 
 def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
-    """The result of work on the device's data, or None if it failed, which only the log tells."""
+    """The result of work on the device's data, or None if it failed, which only the log tells.
+
+    Raises:
+        DetailsWithheld: the process of the task ended. Zeros instead would let a server that can
+            end processes choose whose updates are in a sum.
+    """
     try:
         return work()
+    except TaskProcessEnded:
+        log.exception("%s failed", what)
+        raise DetailsWithheld from None
     except Exception:
         log.exception("%s failed; this device takes part with a weight of 0", what)
         return None

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import (
     FLAG,
-    MAX_CLIENTS,
     NUMBER,
     REAL,
     Message,
@@ -40,6 +39,9 @@ MAX_LEVELS = 1 << 28
 
 MAX_COUNT = 1 << 53
 """Largest weight or count: float64 represents all integers up to it."""
+
+MAX_COHORT = 2048
+"""Largest cohort: a roster has to fit a message, and the search for the graph grows with it."""
 
 MAX_SIZE = 1 << 40
 MAX_SLOTS = 256
@@ -216,7 +218,7 @@ class RoundConfig(Message):
             "bits": self.bits in RING_BITS,
             "size": self.size <= MAX_SIZE,
             "clients_min": 2 <= self.clients_min <= self.clients_max,
-            "clients_max": self.clients_max <= MAX_CLIENTS,
+            "clients_max": self.clients_max <= MAX_COHORT,
             "complete_up_to": self.complete_up_to <= 4096,
             "levels": 2 <= self.levels <= MAX_LEVELS,
             "clip": math.isfinite(self.clip) and self.clip > 0,

@@ -185,7 +185,9 @@ class History:
                 f"this device has taken part in {self.participations()} attempts of all runs, its "
                 "own limit",
             )
-        begun = Begun(config.run_id, config.round, config.attempt, count + 1, config.draw)
+        # Without a lottery nobody has checked the draw: a false one would shut the device out.
+        draw = self._draw if requirements.selection_slack is None else config.draw
+        begun = Begun(config.run_id, config.round, config.attempt, count + 1, draw)
         self._store(begun)
         self._current = (config.run_id, config.round, config.attempt)
 

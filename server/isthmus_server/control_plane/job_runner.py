@@ -65,7 +65,7 @@ class JobRunner:
         self.tasks = state / "tasks"
         self.runs = state / "runs"
         self.console = console
-        self._running: tuple[int, asyncio.Task[None]] | None = None
+        self._running: tuple[int, asyncio.Task[str]] | None = None
         self._cancelled = False
         self._coordinator: Coordinator | None = None
         self._waiting: WaitingForParticipants | Paused | None = None
@@ -109,7 +109,7 @@ class JobRunner:
         task = asyncio.create_task(self._train(entry))
         self._running, self._cancelled = (entry.number, task), False
         try:
-            await asyncio.shield(task)
+            reason = await asyncio.shield(task)
         except asyncio.CancelledError:
             current_task = asyncio.current_task()
             if current_task is not None and current_task.cancelling():  # the server stops
@@ -120,7 +120,7 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001 - whatever it is, the next job runs
             await self._end_or_pause(entry, error, rounds)
         else:
-            self._mark(entry, "finished")
+            self._mark(entry, "finished", reason)
         finally:
             self._running = None
             self._waiting = None
@@ -155,7 +155,8 @@ class JobRunner:
         if not self._cancelled:
             self.queue.mark(entry, state, reason)
 
-    async def _train(self, entry: QueuedJob) -> None:
+    async def _train(self, entry: QueuedJob) -> str:
+        """Run a job to its end; returns why it ended."""
         job = entry.job
         self._check(job)
         directory = self.runs / entry.id
@@ -168,6 +169,7 @@ class JobRunner:
                 events.subscribe(self._note_waiting)
                 self._coordinator = Coordinator(store, self.server.link, events)
                 await self._coordinator.run()
+                return store.status()[1]
         except asyncio.CancelledError:
             if self._cancelled:
                 store.finish("cancelled", _CANCELLED, None)

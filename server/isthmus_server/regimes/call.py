@@ -188,7 +188,9 @@ async def call(
         if failure is not None:
             reason = failure.reason
             if receipts is not None:
-                reached = failure.reached or receipts.was_reached(name)
+                # With a code, the first reply is a refusal of the request: no work was done for it.
+                worked = failure.reached and not failure.code
+                reached = worked or receipts.was_reached(name)
                 sent = failure.status == "rejected"
                 receipts.record(name, failure.status, reason, started=reached, sent=sent)
                 was_lost = isinstance(failure.__cause__, ParticipantLost)

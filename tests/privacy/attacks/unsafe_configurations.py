@@ -30,6 +30,11 @@ def client_with(**changes):
 
 
 @expect_refusal("config-malformed")
+def a_cohort_whose_graph_takes_hours_to_find():
+    client_with(clients_max=2049, levels=1000, complete_up_to=0)
+
+
+@expect_refusal("config-malformed")
 def a_ring_of_31_bits():
     client_with(bits=31, levels=4)
 

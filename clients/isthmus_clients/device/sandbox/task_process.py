@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from isthmus.errors import TaskError, UpdateError
+from isthmus.errors import TaskError, TaskProcessEnded, UpdateError
 from isthmus.printable import in_a_line
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -190,7 +190,7 @@ class TaskProcess:
         except UpdateError as error:
             raise self.misbehaved(str(error)) from None
 
-    def _lost(self) -> TaskError:
+    def _lost(self) -> TaskProcessEnded:
         """The error for a process that has ended, or has closed its connection."""
         if self._ended.wait(_END_SECONDS) and self._killed_because is None:
             code = self._popen.returncode
@@ -199,7 +199,7 @@ class TaskProcess:
             self.kill("it closed its connection")
             self._ended.wait()
             why = self._killed_because or ""
-        return TaskError(f"the process of the task ended: {why}")
+        return TaskProcessEnded(f"the process of the task ended: {why}")
 
     @contextlib.contextmanager
     def _limited(self, seconds: float | None) -> Iterator[None]:
