@@ -68,7 +68,7 @@ COMMANDS = [
     "isthmus server init --authority --host --token-file STATE",
     "isthmus server participants STATE",
     "isthmus server revoke NAME STATE",
-    "isthmus server start --address STATE",
+    "isthmus server start --address --grace STATE",
     "isthmus server token create --expires --kind --name STATE",
     "isthmus server verify STATE",
     "isthmus submit --set --state JOB",

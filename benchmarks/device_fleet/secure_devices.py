@@ -131,7 +131,7 @@ async def _devices(
                 tasks=tasks,
             )
             agent.connected = asyncio.Event()
-            running.append(asyncio.create_task(serve(member.server, agent, member)))
+            running.append(asyncio.create_task(serve(agent.uplink(member.server, member), agent)))
             running[-1].add_done_callback(ended)
             await agent.connected.wait()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shlex
 import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -22,7 +21,7 @@ from isthmus_clients.device import resource_limits
 from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
-from isthmus_clients.device.systemd import unit
+from isthmus_clients.device.systemd import GRACE_SECONDS, unit
 
 
 @click.group()
@@ -122,6 +121,8 @@ def start(
 ) -> None:
     """Connect to the server and take part in its rounds until stopped.
 
+    SIGTERM or Ctrl-C lets a running request end, for up to 30 s; a second one gives it up.
+
     The log goes to standard error. With secure aggregation it is the only place that says why this
     device could not do something: the server is not told.
     """
@@ -139,7 +140,7 @@ def start(
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
         agent = Agent(participant, data, threads, hours, log_file=log_file)
-        asyncio.run(_until_stopped(serve(server, agent), name))
+        asyncio.run(_serve_until_stopped(server, agent, None))
         return
     if log_file is not None:
         raise UserError("--log-file would tell a remote server about this machine; remove it")
@@ -170,19 +171,28 @@ def start(
             guard=guard,
             host=host,
         )
-        work = serve(server or member.server, agent, member)
-        asyncio.run(_until_stopped(work, member.name))
+        asyncio.run(_serve_until_stopped(server or member.server, agent, member))
 
 
-async def _until_stopped(work: Coroutine[Any, Any, None], name: str) -> None:
-    task = asyncio.ensure_future(work)
+async def _serve_until_stopped(address: str, agent: Agent, member: Membership | None) -> None:
+    """Serve until Ctrl-C or SIGTERM: the first lets the running request end, a second does not."""
+    uplink = agent.uplink(address, member)
+    serving = asyncio.create_task(serve(uplink, agent))
+    leaving: asyncio.Task[None] | None = None
+
+    def stop() -> None:
+        nonlocal leaving
+        if leaving is None:
+            leaving = asyncio.create_task(uplink.leave(GRACE_SECONDS))
+        else:
+            serving.cancel()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        click.echo(f"{name} stopped")
+        loop.add_signal_handler(number, stop)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    click.echo(f"{agent.participant.name} stopped")
 
 
 def _check_hours(hours: tuple[str, ...]) -> None:

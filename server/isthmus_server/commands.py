@@ -11,7 +11,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,9 @@ from isthmus.task import check_named
 
 if TYPE_CHECKING:
     from isthmus_server.storage.store import Store
+
+GRACE_SECONDS = 30.0
+"""Time for a running round to end after the first signal."""
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job."
@@ -58,7 +61,8 @@ def run(
     """Train JOB on this machine: the server, its edge clients and its datacenter ranks.
 
     With federated.clients=0 or datacenter.ranks=0 that role is not started; participants can take
-    it by connecting to --address.
+    it by connecting to --address. Ctrl-C or SIGTERM ends it after the running round, for which it
+    waits up to 30 s; a second one gives that round up.
     """
     from isthmus_server.local.fork_server import ParticipantForkServer
 
@@ -89,7 +93,8 @@ def run(
             directory = run_dir or _fresh_directory(loaded)
             local_run = LocalRun.new(loaded, job.resolve().parent, directory)
         try:
-            run_until_stopped(local_run.run(listen_at, console, fork_server))
+            work = local_run.run(listen_at, console, fork_server)
+            run_until_stopped(work, local_run.leave)
         except click.Abort:
             again = f"isthmus run --resume --run-dir {local_run.directory}"
             click.echo(f"stopped; continue with  {again}", err=True)
@@ -213,14 +218,38 @@ def _opened(directory: Path) -> Iterator[Store]:
         store.close()
 
 
-def run_until_stopped(work: Any) -> Any:
-    """Run a coroutine; the first Ctrl-C or SIGTERM cancels it and waits for its cleanup."""
+def run_until_stopped(
+    work: Any, leave: Callable[[], None] | None = None, grace: float = GRACE_SECONDS
+) -> Any:
+    """Run a coroutine; Ctrl-C or SIGTERM cancels it and waits for its cleanup.
+
+    With `leave` the first signal calls that instead, and the coroutine is cancelled by a second
+    one, or if it has not ended after `grace` seconds.
+
+    Raises:
+        Abort: it was cancelled.
+    """
 
     async def main() -> Any:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
+        leaving = False
+
+        def stop() -> None:
+            nonlocal leaving
+            if leave is None or leaving:
+                task.cancel()
+                return
+            leaving = True
+            click.echo(
+                f"stopping: a running round has {grace:g} s to end; a second signal gives it up",
+                err=True,
+            )
+            leave()
+            loop.call_later(grace, task.cancel)
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, stop)
         return await task
 
     try:

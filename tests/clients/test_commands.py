@@ -1,5 +1,6 @@
 import asyncio
 import importlib.metadata
+import os
 import re
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.conftest import TABLE
 from tests.server.loopback import LoopbackNetwork
+from tests.server.rounds.results import LAYOUT
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.commands import client
@@ -67,12 +70,11 @@ async def test_a_server_that_refuses_ends_the_client():
     link = Link(10.0)
     port = await link.start()
     try:
+        agent = Agent(Participant(name="x" * 200, regime="federated"), None)
         with pytest.raises(
             AdmissionRefused, match=r"a hello needs a name and an instance of 1 to 128 pr"
         ):
-            await serve(
-                f"127.0.0.1:{port}", Agent(Participant(name="x" * 200, regime="federated"), None)
-            )
+            await serve(agent.uplink(f"127.0.0.1:{port}"), agent)
     finally:
         await link.stop()
 
@@ -96,6 +98,53 @@ async def test_an_idle_device_is_small():
     finally:
         device.kill()
         await device.wait()
+        await network.close()
+
+
+HELD = """
+    def local_data(self, participant):
+        open("gate").read()  # until the test closes the other end
+        return super().local_data(participant)
+"""
+
+
+async def test_a_stopped_device_ends_its_request_and_tells_the_server(tmp_path, make_job):
+    """The server does not wait for its lease, and the device begins nothing new."""
+    (tmp_path / "task.py").write_text(TABLE + HELD)
+    os.mkfifo(tmp_path / "gate")
+    network = LoopbackNetwork()
+    link = await network.listen(lease_seconds=600.0)
+    start = ["-m", "isthmus.cli", "client", "start", "--name", "phone"]
+    device = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *start,
+        *("--server", f"127.0.0.1:{network.port}"),
+        cwd=tmp_path,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert device.stderr is not None
+    try:
+        await wait_until(lambda: "phone" in link.peers)
+        work = link_pb2.OpenRun(run_id="run", job=make_job().model_dump_json())
+        work.base, work.layout = str(tmp_path), LAYOUT.header
+        first = link_pb2.Request(id=link.new_id(), open=work)
+        opened = asyncio.create_task(link.ask("phone", first))
+        gate = await asyncio.to_thread((tmp_path / "gate").open, "w")
+        device.terminate()
+        await device.stderr.readuntil(b"phone leaves")
+        second = link_pb2.Request(id=link.new_id(), open=work)
+        refused = asyncio.create_task(link.ask("phone", second))
+        gate.close()
+        assert (await opened).opened.examples == 20
+        link.acknowledge("phone", first.id, True)
+        with pytest.raises(ParticipantLost, match=r"^lost: it has left$"):
+            await refused
+        assert link.peers == {}
+        assert await device.wait() == 0
+    finally:
+        if device.returncode is None:
+            device.kill()
+            await device.communicate()
         await network.close()
 
 

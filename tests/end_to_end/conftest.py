@@ -153,11 +153,10 @@ class RunProcess:
         self.process.kill()
         self.process.join()
 
-    def interrupt(self) -> int | None:
-        """Send Ctrl-C; returns the exit status."""
+    def interrupt(self) -> None:
+        """Send Ctrl-C."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGINT)
-        return self.finish()
 
     def finish(self) -> int | None:
         """Read the output to its end; returns the exit status."""

@@ -11,18 +11,27 @@ import pytest
 from safetensors.torch import load_file
 
 
-def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(start: Any, report_of: Any) -> None:
-    """Kill the coordinator after a datacenter and a hybrid round, and interrupt it later."""
+def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(
+    folder: Path, start: Any, report_of: Any
+) -> None:
+    """Kill the coordinator after a datacenter and a hybrid round, and interrupt it in a round."""
     whole = start("job.toml", "--run-dir", "whole")
     assert whole.finish() == 0, whole.output
 
-    run = start("job.toml", "--run-dir", "killed")
+    gate = folder / "gate"
+    hold = ("--set", "task.settings.hold=client-0", "--set", f"task.settings.gate={gate}")
+    run = start("job.toml", "--run-dir", "killed", *hold)
     for round_ in (1, 3):
         run.wait_for_line(rf"round +{round_} ")
         run.kill()
         run = start("--resume", "--run-dir", "killed")
-    run.wait_for_line(r"round +5 ")
-    assert run.interrupt() == 130
+    os.mkfifo(gate)
+    with gate.open("w"):  # as soon as client-0 waits in round 4 or 5
+        gate.unlink()
+        run.interrupt()
+        run.wait_for_line(r"stopping: a running round has 30 s to end")
+    run.wait_for_line(r"round +[45] ")
+    assert run.finish() == 130
     assert "stopped; continue with  isthmus run --resume --run-dir killed" in run.output
     run = start("--resume", "--run-dir", "killed")
     assert run.finish() == 0, run.output

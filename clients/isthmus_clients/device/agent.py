@@ -94,6 +94,22 @@ class Agent:
         """Take the enrolment of this device's identity from the server's welcome."""
         self._secure.welcomed(welcome)
 
+    def uplink(self, address: str, membership: Membership | None = None) -> Uplink:
+        """Create this device's connection to the server.
+
+        Raises:
+            UserError: the server is on another machine, and this device has not joined it.
+        """
+        return Uplink(
+            address,
+            self.participant.name,
+            link_pb2.CLIENT,
+            self,
+            identity=self.identity,
+            on_welcome=self.welcomed,
+            membership=membership,
+        )
+
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
         """Allocate memory for the payload of a request.
 
@@ -287,22 +303,12 @@ class Agent:
         return link_pb2.Reply(opened=opened)
 
 
-async def serve(address: str, agent: Agent, membership: Membership | None = None) -> None:
-    """Connect to the server and serve its requests until cancelled.
+async def serve(uplink: Uplink, agent: Agent) -> None:
+    """Serve the server's requests until cancelled, or until `Uplink.leave` has ended.
 
     Raises:
         AdmissionRefused: the server refuses this device.
-        UserError: the server is on another machine, and this device has not joined it.
     """
-    uplink = Uplink(
-        address,
-        agent.participant.name,
-        link_pb2.CLIENT,
-        agent,
-        identity=agent.identity,
-        on_welcome=agent.welcomed,
-        membership=membership,
-    )
     try:
         await uplink.run()
     finally:

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 from isthmus_clients.device.owner_limits import OwnerLimits
 
+GRACE_SECONDS = 30.0
+"""Time for a running request to end after SIGTERM; then the server is told within a few seconds."""
+
+_STOP_SECONDS = GRACE_SECONDS + 15.0
+
 _HARDENING = (
     "NoNewPrivileges=yes",
     "ProtectSystem=strict",
@@ -65,6 +70,9 @@ def unit(
             "RestartSec=30",
             # A permanent refusal (exit code 1) needs a person and must not be repeated.
             "RestartPreventExitStatus=1",
+            # SIGTERM is for the agent, which ends the task's process after its request.
+            "KillMode=mixed",
+            f"TimeoutStopSec={_STOP_SECONDS:g}",
             "Nice=10",
             *resource_lines,
             *_HARDENING,

@@ -1,10 +1,29 @@
-"""Helpers to read and build the messages of requests and replies."""
+"""A participant's open requests; read and build the messages of requests and replies."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 
+from isthmus.transport.blobs import Assembly, Buffer
+from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
+
+
+@dataclasses.dataclass
+class OpenRequest:
+    """A request from its arrival until its result is acknowledged."""
+
+    request: link_pb2.Request
+    buffer: Buffer | None = None
+    assembly: Assembly | None = None
+    wanted_on: Stream | None = None
+    """The stream on which the blob was pulled; chunks on other streams are ignored."""
+    task: asyncio.Task[None] | None = None
+    reply: link_pb2.Reply | None = None
+    payload: Buffer | None = None
+    reported_at: float = 0.0
 
 
 def failure(reason: str, code: str = "") -> link_pb2.Reply:

@@ -8,7 +8,7 @@ started twice and a finished one is answered again.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import logging
 import math
 import time
@@ -26,7 +26,7 @@ from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
-from isthmus.transport.requests import blob_of, failure, model_of
+from isthmus.transport.requests import OpenRequest, blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
@@ -61,25 +61,13 @@ _WELCOME_SECONDS = 30.0
 _MAX_REQUESTS = 64
 """Most unacknowledged requests of a server, which sends one or a few at a time."""
 
+_LEAVE_SECONDS = 5.0
+"""Time for the server to end the stream of a participant that leaves."""
+
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages of a request."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class _Job:
-    """The state of one request."""
-
-    request: link_pb2.Request
-    buffer: Buffer | None = None
-    assembly: Assembly | None = None
-    wanted_on: Stream | None = None
-    """The stream on which the blob was pulled; chunks on other streams are ignored."""
-    task: asyncio.Task[None] | None = None
-    reply: link_pb2.Reply | None = None
-    payload: Buffer | None = None
-    reported_at: float = 0.0
 
 
 class Uplink:
@@ -136,20 +124,24 @@ class Uplink:
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, OpenRequest] = {}
         self._stream: Stream | None = None
         self._linked_at = math.inf
         """Monotonic time of the welcome; infinity without a connection."""
         self._welcome: link_pb2.Welcome | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[object] | None = None
+        self._leaving = False
+        self._ended = asyncio.Event()
+        """Set when a request may have ended."""
 
     async def run(self) -> None:
-        """Serve until cancelled.
+        """Serve until cancelled, or until `leave` has ended it.
 
         Raises:
             AdmissionRefused: the server refused this participant, with the reason.
         """
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         backoff = Backoff(self.longest_pause)
         try:
             while True:
@@ -172,6 +164,8 @@ class Uplink:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise asyncio.CancelledError  # gRPC replaced it by an error
+                if self._leaving and not self._jobs:
+                    return
                 if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s: %s%s", self.address, why, more)
@@ -180,6 +174,26 @@ class Uplink:
             for job in self._jobs.values():
                 if job.task is not None:
                     job.task.cancel()
+
+    async def leave(self, grace_seconds: float) -> None:
+        """Begin no more requests, give the running ones that long to end, then end `run`.
+
+        A request that has not ended by then is given up. The server is told, so that it does not
+        wait for the lease.
+        """
+        self._leaving = True
+        log.info("%s leaves as soon as its requests have ended", self.name)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while any(job.task is not None for job in self._jobs.values()):
+                    self._ended.clear()
+                    await self._ended.wait()
+        self._forget(f"not done within {grace_seconds:g} s, and {self.name} leaves")
+        assert self._running is not None
+        if self._stream is not None:
+            self._stream.spawn(self._stream.send(link_pb2.Envelope(leave=link_pb2.Leave())))
+            await asyncio.wait((self._running,), timeout=_LEAVE_SECONDS)
+        self._running.cancel()
 
     def _channel(self) -> grpc.aio.Channel:
         if self.membership is None:
@@ -206,6 +220,7 @@ class Uplink:
                 async with Heartbeats(lease).of(stream):
                     while (message := await stream.receive()) is not None:
                         await self._take(stream, message)
+                        self._ended.set()
             finally:
                 self._stream = None
                 call.cancel()
@@ -280,9 +295,11 @@ class Uplink:
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
         job = self._jobs.get(request.id)
         if job is None:
+            if self._leaving:
+                return
             if len(self._jobs) >= _MAX_REQUESTS:
                 raise UpdateError(f"more than {_MAX_REQUESTS} requests are open")
-            job = self._jobs[request.id] = _Job(request)
+            job = self._jobs[request.id] = OpenRequest(request)
             blob = model_of(request)
             if blob is not None and blob.size:
                 try:
@@ -326,10 +343,10 @@ class Uplink:
             if assembly.complete:
                 self._start(job)
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: OpenRequest) -> None:
         job.task = asyncio.create_task(self._execute(job))
 
-    async def _execute(self, job: _Job) -> None:
+    async def _execute(self, job: OpenRequest) -> None:
         buffer, job.buffer, job.assembly = job.buffer, None, None
         try:
             reply, payload = await self.worker.work(
@@ -342,7 +359,9 @@ class Uplink:
             reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
         await self._answer(job, reply, payload)
 
-    async def _answer(self, job: _Job, reply: link_pb2.Reply, payload: Buffer | None) -> None:
+    async def _answer(
+        self, job: OpenRequest, reply: link_pb2.Reply, payload: Buffer | None
+    ) -> None:
         if self._jobs.get(job.request.id) is not job:
             self.worker.acknowledged(job.request, False, "the server dropped the request")
             return
@@ -354,7 +373,7 @@ class Uplink:
         if self._stream is not None:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
 
-    def _progress(self, job: _Job, progress: link_pb2.Progress) -> None:
+    def _progress(self, job: OpenRequest, progress: link_pb2.Progress) -> None:
         now = time.monotonic()
         if not progress.note:
             if now - job.reported_at < _PROGRESS_SECONDS:

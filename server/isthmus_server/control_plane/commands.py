@@ -211,12 +211,21 @@ def show_audit(state: Path) -> None:
     show_default=True,
     help="Where participants connect; the next port is for joining.",
 )
-def start(state: Path, address: str) -> None:
+@click.option(
+    "--grace",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds for a running round to end after SIGTERM or Ctrl-C.",
+)
+def start(state: Path, address: str, grace: float) -> None:
     """Serve the participants that have joined, and run the jobs that operators submit.
 
-    After a restart, queued jobs and an interrupted run continue.
+    SIGTERM or Ctrl-C ends it after the running round; a second one, or the end of --grace, gives
+    that round up. After a restart, queued jobs and an interrupted run continue.
     """
     from isthmus_server.commands import prepare, run_until_stopped
+    from isthmus_server.control_plane.job_runner import JobRunner
     from isthmus_server.control_plane.operator_service import serve_queue
     from isthmus_server.control_plane.server import ControlPlaneServer
 
@@ -225,7 +234,9 @@ def start(state: Path, address: str) -> None:
         raise UserError(f"--address {address!r} has no next port, which is needed for joining")
     prepare()
     logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
-    run_until_stopped(serve_queue(ControlPlaneServer(state), state, host, port, Console()))
+    runner = JobRunner(ControlPlaneServer(state), state, Console())
+    with contextlib.suppress(click.Abort):  # the queue is kept
+        run_until_stopped(serve_queue(runner, host, port), runner.leave, grace)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class JobRunner:
       * a job that cannot continue is paused with the reason, the next one runs, and it is tried
         again later; only what is the user's mistake for certain fails it;
       * a cancelled job is never continued, also after a crash of the server;
+      * `leave` lets the running round end, and begins nothing new;
       * a task is loaded only from the server's own directory of tasks: operators cannot
         submit code.
     """
@@ -67,18 +68,21 @@ class JobRunner:
         self.console = console
         self._running: tuple[int, asyncio.Task[str]] | None = None
         self._cancelled = False
+        self._leaving = False
         self._coordinator: Coordinator | None = None
         self._waiting: WaitingForParticipants | Paused | None = None
         """What the running job waits for."""
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Run jobs until cancelled; an interrupted job continues when the server is started again.
+        """Run jobs until cancelled, or until the running round has ended after `leave`.
+
+        An interrupted job continues when the server is started again.
 
         Raises:
             UserError: the queue's file cannot be used any more.
         """
-        while True:
+        while not self._leaving:
             self._woken.clear()
             try:
                 entry = self.queue.next()
@@ -95,6 +99,13 @@ class JobRunner:
                 self._print(f"the queue of jobs cannot be used now: {error}; it is tried again")
                 await self._wait(_QUEUE_SECONDS)
 
+    def leave(self) -> None:
+        """End `run` after the running round, or at once if there is none."""
+        self._leaving = True
+        self._woken.set()
+        if self._coordinator is not None:
+            self._coordinator.drain.request()
+
     async def _wait(self, seconds: float | None) -> None:
         """Wait until an operator changes the queue, or for that long."""
         with contextlib.suppress(TimeoutError):
@@ -104,6 +115,8 @@ class JobRunner:
     async def _run_job(self, entry: QueuedJob) -> None:
         self._print(f"{entry.id}, submitted by {entry.submitted_by}")
         rounds = await self.progress(entry)
+        if self._leaving:
+            return
         if entry.state != "running":
             self.queue.mark(entry, "running")
         task = asyncio.create_task(self._train(entry))
@@ -116,7 +129,10 @@ class JobRunner:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
-            self._print(f"{entry.id} is cancelled")
+            if self._cancelled:
+                self._print(f"{entry.id} is cancelled")
+            else:
+                self._print(f"{entry.id} continues when the server is started again")
         except Exception as error:  # noqa: BLE001 - whatever it is, the next job runs
             await self._end_or_pause(entry, error, rounds)
         else:
@@ -168,6 +184,8 @@ class JobRunner:
                 events.subscribe(view)
                 events.subscribe(self._note_waiting)
                 self._coordinator = Coordinator(store, self.server.link, events)
+                if self._leaving:
+                    self._coordinator.drain.request()
                 await self._coordinator.run()
                 return store.status()[1]
         except asyncio.CancelledError:

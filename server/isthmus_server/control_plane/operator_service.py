@@ -8,13 +8,11 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
-from rich.console import Console
 
 from isthmus.errors import AdmissionRefused, IsthmusError
 from isthmus.identity import tls
@@ -22,7 +20,6 @@ from isthmus.job import read_job
 from isthmus.wire import operator_pb2
 from isthmus_server.control_plane.job_runner import JobRunner
 from isthmus_server.control_plane.members import Members
-from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.storage import audit
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
@@ -189,22 +186,20 @@ class OperatorService:
             del self._calls[operator.name]
 
 
-async def serve_queue(
-    server: ControlPlaneServer, state: Path, host: str, port: int, console: Console
-) -> None:
-    """Listen, and run the jobs that operators submit, until cancelled.
+async def serve_queue(runner: JobRunner, host: str, port: int) -> None:
+    """Listen, and run the jobs that operators submit, until cancelled or until `runner.leave`.
 
     Raises:
         UserError: it cannot listen at the address.
     """
-    runner = JobRunner(server, state, console)
+    server = runner.server
     services = {SERVICE: OperatorService(server.members, runner).methods()}
     # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
         async with server.listening(host, port, services):
             where = f"link at {host}:{server.link_port}, joining at "
             where += f"{host}:{server.join_port}" if server.join_port else "its authority"
-            console.print(where, soft_wrap=True)
+            runner.console.print(where, soft_wrap=True)
             await runner.run()
 
 

@@ -30,6 +30,7 @@ class LocalRun:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._coordinator: Coordinator | None = None
 
     @classmethod
     def new(cls, job: Job, base: Path, directory: Path) -> LocalRun:
@@ -61,11 +62,16 @@ class LocalRun:
         events = EventStream()
         with contextlib.closing(store), store.locked(), ProgressView(console) as view:
             events.subscribe(view)
-            coordinator = Coordinator(store, link, events)
+            coordinator = self._coordinator = Coordinator(store, link, events)
             async with running_participants(
                 store.job, link, address, self.directory, fork_server, coordinator.roster.decline
             ):
                 return await coordinator.run()
+
+    def leave(self) -> None:
+        """End `run` after the running round, or at once if there is none."""
+        if self._coordinator is not None:
+            self._coordinator.drain.request()
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.comparisons import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.readiness import Retries, RoundReadiness
+from isthmus_server.rounds.readiness import Drain, Retries, RoundReadiness
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.trainer import Trainer, TrainingResult
 from isthmus_server.storage.events import (
@@ -93,7 +93,7 @@ class Coordinator:
         self.job = store.job
         self.events = events or EventStream()
         self.clock = clock or Clock()
-        self._final = False
+        self._final, self.drain = False, Drain()
         data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
@@ -112,13 +112,7 @@ class Coordinator:
         self._versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
         self._versions.restore(self.state)
         availability = DeviceAvailability(self.job, self.clock, store.attempts())
-        self.roster = ParticipantRoster(
-            link,
-            self.job,
-            opening,
-            availability,
-            self._publish,
-        )
+        self.roster = ParticipantRoster(link, self.job, opening, availability, self._publish)
         self._cohorts = CohortSelector(
             self.job, self.roster, availability, self.clock, link.enrolments, store
         )
@@ -143,6 +137,7 @@ class Coordinator:
         status, _, final = self.store.status()
         if status == "finished" and final is not None:
             return final  # the process was killed after the last commit
+        self.drain.begin()
         self.store.reopen()
         self.roster.start()
         self._began = self.clock.now() - self.state.elapsed
@@ -151,6 +146,7 @@ class Coordinator:
             await self.roster.wait_for_embedded()
             reason = "all rounds are done"
             while self.state.round < self.job.rounds:
+                self.drain.check()
                 await self.clock.sleep(0.0)  # first handle participants that have joined or left
                 decision = await self._decide()
                 stop = await self._round(decision)
@@ -161,6 +157,7 @@ class Coordinator:
                     round_ = self.state.round + 1
                     self._publish(RunStopped(round=round_, reason=reason, decision=decision))
                     break
+            self.drain.hold()
             final = await self._finish(reason)
             self._final = True
         except (IsthmusError, OSError, sqlite3.Error) as error:
@@ -204,7 +201,9 @@ class Coordinator:
                 return plan
             started_at = self.clock.now()
             try:
-                await self._attempt(dataclasses.replace(decision, answer=plan), plan, started_at)
+                with self.drain.held():
+                    answered = dataclasses.replace(decision, answer=plan)
+                    await self._attempt(answered, plan, started_at)
             except RoundFailed as error:
                 last = retries.give_up(error)
                 time = self._time_since(started_at)
@@ -214,6 +213,7 @@ class Coordinator:
                         f"round {self.state.round + 1} failed {retries.failed} times; the last "
                         f"time because: {error}"
                     ) from None
+                self.drain.check()
                 await retries.pause(error)
             else:
                 return None
@@ -314,9 +314,10 @@ class Coordinator:
         """
         retries = Retries(self.job, self.clock)
         while True:
-            record, failure = await self._comparisons.attempt(
-                self.state, question, self._fetch_model, retries
-            )
+            with self.drain.held():
+                record, failure = await self._comparisons.attempt(
+                    self.state, question, self._fetch_model, retries
+                )
             self.state = self.state.after_comparison(record)
             self._publish(ModelsCompared(record=record))
             if failure is None:
@@ -326,6 +327,7 @@ class Coordinator:
                     f"devices could not compare the models in {retries.failed} tries; the last "
                     f"time because: {failure}"
                 )
+            self.drain.check()
             await retries.pause(failure)
 
     # -- the model ---------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ REPLY_KINDS = {
 }
 """Permitted replies to each kind of request, in addition to a failure."""
 
-PARTICIPANT_MESSAGES = {"ping", "pull", "chunk", "reply", "progress", "renew"}
+PARTICIPANT_MESSAGES = {"ping", "pull", "chunk", "reply", "progress", "renew", "leave"}
 """Messages that a participant may send after its hello."""
 
 

@@ -214,8 +214,7 @@ class Link:
         self._blobs.retract(blob)
 
     def _peer(self, name: str) -> Peer:
-        peer = self.peers.get(name)
-        if peer is None:
+        if (peer := self.peers.get(name)) is None:
             raise ParticipantLost(f"{name} is not connected", reached=False)
         return peer
 
@@ -329,8 +328,7 @@ class Link:
 
     def disconnect(self, name: str, reason: str, status: grpc.StatusCode = DENIED) -> None:
         """Remove a participant and end its stream with a status; the reason is sent to it."""
-        peer = self.peers.get(name)
-        if peer is None:
+        if (peer := self.peers.get(name)) is None:
             return
         peer.refusal = Refusal(reason, status)
         self._remove(peer, reason)
@@ -370,6 +368,8 @@ class Link:
             request = message.renew.signing_request
             renewed, peer.subject = await self.enrolments.renewed(peer.subject, request)
             await stream.send(link_pb2.Envelope(renewed=renewed))
+        elif kind == "leave":
+            self.disconnect(peer.name, "lost: it has left", grpc.StatusCode.CANCELLED)
 
     async def _handle_reply(self, peer: Peer, stream: Stream, reply: link_pb2.Reply) -> None:
         if reply.id in peer.unacknowledged:
