@@ -36,8 +36,14 @@ def is_transient(error: BaseException | None) -> bool:
     True
     >>> is_transient(FileNotFoundError(errno.ENOENT, "No such file or directory"))
     False
+    >>> error = ValueError("raised from itself")
+    >>> error.__cause__ = error
+    >>> is_transient(error)
+    False
     """
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, StorageError | MemoryError):
             return True
         if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
