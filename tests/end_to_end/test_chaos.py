@@ -29,7 +29,7 @@ def chaos(folder: Path, *arguments: str) -> Any:
 
 
 def test_a_short_plan_of_faults_violates_nothing(folder: Path) -> None:
-    report = chaos(folder, "--seed", "2", "--minutes", "0.2", "--set", "rounds=30")
+    report = chaos(folder, "--seed", "2", "--minutes", "0.15", "--set", "rounds=8")
     assert report["faults"]
     assert report["jobs"] >= 1
 

@@ -199,10 +199,11 @@ class CohortSelector:
             return None
         if self._lottery is None:
             return self._cohort(names)
-        again = self._lottery.restate(names, interrupted.draw, settings.needed)
+        again = self._lottery.repeat(
+            round_, names, interrupted.draw, settings.needed, now=self._clock.utc()
+        )
         if again is None:
             return None
-        self._lottery.keep(round_, again.draw)
         return self._cohort(names, again.draw, again.selected_ppm)
 
     def _secure(

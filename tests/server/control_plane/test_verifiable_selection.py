@@ -35,6 +35,7 @@ async def devices(fleet: Fleet, monkeypatch):
             member = await fleet.member(name)
             member.tasks.mkdir()
             (member.tasks / "task.py").write_text(TABLE + "    pass\n")
+            (member.directory / "policy.toml").write_text("[privacy]\nclients_min = 2\n")
             log = stack.enter_context((fleet.folder / f"{name}.log").open("w"))
             words = ["client", "start", "--state", str(member.directory)]
             processes.append(forked.start_into(log.fileno(), words, fleet.folder, os.environ))
