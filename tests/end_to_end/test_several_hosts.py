@@ -230,7 +230,7 @@ def test_a_job_runs_across_a_slow_network_and_an_attacker_is_refused(
     attack = [sys.executable, "-c", ATTACKER, LINK, JOINING, public, tokens[0]]
     attempts = json.loads(commands.hosts.run("attacker", attack, cwd=commands.folder))
     log = commands.run("phone-0", "logs", "table-1", "--follow", "--state", "alice")
-    assert log.endswith("table-1 finished"), log
+    assert log.endswith("table-1 finished: all rounds are done"), log
     assert attempts == {
         "in plain": "UNAVAILABLE",
         "no certificate": "UNAVAILABLE",

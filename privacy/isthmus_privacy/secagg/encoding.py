@@ -12,8 +12,8 @@ The N elements are followed by the weight (exact), the fraction of clipped eleme
 configured slots. So no value of a single client is sent in clear, and the server learns from the
 sum if its clipping bound is too tight.
 
->>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32), size=2,
-...                      clients_max=3, weight_max=10, clip=2.0)
+>>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32),
+...                      purpose=bytes(32), size=2, clients_max=3, weight_max=10, clip=2.0)
 >>> first = encode(config, torch.tensor([1.0, -0.5]), weight=10)
 >>> second = encode(config, torch.tensor([0.5, 9.0]), weight=5)
 >>> mean = decode(config, first.vector + second.vector, clients=2)

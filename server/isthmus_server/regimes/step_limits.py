@@ -13,7 +13,8 @@ of about 2 k neighbours.
 >>> from isthmus.job.schema import TimeSection
 >>> from isthmus_privacy.secagg import RoundConfig
 >>> config = RoundConfig(
-...     run_id="demo", round=1, attempt=1, model_hash=bytes(32), size=1_000_000, clients_max=400
+...     run_id="demo", round=1, attempt=1, model_hash=bytes(32), purpose=bytes(32),
+...     size=1_000_000, clients_max=400,
 ... )
 >>> limits = StepLimits.of(TimeSection(), config, clients=400)
 >>> round(limits.step_seconds), round(limits.upload_seconds)

@@ -168,7 +168,7 @@ async def test_a_package_is_verified_before_it_is_written(
         "not signed": with_signature(honest.data, bytes(64)),
     }[what]
     offered = packages.Package("table", 1, honest.author, honest.digest, {}, data)
-    monkeypatch.setattr(roster, "_installed_package", lambda job, base: offered)
+    monkeypatch.setattr(roster, "installed_package", lambda job, base: offered)
     flip = (lambda data: data[:-1] + b"\xff") if what == "damaged" else (lambda _: data)
     reason = await setup.open(f"authors = ['{public(AUTHOR)}']\n{PLAIN}", flip)
     assert reason == sentence

@@ -24,7 +24,7 @@ def test_the_smallest_job_has_a_name_and_a_task():
         ("federated.cohrt=1", "job: unknown key federated.cohrt; did you mean cohort?"),
         (
             "time.zzz=1",
-            "job: unknown key time.zzz; known here: join_seconds, round_seconds, "
+            "job: unknown key time.zzz; known here: join_seconds, cohort_seconds, round_seconds, "
             "secure_step_seconds, secure_upload_seconds, lease_seconds",
         ),
         (

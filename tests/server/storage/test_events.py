@@ -18,6 +18,7 @@ from isthmus_server.storage.events import (
     AnyEvent,
     EventStream,
     JobEnded,
+    JobPaused,
     LoggedEvent,
     ModelsCompared,
     ParticipantDeclined,
@@ -53,6 +54,7 @@ EVENTS = [
     RunStopped(round=2, reason="enough", decision=planned_attempt(2).decision),
     RunFinished(reason="all rounds are done", spent=1.0, final=FINAL),
     RunFailed(reason="the disk is full"),
+    JobPaused(reason="too few devices", next_try=1.5),
     JobEnded(state="cancelled", reason="an operator cancelled it"),
 ]
 
