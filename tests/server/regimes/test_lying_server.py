@@ -231,8 +231,8 @@ async def test_a_device_refuses_a_buffer_in_a_run_that_was_opened_again_with_rou
 ):
     buffer.job = server.run.job
     buffer.opening = await server.open(VICTIM, buffer.job)
-    sentence = "was opened with federated.mode='rounds'"
-    await expect_refusal("buffered-mode-differs", sentence, buffer.agree, removed)
+    sentence = "this sum is for other work than this device was asked to do"
+    await expect_refusal("config-purpose-differs", sentence, buffer.agree, removed)
 
 
 @pytest.mark.parametrize("removed", [False, True])
