@@ -17,6 +17,7 @@ import torch
 from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, load_task, user_code
+from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import (
     batches,
     build_same_model,
@@ -111,8 +112,7 @@ class VirtualRun:
         with user_code("local_data()"):
             self.dataset = self.task.local_data(self.participant)
         self.examples = count_examples(self.dataset, "local_data()")
-        with user_code("eval_data()"):
-            self.held_out = self.task.eval_data()
+        self.held_out = HeldOut(self.task)
         self.order = ExampleOrder(
             examples=self.examples,
             replicas=1,
@@ -240,9 +240,12 @@ class VirtualRun:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _evaluate(self) -> dict[str, float]:
-        count = count_examples(self.held_out, "eval_data()")
         size = self.job.evaluation.batch_size
-        return evaluate(self.task, self.model, self.held_out, range(count), size, CPU).result()
+        return self.held_out.measure(
+            lambda data, count: evaluate(
+                self.task, self.model, data, range(count), size, CPU
+            ).result()
+        )
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         with user_code("optimizer()"):

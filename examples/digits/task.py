@@ -49,6 +49,16 @@ class Digits(isthmus.Task):
     def eval_data(self):
         return self.dataset(self.held_out)
 
+    def public_eval(self):
+        """The held-out images of each digit, in the archive's proportions."""
+        rows = [
+            self.held_out[self.labels[self.held_out] == digit][
+                : round((1 - share) * HELD_OUT_PER_DIGIT)
+            ]
+            for digit, share in enumerate(self.settings["fleet_share"])
+        ]
+        return self.dataset(np.concatenate(rows))
+
     def optimizer(self, parameters, participant):
         if participant.regime == "datacenter":
             return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"], fused=True)

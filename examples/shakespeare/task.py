@@ -1,7 +1,7 @@
 """Predict the next character of Shakespeare's plays; each speaker's lines are on one device.
 
 A datacenter has the lines of the public speakers, the devices those of the others. The last tenth
-of each device's lines is held out for evaluation.
+of each device's lines is held out for evaluation, and so are the lines of a few public speakers.
 """
 
 import functools
@@ -97,6 +97,10 @@ class Shakespeare(isthmus.Task):
             [self.divide(self.speaker(name))[1] for name in self.federated_speakers()]
         )
 
+    def public_eval(self):
+        names = self.settings["public_held_out"]
+        return self.windows([self.speaker(name) for name in names]) if names else None
+
     def optimizer(self, parameters, participant):
         return torch.optim.AdamW(parameters, lr=self.settings[f"{participant.regime}_lr"])
 
@@ -126,7 +130,8 @@ class Shakespeare(isthmus.Task):
     def federated_speakers(self):
         """The non-public speakers with the longest and sufficiently long text, longest first."""
         lengths = {name: len(words) for name, words in self.lines.items()}
-        private = sorted(lengths.keys() - set(self.settings["public_speakers"]))
+        public = {*self.settings["public_speakers"], *self.settings["public_held_out"]}
+        private = sorted(lengths.keys() - public)
         enough = [name for name in private if lengths[name] >= self.settings["minimum_characters"]]
         return sorted(enough, key=lengths.__getitem__, reverse=True)[: self.settings["speakers"]]
 

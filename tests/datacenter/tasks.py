@@ -39,7 +39,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Small(Task):
-    """Base of the tasks; `settings` choose the optimizer and the number of `held_out` examples."""
+    """Base of the tasks; `settings` choose the optimizer and the numbers of held-out examples."""
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
@@ -55,6 +55,10 @@ class _Small(Task):
 
     def eval_data(self) -> Dataset[Any]:
         return self.rows(self.settings.get("held_out", 23), seed=2)
+
+    def public_eval(self) -> Dataset[Any] | None:
+        count = self.settings.get("public_held_out", 0)
+        return self.rows(count, seed=3) if count else None
 
     @abc.abstractmethod
     def rows(self, count: int, seed: int) -> Any:

@@ -23,6 +23,7 @@ class Plain(Decoder):
 CHANGES = {
     "task.source": '"plain.py:Plain"',
     "task.settings.public_speakers": '["DUKE"]',
+    "task.settings.public_held_out": "[]",
     "task.settings.minimum_characters": "100",
     "task.settings.context": "12",
     "datacenter.tensor_parallel": "1",

@@ -39,6 +39,7 @@ def test_the_archive_and_the_devices_have_different_digits(load_example):
     fleet = [sum(counts) for counts in zip(*shards, strict=True)]
 
     assert digit_counts(task.eval_data()) == [36] * 10
+    assert digit_counts(task.public_eval()) == [32, 32, 32, 18, 18, 18, 0, 0, 0, 0]
     assert (sum(archive), sum(fleet)) == (605, 832)
     assert archive[6:] == [0] * 4
     assert all(count > 120 for count in archive[:3])

@@ -12,6 +12,7 @@ from .conftest import DATACENTER, device, train
 
 SMALL = (
     'task.settings.public_speakers=["DUKE"]',
+    'task.settings.public_held_out=["FOOL"]',
     "task.settings.minimum_characters=500",
     "task.settings.context=16",
     "task.settings.model={width=16, head_width=8, depth=1}",
@@ -51,6 +52,7 @@ def test_each_speaker_is_a_device_and_the_datacenter_has_the_public_ones(load_ex
     assert letters(task.local_data(device(0, 2))) == "def"
     assert letters(task.local_data(device(1, 2))) == "ghi"
     assert letters(task.eval_data()) == "defghi"
+    assert letters(task.public_eval()) == "jkl"
 
 
 def test_the_last_tenth_of_each_device_is_held_out(load_example, play):
@@ -159,14 +161,13 @@ def test_the_unchanged_job_fits_suitable_plays(load_example, tmp_path):
     job, task = load_example("shakespeare", data=path)
     others = [f"Lord {number}" for number in range(job.federated.clients + 2)]
     speech = "Now is the winter of our discontent made glorious summer by this son.\n"
-    path.write_text(
-        "\n\n".join(
-            f"{name}:\n{120 * speech}" for name in (*task.settings["public_speakers"], *others)
-        )
-    )
+    settings = task.settings
+    names = [*settings["public_speakers"], *settings["public_held_out"], *others]
+    path.write_text("\n\n".join(f"{name}:\n{120 * speech}" for name in names))
 
     clients = job.federated.clients
     assert len(task.federated_speakers()) == clients
     assert len(task.local_data(DATACENTER)) > 500
     assert all(len(task.local_data(device(index, clients))) > 100 for index in range(clients))
     assert len(task.eval_data()) > 40
+    assert len(task.public_eval()) > 300

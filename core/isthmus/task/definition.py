@@ -130,7 +130,18 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def eval_data(self) -> Dataset[Any]:
-        """Central held-out data, as `(input, target)` pairs; called once per process."""
+        """Central held-out data, as `(input, target)` pairs; called once per process.
+
+        May resemble the devices' data, e.g. rows of volunteers.
+        """
+
+    def public_eval(self) -> Dataset[Any] | None:
+        """Central held-out rows of the datacenter's public data; called once per process.
+
+        The model is evaluated on them when it is evaluated on `eval_data()`, and the metrics have
+        the prefix ``public_``. A policy can compare both. Default: None, for no such rows.
+        """
+        return None
 
     @abc.abstractmethod
     def optimizer(

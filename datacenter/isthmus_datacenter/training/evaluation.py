@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import Dataset
 
-from isthmus.task import Task, user_code
-from isthmus.task.scoring import Averages, batches, count_examples, evaluate
+from isthmus.task import Task
+from isthmus.task.held_out import HeldOut
+from isthmus.task.scoring import Averages, batches, evaluate
 from isthmus_datacenter.training.consensus import gather_averages
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 
@@ -21,7 +22,7 @@ class Evaluator:
         self.task = task
         self.batch_size = batch_size
         self.device = device
-        self._data: Dataset[object] | None = None
+        self.held_out = HeldOut(task)
 
     def run(self, forward_backward: ForwardBackward, replica: int) -> dict[str, float]:
         """Score each example on one replica. All ranks call this together.
@@ -29,11 +30,15 @@ class Evaluator:
         The collectives of a sharded model run in step, so all replicas score equally many examples.
         Of a remainder, each replica scores one example, and those beyond the end are not counted.
         """
-        if self._data is None:
-            with user_code("eval_data()"):
-                self._data = self.task.eval_data()
-        data, dims = self._data, forward_backward.dims
-        count = count_examples(data, "eval_data()")
+        return self.held_out.measure(
+            lambda data, count: self._measure(forward_backward, replica, data, count)
+        )
+
+    def _measure(
+        self, forward_backward: ForwardBackward, replica: int, data: Dataset[object], count: int
+    ) -> dict[str, float]:
+        """Metrics of one data set with `count` examples."""
+        dims = forward_backward.dims
         per_replica, remainder = divmod(count, dims.data)
         parts: list[Averages] = []
         if per_replica:

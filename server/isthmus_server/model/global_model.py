@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from isthmus.errors import UpdateError
 from isthmus.job import ServerOptimizer
-from isthmus.task import Task, user_code
-from isthmus.task.scoring import build_model, count_examples, evaluate
+from isthmus.task import Task
+from isthmus.task.held_out import HeldOut
+from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
@@ -71,8 +71,7 @@ class GlobalModel:
         self._blob: link_pb2.Blob | None = None
         self._stored: Path | None = None
         """A file with the same bytes as `payload`, if there is one."""
-        self._held_out: Dataset[Any] | None = None
-        """Loaded on first use and kept, because loading may take long."""
+        self._held_out = HeldOut(task)
 
     @property
     def payload(self) -> memoryview:
@@ -167,15 +166,17 @@ class GlobalModel:
             )
 
     def evaluate(self, batch_size: int) -> dict[str, float]:
-        """Loss and metrics of the served model on the central held-out data."""
-        if self._held_out is None:
-            with user_code("eval_data()"):
-                self._held_out = self.task.eval_data()
-        data = self._held_out
-        order = range(count_examples(data, "eval_data()"))
+        """Loss and metrics of the served model on the central held-out data.
+
+        Those on `Task.public_eval` have the prefix `public_`.
+        """
         self._refresh_module()
         device = torch.device("cpu")
-        return evaluate(self.task, self.module, data, order, batch_size, device).result()
+        return self._held_out.measure(
+            lambda data, count: evaluate(
+                self.task, self.module, data, range(count), batch_size, device
+            ).result()
+        )
 
     # -- optimizer state, as tensors and plain numbers ---------------------------------------------
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.printable import in_a_line
+from isthmus.task.held_out import PUBLIC
 from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import (
     EndedAttempt,
@@ -131,8 +132,10 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics on one line, accuracy as a percentage."""
+    """Metrics on one line, accuracies as percentages."""
     return " ".join(
-        f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"
+        f"{name} {value:.1%}"
+        if name in ("accuracy", f"{PUBLIC}accuracy")
+        else f"{name} {value:.4g}"
         for name, value in sorted(metrics.items())
     )

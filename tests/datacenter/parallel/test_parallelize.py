@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from isthmus.task import Participant
+from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate, losses
 from isthmus_datacenter.training.data import ExampleOrder
 
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one": ("Gpt", ADAMW, layout()),
     "dp2-zero0": (*UNEVEN, layout(2, stage=0)),
     "dp2-zero1": (*UNEVEN, layout(2, stage=1)),
-    "dp2-zero2": ("Language", ADAMW, layout(2)),
+    "dp2-zero2": ("Language", {**ADAMW, "public_held_out": 3}, layout(2)),
     "dp2-zero3": (*UNEVEN, layout(2, stage=3)),
     "dp2-zero0-accumulate": ("Gpt", ADAMW, layout(2, stage=0, accumulate=2)),
     "dp2-zero1-compiled": (
@@ -71,7 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         layout(2, stage=3, accumulate=2, checkpoint_activations=True),
     ),
     "dp2-zero1-cnn": ("Pictures", SGD, layout(2, stage=1)),
-    "tp2": ("Gpt", ADAMW, layout(tp=2)),
+    "tp2": ("Gpt", {**ADAMW, "public_held_out": 5}, layout(tp=2)),
     "tp2-plan-recompute": (
         "Gpt",
         PLAN,
@@ -205,10 +206,13 @@ def test_every_layout_trains_like_one_process(
     # 23 held-out examples: no batch, no replica and no micro-batch divides them.
     model = build_model(prepared.task, 5)
     prepared.layout.scatter(parameters, model)
-    held_out = prepared.task.eval_data()
-    rows = range(len(held_out))
-    figures = evaluate(prepared.task, model, held_out, rows, 8, torch.device("cpu")).result()
+    figures = HeldOut(prepared.task).measure(
+        lambda data, count: evaluate(
+            prepared.task, model, data, range(count), 8, torch.device("cpu")
+        ).result()
+    )
     assert values[0]["evaluation"] == pytest.approx(figures, abs=2e-6)
+    assert ("public_loss" in figures) == ("public_held_out" in extra)
 
 
 HALF_PRECISION = {

@@ -221,6 +221,7 @@ def test_tied_weights_are_stored_once(make_model):
     ("methods", "sentence"),
     [
         ("def eval_data(self):\n    return rows(0, 0)", r"^eval_data\(\) is empty"),
+        ("def public_eval(self):\n    return rows(0, 0)", r"^public_eval\(\) is empty"),
         (
             "def eval_data(self):\n    return 1 / 0",
             r"^eval_data\(\) failed at .*task\.py:\d+: Zero",
@@ -230,6 +231,25 @@ def test_tied_weights_are_stored_once(make_model):
 def test_invalid_held_out_data_is_one_sentence(make_model, methods, sentence):
     with pytest.raises(TaskError, match=sentence):
         make_model(methods).evaluate(10)
+
+
+def test_metrics_of_public_held_out_data_have_a_prefix(make_model):
+    public = make_model("def public_eval(self):\n    return rows(4, 5)").evaluate(10)
+    assert set(public) == {"accuracy", "loss", "public_accuracy", "public_loss"}
+    alone = make_model("def eval_data(self):\n    return rows(4, 5)").evaluate(10)
+    assert alone == {name: public[f"public_{name}"] for name in ("accuracy", "loss")}
+
+
+def test_a_metric_with_the_name_of_a_public_one_is_refused(make_model):
+    model = make_model("""
+        def public_eval(self):
+            return rows(4, 5)
+
+        def metrics(self, output, target):
+            return {"public_loss": output[:, 0]}
+    """)
+    with pytest.raises(TaskError, match=r"^metrics\(\) has a figure 'public_loss', which is the"):
+        model.evaluate(10)
 
 
 # -- optimizer reset, served average ---------------------------------------------------------------
