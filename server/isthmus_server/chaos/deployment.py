@@ -110,7 +110,7 @@ class ChaosDeployment:
         for index, name in enumerate(device_names(self.devices)):
             state = self.participant_state(name)
             await self._join(name, "client", state)
-            (state / "policy.toml").write_text("[privacy]\nclients_min = 2\n")  # a small fleet
+            (state / "policy.toml").write_text(self._owner_policy())
             proxied = await self._proxied(name)
             shard = f"{index}/{self.devices}"
             start = ["client", "start", "--state", str(state), "--server", proxied]
@@ -171,6 +171,16 @@ class ChaosDeployment:
                 log = self.processes[SERVER].log.read_text(errors="replace")
                 raise UserError(f"the server did not start: {log[-300:]}")
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _owner_policy(self) -> str:
+        """Limits of the devices' owners that permit the job in a small fleet."""
+        federated = self.job.federated
+        allowed = {
+            "clients_min": "2",
+            "secure_aggregation": str(federated.secure_aggregation).lower(),
+            "buffered": str(federated.mode == "buffered").lower(),
+        }
+        return "\n".join(["[privacy]", *(f"{key} = {text}" for key, text in allowed.items()), ""])
 
     async def _join(self, name: str, kind: str, state: Path) -> None:
         """Create a token as `isthmus server token create` does, and join with it."""
