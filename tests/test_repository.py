@@ -39,6 +39,7 @@ COMMANDS = [
         "--seed --set --state JOB"
     ),
     "isthmus client join --state --token-file TOKEN URL",
+    "isthmus client new-history --state",
     (
         "isthmus client start --data --die-with-parent --hours --log-file --name --policy "
         "--print-systemd --server --shard --state --tasks --threads"

@@ -25,6 +25,7 @@ from isthmus.identity.membership import Membership
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent, serve
+from isthmus_clients.training.history_files import begin_history
 
 _CONNECTING = 20
 """Devices of one process that connect at the same time."""
@@ -127,7 +128,7 @@ async def _devices(
                 Participant(name=member.name, regime="federated"),
                 None,
                 signing_key=member.identity,
-                history_file=member.history,
+                history_file=begin_history(member),
                 tasks=tasks,
             )
             agent.connected = asyncio.Event()

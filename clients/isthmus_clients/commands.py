@@ -22,6 +22,7 @@ from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
+from isthmus_clients.training.history_files import begin_history, replace_history
 
 
 @click.group()
@@ -52,6 +53,32 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
     if state != default_state("client"):
         begin += f" --state {shlex.quote(str(state))}"
     click.echo(f"this device is {member.name!r} at {member.server}; begin with: {begin}")
+
+
+@client.command("new-history")
+@_STATE
+def new_history(state: Path) -> None:
+    """Begin a new record of the sums this device was in, if the old one is lost or damaged.
+
+    A device takes part for a model again only with exactly the same devices. With a new record it
+    does not know its earlier sums: a lying server could repeat one of them without some of its
+    devices, and subtract to learn what these have contributed. The limits on participations begin
+    at zero. An intact record is left as it is; the files of a damaged one are kept in old-history.
+    """
+    from isthmus_clients.training.history_log import HistoryLog
+
+    member = Membership(state)
+    with member.locked():
+        try:
+            entries = HistoryLog(member.history).entries
+        except UserError:
+            moved = replace_history(member)
+        else:
+            raise UserError(
+                f"{member.history} is intact, with {len(entries)} entries; nothing was changed"
+            )
+    where = "" if moved is None else f"; the files of the old one are in {moved}"
+    click.echo(f"{member.name} has a new, empty record of its sums{where}")
 
 
 @client.command()
@@ -166,7 +193,7 @@ def start(
             threads,
             hours or limits.hours,
             signing_key=member.identity,
-            history_file=member.history,
+            history_file=begin_history(member),
             tasks=tasks,
             guard=guard,
             host=host,

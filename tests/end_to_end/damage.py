@@ -15,6 +15,8 @@ from typing import Any
 from isthmus.errors import IsthmusError
 from isthmus.identity.membership import Membership
 from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits
+from isthmus_clients.training.history_files import begin_history
+from isthmus_clients.training.history_log import HistoryLog
 from isthmus_datacenter.checkpointing.digests import check_files
 from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.job_queue import JobQueue
@@ -108,9 +110,11 @@ def read_device(directory: Path) -> Any:
     guard = LimitsGuard(OwnerLimits(rounds_per_day=9), directory / "usage.json")
     pair = (member.key.private_numbers().private_value, member.certificate.serial_number)
     about = (member.name, member.kind, member.server, member.enroller, pair)
+    history = HistoryLog(begin_history(member)).entries
     guard.check_work(10)
     usage = json.loads((directory / "usage.json").read_bytes())["rounds"]
-    return about, member.identity.private_bytes_raw(), member.authority.serial_number, usage
+    identity = member.identity.private_bytes_raw()
+    return about, identity, member.authority.serial_number, usage, history
 
 
 def read_server(directory: Path) -> Any:

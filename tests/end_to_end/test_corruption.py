@@ -28,6 +28,9 @@ from isthmus.errors import UserError
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, prepare
 from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits
+from isthmus_clients.training.history_files import begin_history
+from isthmus_clients.training.history_log import HistoryLog
+from isthmus_privacy.secagg.history import Begun, Unmasked
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
@@ -104,7 +107,7 @@ def test_a_device_is_refused_or_unchanged(tmp_path: Path) -> None:
     certificate, _ = authority.issue(
         tls.signing_request(key), kind="client", name="phone", identity=public
     )
-    Membership.save(
+    member = Membership.save(
         device,
         server="localhost:9400",
         authority=authority.certificate,
@@ -113,14 +116,27 @@ def test_a_device_is_refused_or_unchanged(tmp_path: Path) -> None:
         certificate=tls.read_certificate(certificate),
     )
     LimitsGuard(OwnerLimits(rounds_per_day=9), device / "usage.json").check_work(10)
+    history = HistoryLog(begin_history(member))
+    for round_ in range(1, 4):
+        history.append(Begun("run", round_, 1, round_, 7))
+        history.append(Unmasked("run", round_, bytes([round_] * 32), bytes(range(32))))
     files = list(files_of(device))
     assert {path.name for path in files} == {
         *("authority.pem", "credentials.pem", "identity.key", "member.json", "usage.json"),
+        *("history.log", "history.head"),
     }
     outcomes = sweep(device, files, read_device, tmp_path / "damaged", 5 * TIMES)
     show(outcomes)
     for name in ("credentials.pem", "identity.key", "member.json", "usage.json"):
         assert outcomes[name]["refused"] > 3 * TIMES
+    for name in ("history.log", "history.head"):  # each byte of them counts
+        assert outcomes[name].keys() <= {"refused", "same bytes"}
+
+    # What a crash leaves of the last line is no damage: nothing depends on it yet.
+    expected = HistoryLog(member.history).entries
+    with member.history.open("ab") as log:
+        log.write(b"0123456789abcdef")
+    assert HistoryLog(member.history).entries == expected
 
 
 def test_a_server_is_refused_or_unchanged(tmp_path: Path, make_job: Any) -> None:

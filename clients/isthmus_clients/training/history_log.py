@@ -6,14 +6,13 @@
 
 An entry is on disk before a message that depends on it is sent. The head is replaced after each
 entry, so that a log that was cut is refused: a device that has forgotten sums would help to unmask
-others that reveal single updates.
+others that reveal single updates. `history_files` begins both, and notices that both are missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 from isthmus.errors import UpdateError, UserError
 from isthmus.system.private_files import write_private_file
+from isthmus_clients.training.history_files import LogEnd, head_of, write_head
 from isthmus_privacy.secagg.history import Begun, Entry, Masked, Unmasked, essential
 
 log = logging.getLogger(__name__)
@@ -34,40 +34,24 @@ _MIN_COMPACTED = 64
 """A log with fewer superfluous entries is left as it is."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LogEnd:
-    """An end of a log: the number of its lines, and the hash of the last one."""
-
-    count: int = 0
-    digest: str = hashlib.sha256(b"isthmus/history/1").hexdigest()
-
-    def then(self, body: bytes) -> LogEnd:
-        """The end after one more entry."""
-        digest = hashlib.sha256(self.digest.encode() + b" " + body).hexdigest()
-        return LogEnd(self.count + 1, digest)
-
-    def line(self, body: bytes) -> bytes:
-        """The last line of a log with this end."""
-        return self.digest.encode() + b" " + body + b"\n"
-
-
 class HistoryLog:
     """The history of one device on disk.
 
     Guarantees:
       * after a crash at any instant it is read with all entries that a message may depend on;
-      * any other damage is refused with a sentence, never ignored;
+      * any other damage of one of its files is refused with a sentence, never ignored; an older
+        copy of both, or of the whole state directory, is not noticed;
       * each entry costs the same, however many there are.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the log and its head, or start empty ones.
+        """Read the log and its head, which `begin_history` has begun.
 
         Raises:
-            UserError: they cannot be read, or do not belong together.
+            UserError: they are missing, cannot be read, or do not belong together.
         """
         self._path = path
-        self._head = path.with_suffix(".head")
+        self._head = head_of(path)
         self.entries: list[Entry] = []
         """The entries that were read."""
         self._end = LogEnd()
@@ -77,7 +61,8 @@ class HistoryLog:
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise UserError(
                 f"{path} records which sums this device was in, and cannot be used ({error}); "
-                "restore it and its .head, or have the operator revoke this device and join again"
+                "restore it and its .head as they were, or begin a new record with `isthmus client "
+                "new-history`"
             ) from None
         self._compact()
 
@@ -93,7 +78,7 @@ class HistoryLog:
             with self._open() as handle:
                 try:
                     _write(handle, end.line(body))
-                    self._write_head(end)
+                    write_head(self._path, end)
                 except OSError:
                     if self._read_head() == [self._end]:
                         os.ftruncate(handle, self._size)
@@ -126,7 +111,7 @@ class HistoryLog:
         if tail:  # it stopped while it wrote a line that nothing depends on yet
             os.truncate(self._path, self._size)
         if one_more or len(heads) > 1:
-            self._write_head(self._end)
+            write_head(self._path, self._end)
 
     def _compact(self) -> None:
         """Write the log anew without superfluous entries, if that makes it much shorter."""
@@ -140,16 +125,14 @@ class HistoryLog:
             lines.append(end.line(body))
         data = b"".join(lines)
         try:
-            self._write_head(self._end, end)  # whichever log is there after a crash
+            write_head(self._path, self._end, end)  # whichever log is there after a crash
             write_private_file(self._path, data)
             self._end, self._size = end, len(data)
-            self._write_head(end)
+            write_head(self._path, end)
         except OSError as error:
             log.warning("%s stays long: %s", self._path, error.strerror)
 
     def _read_head(self) -> list[LogEnd]:
-        if not self._head.exists():
-            return [LogEnd()]
         data = self._head.read_bytes()
         lines = list(_HEAD.finditer(data))
         if not 1 <= len(lines) <= 2 or b"".join(line.group() for line in lines) != data:
@@ -167,10 +150,6 @@ class HistoryLog:
             yield handle
         finally:
             os.close(handle)
-
-    def _write_head(self, *ends: LogEnd) -> None:
-        lines = [f"{end.count} {end.digest}\n" for end in ends]
-        write_private_file(self._head, "".join(lines).encode())
 
 
 def _write(handle: int, data: bytes) -> None:

@@ -43,6 +43,8 @@ class Membership:
 
     key: tls.Key
     certificate: x509.Certificate
+    has_history: bool
+    """Whether an edge device has begun its history, so that a missing one is lost."""
 
     def __init__(self, directory: Path) -> None:
         """Read the membership that `join` saved in the directory.
@@ -53,11 +55,12 @@ class Membership:
         self.directory = directory
         path = directory / _MEMBER
         try:
-            about = read_sealed(path)
+            self._about = about = read_sealed(path)
             self.name = str(about["name"])
             self.kind = str(about["kind"])
             self.server = str(about["server"])
             self.enroller = bytes.fromhex(about["enroller"])
+            self.has_history = bool(about["history"])
             check_private(directory / _IDENTITY)
             self.identity = _read_identity(directory)
             self.authority = tls.read_certificate((directory / _AUTHORITY).read_bytes())
@@ -103,6 +106,7 @@ class Membership:
             "kind": subject.kind,
             "server": server,
             "enroller": enroller.hex(),
+            "history": False,
         }
         with _writing(directory):
             write_private_file(directory / _AUTHORITY, tls.pem(authority))
@@ -120,6 +124,16 @@ class Membership:
     def history(self) -> Path:
         """File of an edge device's past sums, kept as long as its identity."""
         return self.directory / "history.log"
+
+    def note_history(self) -> None:
+        """Note durably that the history was begun.
+
+        Raises:
+            UserError: the directory cannot be written.
+        """
+        with _writing(self.directory):
+            write_sealed(self.directory / _MEMBER, {**self._about, "history": True})
+        self.has_history = True
 
     @property
     def tasks(self) -> Path:

@@ -6,7 +6,8 @@ import pytest
 
 from isthmus.errors import UpdateError, UserError
 from isthmus.system import private_files
-from isthmus_clients.training import history_log
+from isthmus_clients.training import history_files, history_log
+from isthmus_clients.training.history_files import LogEnd, head_of, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun, Masked, Unmasked, essential
 
@@ -20,6 +21,8 @@ ENTRIES = [
 
 @pytest.fixture
 def path(tmp_path):
+    """A history that was begun and is empty."""
+    write_head(tmp_path / "history.log", LogEnd())
     return tmp_path / "history.log"
 
 
@@ -29,10 +32,6 @@ def written(path):
     for entry in ENTRIES:
         log.append(entry)
     return path
-
-
-def head_of(path):
-    return path.with_suffix(".head")
 
 
 def files(path):
@@ -53,7 +52,7 @@ def test_every_flip_and_every_cut_is_refused_or_changes_nothing(written):
                 written.write_bytes(before[0])
                 head_of(written).write_bytes(before[1])
                 damaged.write_bytes(damage)
-                with pytest.raises(UserError, match=r"records which sums .* revoke this device"):
+                with pytest.raises(UserError, match=r"records which sums .* client new-history"):
                     HistoryLog(written)
 
 
@@ -95,9 +94,9 @@ def test_an_entry_that_cannot_be_written_leaves_the_log_as_it_was(written, monke
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    for where in ("_write", "write_private_file"):
+    for module, where in ((history_log, "_write"), (history_files, "write_private_file")):
         with monkeypatch.context() as patched:
-            patched.setattr(history_log, where, full)
+            patched.setattr(module, where, full)
             with pytest.raises(UpdateError, match="No space left"):
                 log.append(Begun("run", 3, 1, 3, 9))
         assert files(written) == before
@@ -145,6 +144,7 @@ def test_a_crash_while_entries_are_removed_loses_nothing(long, monkeypatch, writ
 
     with monkeypatch.context() as patched:
         patched.setattr(history_log, "write_private_file", crash)
+        patched.setattr(history_files, "write_private_file", crash)
         with pytest.raises(KeyboardInterrupt):
             HistoryLog(long)
     assert essential(HistoryLog(long).entries)[-1] == Begun("run", 99, 1, 100, 0)

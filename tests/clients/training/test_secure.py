@@ -1,5 +1,6 @@
 """Secure aggregation on a device: the history of rounds and its file."""
 
+import shutil
 import stat
 import time
 
@@ -9,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from isthmus.errors import PeerMisbehaved, UpdateError
 from isthmus_clients.device.owner_limits import parse
 from isthmus_clients.device.secure_sessions import SecureSessions
+from isthmus_clients.training.history_files import LogEnd, head_of, write_head
 from isthmus_clients.training.secure import SecureParticipation
 from isthmus_privacy.secagg import Authority, RoundConfig, SigningKey
 
@@ -18,6 +20,8 @@ AUTHORITY = Authority(bytes(32))
 
 def device(history_file, privacy=None):
     """Credentials of a device after a start of its process, with the owner's requirements."""
+    if history_file.parent.exists() and not head_of(history_file).exists():
+        write_head(history_file, LogEnd())
     identity = Ed25519PrivateKey.from_private_bytes(SEED)
     credentials = SecureSessions("a", identity, history_file, privacy, threads=1)._enrolled()
     enrolment = AUTHORITY.enrol("a", SigningKey(SEED).public, not_after=2**40)
@@ -58,7 +62,10 @@ def test_only_the_owner_can_read_the_history(tmp_path):
 
 
 def test_a_device_that_cannot_write_its_history_does_not_continue(tmp_path):
-    credentials = device(tmp_path / "missing" / "history.log")
+    state = tmp_path / "state"
+    state.mkdir()
+    credentials = device(state / "history.log")
+    shutil.rmtree(state)
     with pytest.raises(UpdateError, match="cannot record which sums it was in"):
         propose(credentials)
     assert credentials.history.participations() == 0

@@ -14,6 +14,7 @@ from isthmus.task import paired_scores
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import LimitsGuard, parse
+from isthmus_clients.training.history_files import LogEnd, write_head
 from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose
 from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
@@ -77,6 +78,7 @@ async def server(network, make_job, write_task, tmp_path):
     await run.open()
     for name, device in run.devices.items():
         device.agent._secure._history_file = tmp_path / f"{name}.log"
+        write_head(tmp_path / f"{name}.log", LogEnd())
         device.agent._secure._credentials = None
     await wait_until(lambda: set(NAMES) <= network.link.peers.keys())
     return LyingServer(run)
