@@ -228,7 +228,7 @@ class Agent:
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Reuse the memory of the acknowledged update, unless it is kept for a later sum."""
-        if self._secure.kept_id != request.id:
+        if not self._secure.keeps(request):  # another may have the same id, of a lying server
             self.host.release(request.id)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:

@@ -84,10 +84,9 @@ class SecureSessions:
         """Take the enrolment of this device's identity from the server's welcome."""
         self._welcome = welcome
 
-    @property
-    def kept_id(self) -> str | None:
-        """ID of the request whose update is kept, and its memory with it."""
-        return None if self._kept is None else self._kept[0].id
+    def keeps(self, request: link_pb2.Request) -> bool:
+        """Whether the update of this request is kept, and its memory with it."""
+        return self._kept is not None and self._kept[0] is request
 
     def run_opened(self, run_id: str) -> None:
         """Forget other runs if nothing persists them.

@@ -135,8 +135,37 @@ def locate(
     return base, job.task.data_in(base) if data is None else data
 
 
+class InitialBuffers:
+    """The buffers of a model as it was built, and their values, to restore both.
+
+    Modules such as spectral normalisation change them in training. A model whose values are not
+    finite would leave its traces in them, and a server could so make later updates of chosen
+    devices unusable.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy the values."""
+        self._saved = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    def restore(self) -> None:
+        """Undo what has happened since."""
+        for module, name, buffer, values in self._saved:
+            module._buffers[name] = buffer
+            if buffer is not None and values is not None:
+                buffer.data = values.clone()
+
+
 class DeviceRun:
-    """One run on one device: task, model and data, which are kept between rounds."""
+    """One run on one device: task, model and data, which are kept between rounds.
+
+    Guarantees:
+      * every training and every scoring begins with the received model and with the buffers of
+        the model as it was built, whatever was requested before.
+    """
 
     def __init__(
         self,
@@ -162,6 +191,7 @@ class DeviceRun:
         self.model, self.layout = build_same_model(
             self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "this device"
         )
+        self._buffers = InitialBuffers(self.model)
         with user_code("local_data()"):
             self.dataset = self.task.local_data(participant)
         self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
@@ -196,6 +226,7 @@ class DeviceRun:
         """
         started = time.monotonic()
         start = self.layout.decode(payload)
+        self._buffers.restore()
         self.layout.scatter(start, self.model)
         added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
         steps, averages = self._steps(work.round, start, added, progress, stopped)
@@ -284,6 +315,7 @@ class DeviceRun:
 
     def score(self, payload: Buffer, candidates: Candidates) -> list[float]:
         """Score candidates, means of the encoded models in `payload`, on this device's data."""
+        self._buffers.restore()
         batch = self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
         return score_each(

@@ -36,12 +36,13 @@ def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
     """The result of work on the device's data, or None if it failed, which only the log tells.
 
     Raises:
-        DetailsWithheld: the process of the task ended. Zeros instead would let a server that can
-            end processes choose whose updates are in a sum.
+        DetailsWithheld: the process of the task ended, or this process lacks memory or another
+            resource. Zeros instead would let a server that can cause this, for example with many
+            large requests at once, choose whose updates are in a sum.
     """
     try:
         return work()
-    except TaskProcessEnded:
+    except (TaskProcessEnded, MemoryError, OSError):  # those of the task's code are a TaskError
         log.exception("%s failed", what)
         raise DetailsWithheld from None
     except Exception:

@@ -51,10 +51,14 @@ class TaskProcess:
         """Start the process and wait until it is restricted.
 
         Raises:
-            TaskError: it cannot be started, or a restriction that the owner requires is missing.
+            TaskProcessEnded: it cannot be started.
+            TaskError: a restriction that the owner requires is missing.
         """
         self._scratch = settings.confinement.scratch
-        self._end, theirs = socket.socketpair()
+        try:
+            self._end, theirs = socket.socketpair()
+        except OSError as error:
+            raise _not_started(error) from None
         with theirs:
             command = [sys.executable, "-P", *PROGRAM, str(theirs.fileno()), str(os.getpid())]
             command.append(settings.model_dump_json())
@@ -71,13 +75,17 @@ class TaskProcess:
                 )
             except OSError as error:
                 self._end.close()
-                raise TaskError(f"the process of the task cannot be started: {error}") from None
+                raise _not_started(error) from None
         self._lock = threading.Lock()
         """Guards the fields below."""
         self._using = threading.Lock()
         """Held by a thread that may read from the connection."""
         self._sending = threading.Lock()
         self._current: str | None = None
+        """ID of the request that is executed, as the server sent it."""
+        self._count = 0
+        """Requests so far: the process knows each by its number, as a lying server may repeat ids,
+        and what it has cancelled once would then stop another request."""
         self._killed_because: str | None = None
         self._ended = threading.Event()
         self._timer: threading.Timer | None = None
@@ -117,14 +125,15 @@ class TaskProcess:
         progress: ReportProgress = lambda progress: None,
         limit: float | None = None,
     ) -> link_pb2.Reply:
-        """Have the process execute a request; `limit` is in seconds.
+        """Have the process execute a request, which gets another id; `limit` is in seconds.
 
         Raises:
             TaskError: the task failed, or the process ended or sent what it must not; in these
                 cases it is ended.
         """
         with self._lock:
-            self._current = request.id
+            self._current, self._count = request.id, self._count + 1
+            request.id = str(self._count)
         try:
             with self._using, self._limited(limit):
                 try:
@@ -159,7 +168,7 @@ class TaskProcess:
             self._timer = threading.Timer(grace, self.kill, [because])
             self._timer.daemon = True
             self._timer.start()
-        message = link_pb2.Envelope(cancel=link_pb2.Cancel(id=request_id))
+            message = link_pb2.Envelope(cancel=link_pb2.Cancel(id=str(self._count)))
         if self._sending.acquire(blocking=False):
             try:
                 frames.send(self._end, message, wait=False)
@@ -226,6 +235,10 @@ class TaskProcess:
         self._end.shutdown(socket.SHUT_RDWR)
         with self._using:
             self._end.close()
+
+
+def _not_started(error: OSError) -> TaskProcessEnded:
+    return TaskProcessEnded(f"the process of the task cannot be started: {error}")
 
 
 def _environment(settings: WorkerSettings) -> dict[str, str]:

@@ -227,6 +227,15 @@ def test_an_invalid_reply_fails_the_request(statement, reason, fake):
     assert len(str(raised.value)) <= 2000
 
 
+def test_requests_with_the_same_id_are_different_ones_for_the_process(fake):
+    """Otherwise it would not train for one because another was cancelled."""
+    host = fake(
+        "sys.ids = getattr(sys, 'ids', []); trained(steps=sys.ids.count(request.id));"
+        " sys.ids.append(request.id)"
+    )
+    assert [train(host, "same")[0].steps for _ in range(2)] == [0, 0]
+
+
 @pytest.mark.parametrize("scores", ["", "0.1, 0.2", "-0.5", "float('nan')"])
 def test_scores_that_cannot_be_are_refused(scores, fake):
     host = fake(f"scored({scores})")
