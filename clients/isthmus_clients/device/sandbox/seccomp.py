@@ -1,8 +1,9 @@
 """A filter of system calls: no new sockets, and nothing that leads out of the other restrictions.
 
 Landlock does not restrict connections to the Unix sockets of other programs, such as a session bus
-that starts commands, and a network namespace does not either. Without socket(2) there are none. The
-filter applies to a process and all of its descendants (seccomp(2)).
+that starts commands, and a network namespace does not either. Without socket(2) there are none, and
+of pairs of sockets only those that cannot be connected to anything else. The filter applies to a
+process and all of its descendants (seccomp(2)).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import socket
 import struct
 from collections.abc import Iterable
 
@@ -57,6 +59,11 @@ _CALLS = {
     "fremovexattr": (199, 16),
     "removexattrat": (466, 466),
     "truncate": (76, 45),
+    # Memory and queues that other processes can open, and that outlive the ones that made them.
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
     # Keys of the user's session, and rarely used parts of the kernel.
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -70,6 +77,9 @@ _ABSENT = {"io_uring_setup": (425, 425), "clone3": (435, 435)}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
 """The flags CLONE_NEW* of clone(2)."""
+_SOCKETPAIR, _PRLIMIT = (53, 199), (302, 261)
+_SOCKET_TYPE = 0xF
+"""The bits of the type of a socket that are not flags."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables, and AUDIT_ARCH."""
@@ -78,7 +88,8 @@ _SET_MODE_FILTER, _SPEC_ALLOW = 1, 1 << 2
 _X32 = 0x40000000
 
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_AND = 0x54
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 """Offsets in struct seccomp_data."""
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -117,6 +128,21 @@ def filter_program(machine: str) -> bytes:
     code += _refusals((row[column] for row in _CALLS.values()), errno.EPERM)
     code += _refusals((row[column] for row in _ABSENT.values()), errno.ENOSYS)
     code += [
+        # A pair of datagram sockets can send to, and be connected to, any socket with a path.
+        _instruction(_IF_EQUAL, _SOCKETPAIR[column], 0, 7),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_IF_EQUAL, socket.AF_UNIX, 0, 3),
+        _instruction(_LOAD, _SECOND_ARGUMENT),
+        _instruction(_AND, _SOCKET_TYPE),
+        _instruction(_IF_EQUAL, socket.SOCK_STREAM, 1, 0),
+        _instruction(_RETURN, _FAIL | errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
+        # The limits of another process: that on its CPU time would end it.
+        _instruction(_IF_EQUAL, _PRLIMIT[column], 0, 4),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_IF_EQUAL, 0, 1, 0),
+        _instruction(_RETURN, _FAIL | errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
         _instruction(_IF_EQUAL, _CLONE[column], 0, 3),
         _instruction(_LOAD, _FIRST_ARGUMENT),
         _instruction(_IF_ANY_BIT, _NEW_NAMESPACES, 0, 1),

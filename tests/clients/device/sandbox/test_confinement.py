@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +23,13 @@ needs_filter = pytest.mark.skipif(not FILTERED, reason="no filter for this archi
 needs_namespaces = pytest.mark.skipif(not NAMESPACES, reason="no user namespaces here")
 
 ATTEMPTS = """
-import ctypes, json, os, socket, subprocess, sys
+import ctypes, json, os, resource, socket, subprocess, sys
 from pathlib import Path
 
 folder, agent, separate, required = Path(sys.argv[1]), int(sys.argv[2]), *map(int, sys.argv[3:])
 from isthmus_clients.device.sandbox import confinement, namespaces
 
+shmget = ({"x86_64": 29, "aarch64": 194}[os.uname().machine], 0, 4096, 0o1600)
 separate = namespaces.enter_namespaces() if separate else False
 if separate and os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
@@ -35,8 +37,27 @@ allowed = confinement.Confinement(
     (folder / "data",), folder / "state/scratch", folder / "state", required
 )
 report = confinement.confine(allowed, separate=separate)
+
+def send_to_a_path(kind, connect=False):
+    own, _ = socket.socketpair(socket.AF_UNIX, kind)
+    path = str(folder / "collector")
+    if connect:
+        own.connect(path)
+        own.send(b"private")
+    else:
+        own.sendto(b"private", path)
+
+def call(*arguments):
+    if ctypes.CDLL(None, use_errno=True).syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), "")
+
 attempts = {
     "a socket": lambda: socket.socket(),
+    "a datagram to a path": lambda: send_to_a_path(socket.SOCK_DGRAM),
+    "a raw datagram to a path": lambda: send_to_a_path(socket.SOCK_RAW),
+    "connecting a pair": lambda: send_to_a_path(socket.SOCK_DGRAM, connect=True),
+    "the agent's limits": lambda: resource.prlimit(agent, resource.RLIMIT_CPU),
+    "shared memory": lambda: call(*shmget),
     "a Unix socket": lambda: socket.socket(socket.AF_UNIX),
     "reading the key": lambda: (folder / "state/identity.key").read_bytes(),
     "listing the state": lambda: os.listdir(folder / "state"),
@@ -75,7 +96,12 @@ def attempts(folder, *, separate, required=False):
     for name in ("state/identity.key", "data/rows", "other"):
         (folder / name).write_text("private")
     command = [sys.executable, "-c", ATTEMPTS, folder, os.getpid(), int(separate), int(required)]
-    found = json.loads(subprocess.check_output(list(map(str, command)), text=True))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as collector:
+        collector.bind(str(folder / "collector"))
+        found = json.loads(subprocess.check_output(list(map(str, command)), text=True))
+        collector.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            collector.recv(10)
     assert (folder / "data/rows").read_text() == "private"
     assert (folder / "state/identity.key").read_text() == "private"
     return found
@@ -98,6 +124,11 @@ def without_namespaces(tmp_path_factory):
     [
         "a socket",
         "a Unix socket",
+        "a datagram to a path",
+        "a raw datagram to a path",
+        "connecting a pair",
+        "the agent's limits",
+        "shared memory",
         "reading the key",
         "listing the state",
         "reading another file",
@@ -211,6 +242,7 @@ def test_every_number_of_a_system_call_is_that_of_the_kernel():
     header = Path("/usr/include/asm-generic/unistd.h").read_text()
     numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header))
     table = {**seccomp._CALLS, **seccomp._ABSENT, "clone": seccomp._CLONE}
+    table |= {"socketpair": seccomp._SOCKETPAIR, "prlimit64": seccomp._PRLIMIT}
     newer = {"fchmodat2", "setxattrat", "removexattrat"}
     for name, (_, number) in table.items():
         if number is not None and name not in newer:
