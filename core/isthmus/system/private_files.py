@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import tempfile
+import uuid
 from pathlib import Path
 
 from isthmus.errors import UserError
 
 _DRAFT = ".draft"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_private_file(path: Path, data: bytes) -> None:
@@ -50,6 +53,53 @@ def make_private_directory(path: Path) -> None:
         path.chmod(0o700)
     except OSError as error:
         raise UserError(f"{path} cannot be a private directory: {error.strerror}") from None
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory and what a program that is not trusted has made in it.
+
+    Neither its depth nor the modes in it are an obstacle, and no symbolic link is followed, even if
+    the program still runs. What cannot be deleted is left.
+    """
+    with contextlib.suppress(OSError):
+        top = os.open(path, _DIRECTORY)
+        try:
+            _empty(top)
+        finally:
+            os.close(top)
+        path.rmdir()
+
+
+def _empty(top: int) -> None:
+    """Delete all in a directory; subdirectories move up to it, so that nothing is recursive."""
+    pending = [entry.name for entry in os.scandir(top)]
+    while pending:
+        name = pending.pop()
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=top)
+            continue
+        with contextlib.suppress(OSError):
+            _open_up(name, top)
+            inner = os.open(name, _DIRECTORY, dir_fd=top)
+            try:
+                for child in [entry.name for entry in os.scandir(inner)]:
+                    with contextlib.suppress(OSError):  # not a directory
+                        _open_up(child, inner)
+                    moved = uuid.uuid4().hex
+                    os.rename(child, moved, src_dir_fd=inner, dst_dir_fd=top)
+                    pending.append(moved)
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=top)
+
+
+def _open_up(name: str, parent: int) -> None:
+    """Let this user list, change and move a directory."""
+    handle = os.open(name, os.O_PATH | _DIRECTORY, dir_fd=parent)
+    try:
+        Path(f"/proc/self/fd/{handle}").chmod(0o700)
+    finally:
+        os.close(handle)
 
 
 def check_private(path: Path) -> None:

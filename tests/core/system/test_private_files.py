@@ -6,7 +6,7 @@ import signal
 import pytest
 from tests import forked
 
-from isthmus.system.private_files import write_private_file
+from isthmus.system.private_files import remove_directory, write_private_file
 
 
 def die_while_writing(path):
@@ -37,3 +37,26 @@ def test_a_failed_write_leaves_no_draft(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         write_private_file(tmp_path / "secret", b"new")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_any_depth_and_mode_is_removed_and_no_link_in_it_is_followed(tmp_path):
+    """A task that runs in a sandbox chooses what is in its scratch directory."""
+    outside, scratch = tmp_path / "outside", tmp_path / "scratch"
+    for folder in (outside, scratch, scratch / "closed"):
+        folder.mkdir()
+    (outside / "key").write_text("private")
+    (scratch / "link").symlink_to(outside)
+    (scratch / "closed" / "file").write_text("x")
+    (scratch / "closed").chmod(0)
+    deep = os.open(scratch, os.O_RDONLY)
+    for _ in range(1200):  # beyond Python's recursion and the longest path
+        os.mkdir("deep", dir_fd=deep)
+        deeper = os.open("deep", os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = deeper
+    os.symlink(outside, "link", dir_fd=deep)
+    os.close(deep)
+    remove_directory(scratch)
+    assert list(tmp_path.iterdir()) == [outside]
+    assert (outside / "key").read_text() == "private"
+    remove_directory(scratch)  # which is absent

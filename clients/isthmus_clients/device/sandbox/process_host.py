@@ -6,14 +6,13 @@ import dataclasses
 import logging
 import math
 import mmap
-import shutil
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 from isthmus.errors import TaskError, UserError
-from isthmus.system.private_files import make_private_directory
+from isthmus.system.private_files import make_private_directory, remove_directory
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.worker import ReportProgress
@@ -93,7 +92,7 @@ class ProcessHost:
                     f"tasks could read this device's keys: {path} contains {state}; move one of "
                     "them, or name a directory within"
                 )
-        shutil.rmtree(self._scratch, ignore_errors=True)  # of a device that was killed
+        remove_directory(self._scratch)  # of a device that was killed
         make_private_directory(self._scratch)
         confinement = Confinement(
             readable=tuple(path.resolve() for path in readable),

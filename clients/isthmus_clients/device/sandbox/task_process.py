@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from typing import IO
 
 from isthmus.errors import TaskError, TaskProcessEnded, UpdateError
 from isthmus.printable import in_a_line
+from isthmus.system.private_files import remove_directory
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.sandbox import frames
@@ -231,7 +231,7 @@ class TaskProcess:
         with self._lock:
             self._popen.wait()
             self._ended.set()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        remove_directory(self._scratch)
         self._end.shutdown(socket.SHUT_RDWR)
         with self._using:
             self._end.close()
