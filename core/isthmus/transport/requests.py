@@ -6,9 +6,14 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from isthmus.errors import IsthmusError, UpdateError
 from isthmus.transport.blobs import Assembly, Buffer
 from isthmus.transport.stream import Stream
+from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
+
+MAX_MODELS = 4
+"""Most requests of a participant that have memory for a model, or for records of a Flower app."""
 
 
 @dataclasses.dataclass
@@ -24,6 +29,54 @@ class OpenRequest:
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
     reported_at: float = 0.0
+
+
+class HeldModels:
+    """The requests whose model takes memory: from its allocation until the result is acknowledged.
+
+    Guarantees:
+      * at most `MAX_MODELS` at a time, whatever the server asks, cancels or forgets.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[OpenRequest] = []
+
+    def allocate(
+        self, job: OpenRequest, size: int, worker: Worker, open_jobs: Mapping[str, OpenRequest]
+    ) -> Buffer | None:
+        """Allocate the memory for a request's model; None if the worker does not need it.
+
+        Args:
+            job: the request.
+            size: of the model, in bytes.
+            worker: allocates the memory.
+            open_jobs: the requests that are not acknowledged, by their ID.
+
+        Raises:
+            UpdateError: too many others have memory, or there is none.
+        """
+
+        def is_held(other: OpenRequest) -> bool:
+            if other.task is not None and not other.task.done():
+                return True  # it holds the memory also after the server has dropped it
+            is_open = open_jobs.get(other.request.id) is other
+            return is_open and (other.reply is None or other.payload is not None)
+
+        self._held = [other for other in self._held if is_held(other)]
+        if len(self._held) >= MAX_MODELS:
+            raise UpdateError(
+                f"{MAX_MODELS} requests with a model are open here; send the next one after the "
+                "receipt of one of them"
+            )
+        try:
+            buffer = worker.buffer(job.request, size)
+        except IsthmusError as error:
+            raise UpdateError(str(error)) from None
+        except (OSError, MemoryError) as error:
+            raise UpdateError(f"no room for its model: {error!r}") from None
+        if buffer is not None:
+            self._held.append(job)
+        return buffer
 
 
 def failure(reason: str, code: str = "") -> link_pb2.Reply:

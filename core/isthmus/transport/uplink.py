@@ -26,7 +26,7 @@ from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
-from isthmus.transport.requests import OpenRequest, blob_of, failure, model_of
+from isthmus.transport.requests import HeldModels, OpenRequest, blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
@@ -125,6 +125,7 @@ class Uplink:
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
         self._jobs: dict[str, OpenRequest] = {}
+        self._held = HeldModels()
         self._stream: Stream | None = None
         self._linked_at = math.inf
         """Monotonic time of the welcome; infinity without a connection."""
@@ -303,11 +304,9 @@ class Uplink:
             blob = model_of(request)
             if blob is not None and blob.size:
                 try:
-                    job.buffer = self.worker.buffer(request, blob.size)
-                except (IsthmusError, OSError, MemoryError) as error:
-                    known = isinstance(error, IsthmusError)
-                    reason = str(error) if known else f"no room for its model: {error!r}"
-                    await self._answer(job, failure(reason), None)
+                    job.buffer = self._held.allocate(job, blob.size, self.worker, self._jobs)
+                except UpdateError as error:
+                    await self._answer(job, failure(str(error)), None)
                     return
                 if job.buffer is not None:
                     job.assembly = Assembly(blob, into(job.buffer))
@@ -362,6 +361,7 @@ class Uplink:
     async def _answer(
         self, job: OpenRequest, reply: link_pb2.Reply, payload: Buffer | None
     ) -> None:
+        job.buffer = job.assembly = None
         if self._jobs.get(job.request.id) is not job:
             self.worker.acknowledged(job.request, False, "the server dropped the request")
             return

@@ -9,6 +9,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
 from isthmus.transport.blobs import CHUNK_BYTES, InFile, describe, into
+from isthmus.transport.requests import MAX_MODELS
 from isthmus.wire import link_pb2
 from isthmus_server.transport.link import Link
 
@@ -88,6 +89,32 @@ async def test_a_model_that_the_worker_cannot_allocate_is_a_failure(network, err
     assert reply.failure.reason == sentence
     assert participant.requests == []
     assert not participant.connection.done()
+
+
+async def test_few_requests_have_memory_for_a_model_at_a_time(network):
+    link = await network.listen()
+    released, model = asyncio.Event(), payload_of(1000)
+    participant = await network.join("a", delayed(replying(), released))
+    blob = describe(model)
+    link.publish(blob, model)
+    requests = [training_request(link, blob) for _ in range(MAX_MODELS + 3)]
+    asking = [asyncio.create_task(link.ask("a", request)) for request in requests]
+    await wait_until(lambda: sum(task.done() for task in asking) == 3)
+    assert len(participant.buffers) == MAX_MODELS
+    refused = [task.result() for task in asking if task.done()]
+    assert all("send the next one after the receipt" in r.failure.reason for r in refused)
+
+    # It still works on those that it was told to give up.
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await wait_until(lambda: len(participant.cancelled) == MAX_MODELS)
+    reply = await link.ask("a", training_request(link, blob))
+    assert "requests with a model are open" in reply.failure.reason
+    released.set()
+    await wait_until(lambda: len(participant.receipts) >= MAX_MODELS)
+    reply = await link.ask("a", training_request(link, blob))
+    assert not reply.HasField("failure")
 
 
 async def test_an_abandoned_request_is_cancelled_and_its_late_reply_refused(network):
