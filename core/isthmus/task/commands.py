@@ -65,6 +65,12 @@ def pack(
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
     package = packages.read(data)
     click.echo(f"{output} {package.digest.hex()} version {package.version}")
+    if version is None and earlier is None:
+        click.echo(
+            f"{output} is new, so it has version 1; if {name!r} was packed with this key before, "
+            "pack it again with a higher --version",
+            err=True,
+        )
 
 
 @task.command()
