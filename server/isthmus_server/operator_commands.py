@@ -174,7 +174,8 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
             json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
         )
         return
-    table = Table("job", "state", "round", "by", "since", "reason", box=None)
+    table = Table("job", "state", "round", "by", "since", box=None)
+    table.add_column("reason", overflow="fold")
     for job in reply.jobs:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
@@ -229,7 +230,10 @@ def cancel(job: str, state: Path) -> None:
 @click.argument("job")
 @_STATE
 def resume(job: str, state: Path) -> None:
-    """Try the paused JOB again at once, or as soon as the running one ends or is paused."""
+    """Try the paused or failed JOB again at once, or as soon as the running one ends or is paused.
+
+    A failed one goes on from its last committed round, once what made it fail is repaired.
+    """
     OperatorClient(state).call("Resume", pb.ResumeRequest(id=job), pb.ResumeReply)
     click.echo(f"{job} is tried again as soon as it is its turn")
 

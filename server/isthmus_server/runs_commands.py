@@ -38,7 +38,8 @@ def rollback(run_dir: Path) -> None:
     """Go back to the newest committed round of RUN that is intact.
 
     If nothing is damaged, it goes back by one round. The directory keeps a copy of what is dropped.
-    `isthmus run --resume`, or the server, then continues and ends with the same model.
+    `isthmus run --resume` then continues and ends with the same model; for a job of a server,
+    `isthmus resume JOB` does, if it has failed.
     """
     from isthmus_server.storage.recovery import roll_back
 

@@ -157,8 +157,10 @@ class JobQueue:
         return self._find("number=?", (entry.number,))[0]
 
     def resume(self, entry: QueuedJob) -> None:
-        """Have a paused job tried as soon as it is its turn."""
-        self._db.execute("UPDATE jobs SET next_try=0 WHERE number=?", (entry.number,))
+        """Have a paused or failed job tried as soon as it is its turn."""
+        self._db.execute(
+            "UPDATE jobs SET state='paused', next_try=0 WHERE number=?", (entry.number,)
+        )
         self._write_head()
 
     def mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:

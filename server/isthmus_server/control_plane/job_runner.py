@@ -214,17 +214,25 @@ class JobRunner:
         """Create the run of a job, or continue it.
 
         Raises:
-            UserError: it is damaged, or the directory has the run of another job.
+            UserError: it is damaged or was cancelled, or the directory has the run of another job.
         """
         if not (directory / "job.json").exists():
             return Store.create(directory, job, self.tasks, entry.run_id)
         store = Store.open_to_continue(directory)
+        refused = ""
         if store.run_id != entry.run_id:
-            store.close()
-            raise UserError(
+            refused = (
                 f"{directory} has the run {store.run_id!r} of another job, and this job has the "
                 f"run {entry.run_id!r}; move the directory away, and submit the job again"
             )
+        elif store.status()[0] == "cancelled":
+            refused = (
+                f"{directory} was cancelled, which the queue of jobs has lost: jobs.sqlite is an "
+                "older copy; submit the job again"
+            )
+        if refused:
+            store.close()
+            raise UserError(refused)
         return store
 
     # -- requests of operators ---------------------------------------------------------------------
@@ -265,15 +273,17 @@ class JobRunner:
     def resume(self, id_: str) -> State:
         """Have a paused job tried as soon as it is its turn; returns its state until then.
 
+        A failed one too: what made it fail may have been repaired.
+
         Raises:
-            AdmissionRefused: there is no such job, or it is not paused.
+            AdmissionRefused: there is no such job, or it is neither paused nor failed.
         """
         entry = self.queue.get(id_)
-        if entry.state != "paused":
-            raise AdmissionRefused(f"{id_} is not paused: it is {entry.state}")
+        if entry.state not in ("paused", "failed"):
+            raise AdmissionRefused(f"{id_} is neither paused nor failed: it is {entry.state}")
         self.queue.resume(entry)
         self._woken.set()
-        return entry.state
+        return "paused"
 
     async def progress(self, entry: QueuedJob) -> int:
         """Return the number of committed rounds of a job; 0 if its run cannot be read."""

@@ -16,7 +16,11 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import CertificateAuthority
-from isthmus_server.control_plane.registry import ParticipantList, Registry
+from isthmus_server.control_plane.registry import (
+    ParticipantList,
+    Registry,
+    refuse_lost_revocations,
+)
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.limits import Refusal
 from isthmus_server.transport.link import Link
@@ -46,6 +50,7 @@ class Members(Enrolments):
         super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority
         self.registry: ParticipantList = Registry(directory, now=self.now)
+        refuse_lost_revocations(directory)
         self.revoked.update(self.registry.revoked_identities())
         self._checked_version = self.registry.version
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")

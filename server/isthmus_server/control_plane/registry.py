@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sqlite3
 import time
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
 from isthmus.identity import tls
 from isthmus.names import checked_name
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
+from isthmus_server.storage import audit
 from isthmus_server.storage.sealed_database import SealedDatabase
 
 _NAME = "fleet.sqlite"
@@ -44,6 +46,8 @@ REPEAT_SECONDS = 600.0
 MAX_CERTIFICATES = 1000
 """Maximum number of valid certificates of one participant; it exceeds what a participant needs that
 repeatedly fails to store the next one."""
+
+log = logging.getLogger(__name__)
 
 _KEEP_SECONDS = 24 * 3600.0
 """Period after which a used token, or an expired certificate that has been replaced, is deleted."""
@@ -360,11 +364,36 @@ class Registry:
 
 
 def check(directory: Path) -> None:
-    """Check the registry in a state directory without changing it.
+    """Check the registry in a state directory, also against its audit log; it is not changed.
 
     Raises:
-        DamagedError: it is damaged or missing.
+        DamagedError: it is damaged or missing, or has lost a revocation.
         sqlite3.Error: it cannot be read for another reason.
     """
-    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as log:
-        log.check()
+    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
+        database.check()
+    refuse_lost_revocations(directory)
+
+
+def refuse_lost_revocations(directory: Path) -> None:
+    """Compare a registry with the audit log: an older copy of it is intact in itself.
+
+    Raises:
+        DamagedError: it would accept an identity that has been revoked.
+    """
+    try:
+        revoked, invited = audit.revoked(audit.read(directory))
+    except UserError as error:
+        log.warning("the registry cannot be compared with the audit log: %s", error)
+        return
+    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
+        db = database.connection
+        rows = db.execute("SELECT lower(hex(identity)) FROM participants WHERE revoked IS NULL")
+        present = {row[0] for row in rows}
+        tokens = {row[0] for row in db.execute("SELECT name FROM tokens WHERE used IS NULL")}
+    for identity, name in revoked.items():
+        if identity in present or name in tokens - invited:
+            raise DamagedError(
+                f"{directory / _NAME} accepts {name!r}, whose revocation {directory} has in its "
+                "audit log: it is an older copy. Restore the newest one, or revoke it again"
+            )

@@ -2,8 +2,9 @@
 
 One JSON object per line, with the SHA-256 of the line before. Changing, removing or inserting a
 line is noticed. `audit.head` has the size of the log and the hash of its last line, so that an
-accident to the end is noticed too; removing the last lines on purpose, or writing the whole file
-anew, only by comparing the last hash with a copy kept elsewhere.
+accident to the end is noticed too, also after further lines: the next one continues the lost one.
+Removing the last lines on purpose, or writing the whole file anew, is noticed only by comparing the
+last hash with a copy kept elsewhere.
 
 >>> import tempfile
 >>> state = Path(tempfile.mkdtemp())
@@ -21,6 +22,7 @@ isthmus.errors.UserError: ...audit.log was changed: line 2 does not continue lin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import getpass
@@ -28,7 +30,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
@@ -39,6 +41,8 @@ _HEAD = "audit.head"
 _START = "0" * 64
 """Stands for the hash before the first line."""
 _MAX_LINE = 64 << 10
+_LATEST = 2e11
+"""Unix seconds, in the year 8307: later ones cannot be printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,10 @@ def record(state: Path, action: str, *, by: str, **details: str) -> None:
             before = end.rstrip(b"\n").rpartition(b"\n")[2]
             entry = {"time": round(time.time(), 3), "by": by, "action": action, **details}
             entry["previous"] = _digest(before) if size else _START
+            with contextlib.suppress(OSError, DamagedError):  # then only the log itself counts
+                written, last = _read_head(state)
+                if size < written:  # lines are lost: the chain has to show it from now on
+                    entry["previous"] = last
             line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
             if size and not end.endswith(b"\n"):  # a crash cut the last line short
                 line = b"\n" + line
@@ -112,7 +120,9 @@ def read(state: Path) -> list[AuditEntry]:
             fields = json.loads(line)
             previous, time_ = fields.pop("previous"), float(fields.pop("time"))
             by, action = fields.pop("by"), fields.pop("action")
-        except (ValueError, LookupError, TypeError, AttributeError):
+            if not (0 <= time_ < _LATEST and isinstance(by, str) and isinstance(action, str)):
+                raise ValueError
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{path} was changed: line {number} is not a record") from None
         if previous != (entries[-1].digest if entries else _START):
             raise UserError(
@@ -127,6 +137,26 @@ def read(state: Path) -> list[AuditEntry]:
     if entries and len(data) == size and entries[-1].digest != last:
         raise UserError(f"{path} was changed: its last line is not the one in {_HEAD}")
     return entries
+
+
+def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], set[str]]:
+    """Identity keys (hexadecimal) that were revoked, with their names, and names with a new token.
+
+    The latter are those for which a token was made after the last revocation of the name.
+    """
+    joined: dict[str, set[str]] = {}
+    identities: dict[str, str] = {}
+    invited: set[str] = set()
+    for entry in entries:
+        name = entry.details.get("name", "")
+        if entry.action == "join":
+            joined.setdefault(entry.by, set()).add(entry.details.get("identity", ""))
+        elif entry.action == "token":
+            invited.add(name)
+        elif entry.action == "revoke":
+            invited.discard(name)
+            identities.update(dict.fromkeys(joined.get(name, ()), name))
+    return identities, invited
 
 
 def _read_head(state: Path) -> tuple[int, str]:

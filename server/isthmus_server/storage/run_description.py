@@ -68,7 +68,7 @@ class RunDescription:
         try:
             data = (directory / FILE).read_bytes()
         except FileNotFoundError:
-            if (directory / "run.head").exists():
+            if any((directory / name).exists() for name in ("run.head", "run.sqlite")):
                 raise damaged(f"{FILE} is missing", directory) from None
             raise UserError(f"{directory} contains no run (no {FILE})") from None
         try:
@@ -121,10 +121,8 @@ def begin_log(directory: Path, description: RunDescription) -> None:
                 f"{directory} already contains a run; continue it with `isthmus run --resume "
                 "--run-dir DIR`, or choose another directory"
             )
-        if (directory / "run.head").exists():
-            with contextlib.closing(read_log(directory / "run.sqlite")) as log:
-                if log.connection.execute("SELECT 1 FROM attempts").fetchone():
-                    raise damaged(f"{FILE} is missing", directory)
+        if _has_begun(directory):
+            raise damaged(f"{FILE} is missing", directory)
         for name in ("checkpoints", "logs"):
             (directory / name).mkdir(exist_ok=True)
         for path in directory.glob("run.*"):
@@ -134,6 +132,18 @@ def begin_log(directory: Path, description: RunDescription) -> None:
             log.connection.execute("INSERT INTO run VALUES (?, ?, 'running', '', NULL)", row)
             log.write_head()
         description.write(directory)
+
+
+def _has_begun(directory: Path) -> bool:
+    """Whether a round log has an attempt, also one that has lost its head file."""
+    if not any((directory / name).exists() for name in ("run.sqlite", "run.head")):
+        return False
+    with contextlib.closing(read_log(directory / "run.sqlite")) as log:
+        tables = "SELECT 1 FROM sqlite_master WHERE name='attempts'"  # none after an early crash
+        return bool(
+            log.connection.execute(tables).fetchone()
+            and log.connection.execute("SELECT 1 FROM attempts").fetchone()
+        )
 
 
 def logged_description(log: SealedDatabase) -> RunDescription:

@@ -37,8 +37,37 @@ async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated)
     reply = await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=paused))
     assert reply.state == "paused"
     assert await operated.ended(paused) == "finished"
-    with pytest.raises(AdmissionRefused, match="is not paused: it is finished"):
+    with pytest.raises(AdmissionRefused, match="is neither paused nor failed: it is fin"):
         await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=paused))
+
+
+async def test_a_failed_job_goes_on_when_its_damage_is_repaired(operated):
+    """A rollback of its run said that the run continues, and nothing could continue it."""
+    operated.gate.set()
+    id_ = await operated.submit(operated.job("time.join_seconds=0.05", "rounds=1"))
+    await wait_until(lambda: operated.runner.queue.get(id_).state == "paused")
+    about = operated.runner.runs / id_ / "job.json"
+    whole = about.read_bytes()
+    about.write_bytes(whole[:-20])
+    await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=id_))
+    await wait_until(lambda: operated.runner.queue.get(id_).state == "failed")
+    about.write_bytes(whole)
+    await operated.devices()
+    reply = await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=id_))
+    assert reply.state == "paused"
+    assert await operated.ended(id_) == "finished"
+
+
+async def test_a_cancelled_run_is_not_continued_by_an_older_copy_of_the_queue(operated):
+    id_ = await operated.submit(operated.job())
+    await wait_until(lambda: operated.runner._running)
+    entry = operated.runner.queue.get(id_)
+    operated.runner.cancel(id_)
+    await wait_until(lambda: not operated.runner._running)
+    operated.runner.queue.mark(entry, "running")
+    operated.runner._woken.set()
+    assert await operated.ended(id_) == "failed"
+    assert "was cancelled, which the queue" in operated.runner.queue.get(id_).reason
 
 
 async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated):

@@ -1,3 +1,5 @@
+import contextlib
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -6,10 +8,13 @@ import time
 
 import pytest
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import tls
 from isthmus_server.control_plane import registry as module
+from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.storage import audit
 
 SOON = 3600.0
 
@@ -217,7 +222,10 @@ def elsewhere(folder, line):
     """Execute one registry operation in another process; returns its output."""
     code = f"""
 from pathlib import Path
+from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.storage import audit
 registry = Registry(Path({str(folder)!r}))
 {line}
 registry.close()
@@ -260,3 +268,43 @@ def test_a_full_disk_is_reported_and_changes_nothing(registry):
     registry._db.execute(f"PRAGMA max_page_count={pages + 9}")
     allow(registry, "a")
     assert redeem(registry) == ("a", b"certificate")
+
+
+@pytest.mark.parametrize("since", ["joined", "invited"])
+def test_an_older_copy_does_not_bring_a_revoked_identity_back(tmp_path, since):
+    """A copy of database and head from before the revocation is intact in itself."""
+    state, copy = tmp_path / "server", tmp_path / "copy"
+    initialise(state, ["localhost"])
+
+    def make_copy():
+        with contextlib.closing(sqlite3.connect(state / "fleet.sqlite")) as now:
+            now.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for name in ("fleet.sqlite", "fleet.head"):
+            copy.mkdir(exist_ok=True)
+            shutil.copy(state / name, copy / name)
+
+    with contextlib.closing(Registry(state)) as registry:
+        allow(registry, "phone")
+        audit.record(state, "token", by="user me", name="phone")
+        if since == "invited":
+            make_copy()
+        redeem(registry)
+        audit.record(state, "join", by="phone", identity=(b"i" * 32).hex())
+        if since == "joined":
+            make_copy()
+        registry.revoke("phone")
+        audit.record(state, "revoke", by="user me", name="phone")
+    module.check(state)
+    for path in state.glob("fleet.*"):
+        path.unlink()
+    shutil.copytree(copy, state, dirs_exist_ok=True)
+    for use in (module.check, ControlPlaneServer):
+        with pytest.raises(DamagedError, match=r"fleet\.sqlite accepts 'phone', whose revocation "):
+            use(state)
+    with contextlib.closing(Registry(state)) as registry:
+        registry.revoke("phone")
+        audit.record(state, "revoke", by="user me", name="phone")
+        allow(registry, "phone", b"u")  # for another device of the name
+        audit.record(state, "token", by="user me", name="phone")
+    module.check(state)
+    ControlPlaneServer(state).members.close()

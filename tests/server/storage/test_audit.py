@@ -52,6 +52,26 @@ def test_a_line_that_a_crash_cut_short_does_not_merge_with_the_next(log, tmp_pat
     assert '"cancel"' in log.read_text().splitlines()[3]
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_lines_that_were_lost_are_still_missed_after_further_ones(log, tmp_path, kept):
+    """The next record once continued what was left, and the loss was not noticed any more."""
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:kept]))
+    if not kept:
+        log.unlink()
+    audit.record(tmp_path, "token", by="user me", name="d")
+    with pytest.raises(UserError, match=f"was changed: line {kept + 1} does not continue"):
+        audit.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"time": 1e300, "by": "me", "action": "x", "previous": ""}']
+)
+def test_a_line_that_cannot_be_read_or_printed_is_no_record(log, tmp_path, line):
+    log.write_text(log.read_text() + line + "\n")
+    with pytest.raises(UserError, match="line 4 is not a record"):
+        audit.read(tmp_path)
+
+
 def test_an_action_that_cannot_be_recorded_is_reported(tmp_path):
     (tmp_path / "audit.log").mkdir()
     with pytest.raises(UserError, match="so that 'revoke' is not recorded there"):

@@ -171,10 +171,11 @@ def test_a_round_that_its_participants_cannot_repeat_is_not_dropped(new_run):
 
 
 def test_a_lost_job_file_is_no_reason_to_begin_anew(run, make_job, tmp_path):
-    (run / "job.json").unlink()
-    for use in (Store.open, lambda path: Store.create(path, make_job(), tmp_path)):
-        with pytest.raises(DamagedError, match=r"job.json is missing; restore it, or let `isthmus"):
-            use(run)
+    for lost in ("job.json", "run.head"):
+        (run / lost).unlink()
+        for use in (Store.open, lambda path: Store.create(path, make_job(), tmp_path)):
+            with pytest.raises(DamagedError, match=r"job.json is missing; restore it, or let `ist"):
+                use(run)
     assert roll_back(run).restored
     assert state_of(run).round == 3
 
