@@ -11,6 +11,9 @@ from isthmus.wire import link_pb2
 MAX_FIGURE_NAME = 100
 """Characters in the name of a figure."""
 
+MAX_FIGURE = 1e200
+"""Largest reported figure: sums over all devices, weighted by their examples, stay finite."""
+
 
 def reason_of(reply: link_pb2.Reply) -> str:
     """Return why a participant failed a request, escaped."""
@@ -26,7 +29,10 @@ def check_figures(trained: link_pb2.Trained) -> None:
     for name in (*trained.training, *trained.evaluation, *trained.profile):
         if not (name.isprintable() and len(name) <= MAX_FIGURE_NAME):
             raise UpdateError(f"the name {name[:MAX_FIGURE_NAME]!r} of a figure is not printable")
-    if not all(map(math.isfinite, (trained.seconds, *trained.training.values()))):
+    figures = (trained.seconds, *trained.training.values())
+    if not all(map(math.isfinite, figures)):
         raise UpdateError("its time or one of its figures is not finite")
+    if any(abs(figure) > MAX_FIGURE for figure in figures):
+        raise UpdateError(f"its time or one of its figures is above {MAX_FIGURE:g}")
     if trained.seconds < 0:
         raise UpdateError(f"its time of {trained.seconds:g} s is below 0")

@@ -47,3 +47,9 @@ def test_the_name_of_a_figure_is_printable_or_refused(text, where):
         with pytest.raises(UpdateError) as caught:
             check_figures(trained)
         assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("figure", [1e308, -1e308, float("inf"), float("nan")])
+def test_a_figure_that_would_make_a_mean_infinite_is_refused(figure):
+    with pytest.raises(UpdateError, match="its time or one of its figures is"):
+        check_figures(link_pb2.Trained(training={"loss": figure}))
