@@ -1,8 +1,8 @@
 """The policies that `regimes.py` compares, as keys of a job's `strategy` in a scenario.
 
 A fixed policy determines the regime of each round beforehand; the other policies are compared with
-the best of them in hindsight. Federated rounds are included with several outer optimizers, so that
-no policy looks good only because the baseline was not tuned.
+the best of them in hindsight. They are included with several outer optimizers (`-half` is half of
+the outer learning rate), so that no policy looks good only because the baselines were not tuned.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ Changes = Mapping[str, Any]
 WARM_TICKS = 15
 CHOOSERS = ("adaptive", "plateau", "ucb", "thompson")
 """Policies that decide from the results of earlier rounds."""
+STEPPED = ("federated", "transfer", "hybrid", "warm")
+"""Fixed policies that are included with half of the outer learning rate too."""
+PROBLEM_POLICIES = (
+    "datacenter",
+    *(f"{name}{half}" for name in STEPPED for half in ("", "-half")),
+    "rule",
+    "adaptive",
+)
+"""The policies that are compared in the problems of each data set."""
 
 
 def contenders(scenario: Scenario) -> dict[str, Changes]:
@@ -31,7 +40,6 @@ def fixed(scenario: Scenario) -> dict[str, Changes]:
         "datacenter": {"policy": "datacenter"},
         "federated": federated,
         "federated-fedavg": {**federated, "outer_lr": 1.0, "outer_momentum": 0.0},
-        "federated-cooler": {**federated, "outer_lr": scenario.federated.outer_lr / 2},
         "alternate": {"policy": "alternate"},
         "warm": {
             "policy": "schedule",
@@ -45,6 +53,8 @@ def fixed(scenario: Scenario) -> dict[str, Changes]:
         "transfer": {"policy": "hybrid", "merge": "transfer"},
         "rule": {"policy": "rule"},
     }
+    half = scenario.federated.outer_lr / 2
+    policies |= {f"{name}-half": {**policies[name], "outer_lr": half} for name in STEPPED}
     if scenario.windows:
         policies["fill"] = {"policy": "schedule", "schedule": _fill(scenario)}
     return policies

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 import random
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from regime_simulation.data_sets import DATA_SETS, edge_share
 
 from isthmus.errors import JobError
 from isthmus.job import Job
@@ -48,34 +50,28 @@ class Split(Section):
     """Concentration of each class's shares on devices; small is uneven (Hsu et al. 2019)."""
     zones: Annotated[int, Field(ge=1, le=4)] = 1
     """Groups of devices; each class occurs in one of them."""
-    public_classes: Annotated[int, Field(ge=1, le=26)] = 13
-    """Number of classes of the datacenter's rows, chosen at random."""
-    public_rows: Annotated[int, Field(ge=20, le=16_000)] = 3000
+    native: bool = False
+    """Each device has rows of one source (speaker, hospital), and not of several classes."""
+    public_classes: Count = 13
+    """Number of classes, sources or ranges of the datacenter's rows, chosen at random."""
+    public_rows: Annotated[int, Field(ge=20, le=100_000)] = 3000
     """Upper bound of the datacenter's rows; a tenth of them is its held-out set."""
     exclusive: bool = False
     """The datacenter's classes do not exist on the devices."""
     shift: Annotated[float, Field(ge=0, le=4)] = 0.0
     """Strength of a fixed affine map on the public features, x + shift (M x + b)."""
     label_noise: Fraction = 0.0
-    """Share of public labels replaced by a random public class."""
+    """Share of public labels replaced by a random public class, or a random public target."""
     swapped_classes: Fraction = 0.0
-    """Share of the public classes whose labels are swapped with each other."""
-
-    @model_validator(mode="after")
-    def _devices_have_classes(self) -> Split:
-        if self.exclusive and self.public_classes > 26 - self.zones:
-            raise ValueError(
-                f"exclusive public_classes={self.public_classes} leaves the devices of "
-                f"{self.zones} zone(s) too few of the 26"
-            )
-        return self
+    """Share of the public classes whose labels are swapped with each other; in a regression the
+    share of targets with the opposite sign."""
 
 
 class Model(Section):
-    """A multilayer perceptron."""
+    """The data set's model (`data_sets.py`)."""
 
-    hidden: tuple[Count, ...] = (96,)
-    """Widths of its hidden layers."""
+    hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (96,)
+    """Widths of its hidden layers, or channels of its convolutions."""
 
 
 class Federated(Section):
@@ -137,8 +133,8 @@ class Run(Section):
     """Length in hours."""
     budget: Positive = 50.0
     """Largest total cost, in cost units."""
-    target_edge_share: Fraction = 1.0
-    """Share of the test distribution that is on the devices."""
+    target_edge_share: Fraction | Literal["measured"] = 1.0
+    """Share of the test distribution that is on the devices; "measured": as the split has it."""
 
 
 class Scenario(Section):
@@ -150,6 +146,10 @@ class Scenario(Section):
     """Title in tables and charts."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
     """Seeds of data and training; every policy runs once with each."""
+    data: Literal["letters", "mnist", "shakespeare", "heart", "diabetes", "languages"] = "letters"
+    """The data set, see `data_sets.py`."""
+    eval_data: Literal["public", "target"] = "public"
+    """What the task's `eval_data()` returns: public rows, or rows that resemble the target."""
     split: Split = Split()
     model: Model = Model()
     federated: Federated = Federated()
@@ -158,6 +158,23 @@ class Scenario(Section):
     """Hours of each zone, in the zones' order; empty: all devices are always available."""
     costs: Costs = Costs()
     run: Run = Run()
+
+    @model_validator(mode="after")
+    def _split_fits_data(self) -> Scenario:
+        kinds, split = DATA_SETS[self.data].kinds, self.split
+        if split.public_classes > (kinds - split.zones if split.exclusive else kinds):
+            raise ValueError(
+                f"split.public_classes={split.public_classes} is more than the {kinds} of the data "
+                f"set {self.data!r}"
+                + (f", or leaves the devices of {split.zones} zone(s) too few" * split.exclusive)
+            )
+        if split.shift and self.data in ("mnist", "shakespeare"):
+            raise ValueError(f"split.shift is for tables, not for {self.data!r}")
+        if split.native and (split.zones > 1 or split.clients < kinds):
+            raise ValueError(
+                f"split.native needs one zone and at least {kinds} devices, one for each source"
+            )
+        return self
 
     @model_validator(mode="after")
     def _windows_fit(self) -> Scenario:
@@ -188,12 +205,29 @@ def load(path: Path) -> Scenario:
     Raises:
         JobError: one sentence naming the file, the key, and what is allowed.
     """
+    return validated(read_table(path), path)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        JobError: it cannot be read.
+    """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise JobError(f"there is no scenario file {path}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def validated(table: Mapping[str, Any], path: Path) -> Scenario:
+    """The scenario of a table that was read from `path`.
+
+    Raises:
+        JobError: one sentence naming the file, the key, and what is allowed.
+    """
     try:
         return Scenario.model_validate(table)
     except ValidationError as error:
@@ -254,12 +288,14 @@ def random_scenario(number: int, seeds: tuple[int, ...]) -> Scenario:
     )
 
 
-def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) -> Job:
+def job_for(scenario: Scenario, seed: int, folder: Path, changes: dict[str, Any]) -> Job:
     """The job that trains in a scenario; `changes` are keys of its `strategy` that a policy sets.
 
-    They may include `outer_lr` and `outer_momentum` of the server optimizer.
+    They may include `outer_lr` and `outer_momentum` of the server optimizer. `folder` has the files
+    of the data set.
 
     Raises:
+        TaskError: the data set cannot be read.
         JobError: a change is not a valid key of the job.
     """
     federated, datacenter, costs = scenario.federated, scenario.datacenter, scenario.costs
@@ -268,6 +304,9 @@ def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) 
         "momentum": changes.get("outer_momentum", federated.outer_momentum),
         "nesterov": changes.get("outer_momentum", federated.outer_momentum) > 0,
     }
+    share = scenario.run.target_edge_share
+    if share == "measured":
+        share = edge_share(scenario.data, folder.resolve(), scenario.split.model_dump(), seed)
     strategy = {k: v for k, v in changes.items() if not k.startswith("outer_")}
     table = {
         "name": scenario.name,
@@ -276,9 +315,11 @@ def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) 
         "seconds": scenario.run.ticks * HOUR,
         "budget": scenario.run.budget,
         "task": {
-            "source": "regime_simulation.letters:Letters",
-            "data": str(data.resolve()),
+            "source": "regime_simulation.data_sets:Simulated",
+            "data": str(folder.resolve()),
             "settings": {
+                "data": scenario.data,
+                "eval_data": scenario.eval_data,
                 "hidden": list(scenario.model.hidden),
                 "client_lr": federated.lr,
                 "datacenter_lr": datacenter.lr,
@@ -287,7 +328,7 @@ def job_for(scenario: Scenario, seed: int, data: Path, changes: dict[str, Any]) 
             },
         },
         "strategy": {
-            "target_edge_share": scenario.run.target_edge_share,
+            "target_edge_share": share,
             "served_average": federated.served_average,
             # Training with larger weights does not converge (docs/strategy.md).
             "transfer_weight": 1.2 / (federated.lr * federated.steps),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from regime_simulation import letters
+from regime_simulation import data_sets
 from regime_simulation.scenario import HOUR, Scenario, job_for
 
 from isthmus.errors import JobError
@@ -37,25 +37,25 @@ MONDAY = 4 * 24 * HOUR
 """Start of every scenario: the first Monday after 1970-01-01, 00:00 UTC."""
 
 TOLERANCE = 0.04
-"""Tolerance of `run.target_edge_share`, because letters are not equally frequent."""
+"""Tolerance of `run.target_edge_share`, because classes are not equally frequent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Cost, transfers and accuracy of a run after a round."""
+    """Cost, transfers and score of a run after a round."""
 
     cost: float
     transfers: int
     """Models, gradients and updates sent to or by devices so far."""
-    accuracy: float
+    score: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """Results of a run."""
 
-    accuracy: float
-    """Accuracy of the served model on the test set, in per cent."""
+    score: float
+    """Score of the served model on the test set: `data_sets.score`."""
     rounds: Mapping[str, int]
     """Committed rounds by regime."""
     comparisons: int
@@ -156,14 +156,14 @@ def _fleet(clients: int) -> VirtualFleet:
 
 
 def simulate(
-    scenario: Scenario, seed: int, data: Path, changes: Mapping[str, Any], trace_every: int = 0
+    scenario: Scenario, seed: int, folder: Path, changes: Mapping[str, Any], trace_every: int = 0
 ) -> Outcome:
     """Run one policy in a scenario; `changes` are keys of the job's `strategy`.
 
     Args:
         scenario: the scenario.
         seed: of the data's split and of the training.
-        data: the file of UCI letter recognition.
+        folder: with the files of the data set.
         changes: see `scenario.job_for`.
         trace_every: rounds between scores of the served model; 0: only at the end.
     """
@@ -172,20 +172,20 @@ def simulate(
     with tempfile.TemporaryDirectory(
         prefix="regimes-", dir=memory if os.access(memory, os.W_OK) else None
     ) as scratch:
-        return asyncio.run(_simulate(scenario, seed, data, changes, trace_every, Path(scratch)))
+        return asyncio.run(_simulate(scenario, seed, folder, changes, trace_every, Path(scratch)))
 
 
 async def _simulate(
     scenario: Scenario,
     seed: int,
-    data: Path,
+    folder: Path,
     changes: Mapping[str, Any],
     trace_every: int,
     scratch: Path,
 ) -> Outcome:
     started = time.monotonic()
     asyncio.get_running_loop().set_default_executor(SynchronousExecutor())
-    job = job_for(scenario, seed, data, dict(changes))
+    job = job_for(scenario, seed, folder, dict(changes))
     _check_target(scenario, job)
     store = Store.create(scratch / "run", job, Path(__file__).parent)
     link = InProcessLink()
@@ -194,7 +194,7 @@ async def _simulate(
 
     def trace_score(event: Event) -> None:
         if isinstance(event, RoundCommitted) and event.record.round % trace_every == 0:
-            trace.append(Point(clock.cost, clock.transfers, score(coordinator)))
+            trace.append(Point(clock.cost, clock.transfers, _score(scenario, coordinator)))
 
     events = EventStream()
     events.subscribe(clock.count)
@@ -203,17 +203,17 @@ async def _simulate(
     try:
         coordinator = Coordinator(store, link, events, clock)
         await coordinator.run()
-        accuracy = score(coordinator)
+        final = _score(scenario, coordinator)
     finally:
         store.close()
     return Outcome(
-        accuracy=accuracy,
+        score=final,
         rounds=dict(clock.rounds),
         comparisons=clock.comparisons,
         cost=coordinator.state.spent,
         ended=clock.ended,
         seconds=time.monotonic() - started,
-        trace=(*trace, Point(coordinator.state.spent, clock.transfers, accuracy))
+        trace=(*trace, Point(coordinator.state.spent, clock.transfers, final))
         if trace_every
         else (),
     )
@@ -227,8 +227,8 @@ def _check_target(scenario: Scenario, job: Job) -> None:
     """
     task = job.task
     assert task.data is not None
-    declared, split = scenario.run.target_edge_share, dict(task.settings["split"])
-    share = letters.edge_share(Path(task.data), split, task.settings["split_seed"])
+    declared, split = job.strategy.target_edge_share, dict(task.settings["split"])
+    share = data_sets.edge_share(scenario.data, Path(task.data), split, task.settings["split_seed"])
     if abs(share - declared) > TOLERANCE:
         raise JobError(
             f"scenario {scenario.name!r} declares run.target_edge_share={declared:g}, and its "
@@ -237,10 +237,11 @@ def _check_target(scenario: Scenario, job: Job) -> None:
 
 
 @torch.no_grad()
-def score(coordinator: Coordinator) -> float:
-    """Accuracy of the served model on the test set, in per cent."""
+def _score(scenario: Scenario, coordinator: Coordinator) -> float:
+    """Score of the served model on the test set."""
     model = coordinator.model
     module = build_model(model.task, 0)
     model.layout.scatter(model.served_vector, module)
-    _, (inputs, target) = letters.read(model.task.data)
-    return 100.0 * float((module(inputs).argmax(-1) == target).float().mean())
+    evaluated = scenario.eval_data == "target"
+    rows, _ = data_sets.test_rows(scenario.data, model.task.data, evaluated)
+    return data_sets.score(scenario.data, module, rows)

@@ -5,9 +5,10 @@ import random
 
 import pytest
 import regimes
-from regime_simulation import curves, scenario
+from regime_simulation import curves, runs, scenario
+from regime_simulation.runs import Row, measure
 from regime_simulation.scenario import Federated, Run, Scenario, Split, Zone
-from regime_simulation.simulation import Point, simulate
+from regime_simulation.simulation import Outcome, Point, simulate
 
 from isthmus.errors import JobError
 
@@ -31,16 +32,16 @@ def data(tmp_path_factory):
         letter = draw.randrange(26)
         cells = [str(value + draw.randint(-1, 1)) for value in middles[letter]]
         lines.append(",".join([chr(ord("A") + letter), *cells]))
-    path = tmp_path_factory.mktemp("letters") / "letters.data"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    folder = tmp_path_factory.mktemp("letters")
+    (folder / "letter-recognition.data").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 def test_the_same_seed_gives_the_same_figures(data):
     first = simulate(SMALL, 1, data, {"policy": "federated"}, 1)
     again = simulate(SMALL, 1, data, {"policy": "federated"}, 1)
     other = simulate(SMALL, 2, data, {"policy": "federated"}, 1)
-    assert (first.accuracy, first.trace) == (again.accuracy, again.trace)
+    assert (first.score, first.trace) == (again.score, again.trace)
     assert first.trace != other.trace
 
 
@@ -95,6 +96,15 @@ def test_random_scenarios_declare_the_share_of_the_target_on_their_devices():
         ("name = 'x'\nwindows = [{opens = 5, closes = 4}]", "a window closes after it opens"),
         ("name = 'x'\nwindows = [{opens = 1, closes = 4}, {opens = 5, closes = 6}]", "2 windows"),
         ("name = 'x'\n[split]\nexclusive = true\npublic_classes = 26", "leaves the devices"),
+        ("name = 'x'\ndata = 'mnist'", "split.public_classes=13 is more than the 10 of the data"),
+        (
+            "name = 'x'\ndata = 'mnist'\nsplit = {public_classes = 2, shift = 1}",
+            "split.shift is for tables, not for 'mnist'",
+        ),
+        (
+            "name = 'x'\ndata = 'heart'\nsplit = {public_classes = 1, clients = 3, native = true}",
+            "split.native needs one zone and at least 4 devices",
+        ),
         ("name = 'x'\n[split]\nclients = 9", "federated.cohort=10 is more than the 9 devices"),
         ("name = ", "cannot be read as TOML"),
     ],
@@ -120,29 +130,32 @@ def test_random_scenarios_are_reproducible_and_distinct():
     assert len({each.model_dump_json(exclude={"name"}) for each in drawn}) == len(drawn)
 
 
-def a_row(policy, accuracy, points=(), name="small"):
-    outcome = regimes.Outcome(
-        accuracy=accuracy, rounds={}, comparisons=0, cost=8.0, ended="", seconds=0.0, trace=points
+def a_row(policy, score, points=(), name="small"):
+    outcome = Outcome(
+        score=score, rounds={}, comparisons=0, cost=8.0, ended="", seconds=0.0, trace=points
     )
-    return regimes.Row(name, policy, 1, outcome)
+    return Row(name, policy, 1, outcome)
 
 
 def test_savings_of_a_run_without_transfers_count_one_transfer():
     rows = [
-        a_row("federated", 80.0, (Point(cost=8.0, transfers=60, accuracy=80.0),), "B"),
-        a_row("adaptive", 82.0, (Point(cost=2.0, transfers=0, accuracy=81.0),), "B"),
+        a_row("federated", 80.0, (Point(cost=8.0, transfers=60, score=80.0),), "B"),
+        a_row("adaptive", 82.0, (Point(cost=2.0, transfers=0, score=81.0),), "B"),
     ]
     assert regimes.savings(rows) == {"savings/B/transfers": 60.0, "savings/B/cost": 4.0}
 
 
 def test_saved_runs_of_another_scenario_or_other_data_are_repeated(data, tmp_path, capsys):
-    kept, other = tmp_path / "kept", tmp_path / "other.data"
-    other.write_text(data.read_text().replace("A,2,", "A,3,", 1) + "A" + ",0" * 16 + "\n")
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    other.mkdir()
+    name = "letter-recognition.data"
+    text = (data / name).read_text().replace("A,2,", "A,3,", 1)
+    (other / name).write_text(text + "A" + ",0" * 16 + "\n")
     short = SMALL.model_copy(update={"run": Run(ticks=1, budget=4.0)})
     longer = SMALL.model_copy(update={"run": Run(ticks=2, budget=4.0)})
 
     def runs(scenario, data):
-        rows, failed = regimes.measure([scenario], ["federated"], data, 1, kept)
+        rows, failed = measure([scenario], ["federated"], data, 1, kept)
         assert not failed
         assert len(rows) == 1
         return len(kept.read_text().splitlines())
@@ -189,9 +202,12 @@ def test_the_script_runs_a_scenario_file(data, tmp_path, capsys):
 
 def test_a_failed_run_is_reported_and_has_no_figure(data, tmp_path, capsys, monkeypatch):
     broken = {"datacenter": {"policy": "datacenter"}, "warm": {"policy": "no such"}}
+    monkeypatch.setattr(runs, "contenders", lambda scenario: broken)
     monkeypatch.setattr(regimes, "contenders", lambda scenario: broken)
     file, figures = tmp_path / "s.toml", tmp_path / "f.json"
-    file.write_text('name = "mine"\nseeds = [1]\n[split]\npublic_rows = 200\n[run]\nticks = 1\n')
+    file.write_text(
+        'name = "mine"\nseeds = [1]\n[split]\nclients = 20\npublic_rows = 200\n[run]\nticks = 1\n'
+    )
     arguments = [
         "--scenario",
         str(file),
@@ -209,9 +225,11 @@ def test_a_failed_run_is_reported_and_has_no_figure(data, tmp_path, capsys, monk
     assert set(json.loads(figures.read_text())["figures"]) == {"regret/mine/datacenter"}
 
 
-def test_a_missing_data_file_is_reported_in_one_sentence(tmp_path, capsys):
-    assert regimes.main(["--data", str(tmp_path / "no.data")]) == 1
-    assert "give UCI letter recognition with --data FILE" in capsys.readouterr().err
+def test_missing_data_are_reported_in_one_sentence(tmp_path, capsys):
+    assert regimes.main(["--data", str(tmp_path / "no")]) == 1
+    assert "give one with the data sets with --data DIR" in capsys.readouterr().err
+    assert regimes.main(["--data", str(tmp_path), "--datasets", "heart"]) == 1
+    assert f"No such file or directory: {tmp_path}/heart-disease/clev" in capsys.readouterr().err
 
 
 def test_a_curve_is_the_mean_of_its_runs_up_to_the_end_of_the_shortest():
