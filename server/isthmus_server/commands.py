@@ -207,13 +207,14 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[Store]:
     """Open a run for reading, and map errors of its log to a user message."""
+    from isthmus_server.storage.sealed_database import database_error
     from isthmus_server.storage.store import Store
 
     store = Store.open(directory, check=True)
     try:
         yield store
     except sqlite3.Error as error:
-        raise UserError(f"the run in {directory} cannot be read: {error}") from error
+        raise database_error(directory / "run.sqlite", error) from error
     finally:
         store.close()
 

@@ -259,7 +259,7 @@ def _registry(state: Path) -> Iterator[Registry]:
         try:
             yield registry
         except sqlite3.Error as error:
-            raise UserError(f"the registry in {state} cannot be used: {error}") from error
+            raise registry.error(error) from error
 
 
 def _seconds(text: str) -> float:

@@ -7,7 +7,6 @@ resumes it; meanwhile the next jobs run.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import random
@@ -19,7 +18,7 @@ from typing import Literal
 from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.job import Job, read_job
 from isthmus_server.storage.run_description import new_run_id
-from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.storage.sealed_database import SealedDatabase, check_database, database_error
 
 State = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
@@ -101,7 +100,11 @@ class JobQueue:
             self._log = SealedDatabase.checked(path, _SCHEMA)
             self._db = self._log.connection
         except (OSError, sqlite3.Error) as error:
-            raise UserError(f"{path} cannot be used: {error}") from None
+            raise database_error(path, error) from None
+
+    def error(self, error: Exception) -> UserError:
+        """The error for users when the file fails: what is wrong, and what to do."""
+        return database_error(self._log.file, error)
 
     def close(self) -> None:
         """Close the file."""
@@ -209,13 +212,12 @@ def check(directory: Path) -> None:
 
     Raises:
         DamagedError: it is damaged or missing.
-        sqlite3.Error: it cannot be read for another reason.
+        UserError: it cannot be read for another reason.
     """
     path = directory / _NAME
     _refuse_lost(path)
     if path.exists() or path.with_suffix(".head").exists():
-        with contextlib.closing(SealedDatabase(path, _SCHEMA, "read")) as log:
-            log.check()
+        check_database(path, _SCHEMA)
 
 
 def _refuse_lost(path: Path) -> None:

@@ -30,6 +30,7 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
     attempt_event,
 )
+from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
 from isthmus_server.views.progress import ProgressView
 
@@ -93,10 +94,11 @@ class JobRunner:
             except (sqlite3.Error, OSError) as error:  # the database, or its head file
                 if not is_transient(error):
                     raise UserError(
-                        f"the queue of jobs cannot be used: {error}; repair it, then restart the "
-                        "server"
+                        f"the queue of jobs cannot be used: {self.queue.error(error)}; then "
+                        "restart the server"
                     ) from error
-                self._print(f"the queue of jobs cannot be used now: {error}; it is tried again")
+                now = self.queue.error(error)
+                self._print(f"the queue of jobs cannot be used now: {now}; it is tried again")
                 await self._wait(_QUEUE_SECONDS)
 
     def leave(self) -> None:
@@ -335,7 +337,7 @@ class JobRunner:
         try:
             yield store
         except sqlite3.Error as error:
-            raise UserError(f"the run in {directory} cannot be read: {error}") from error
+            raise database_error(directory / "run.sqlite", error) from error
         finally:
             if store is not None:
                 store.close()

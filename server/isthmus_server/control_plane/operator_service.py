@@ -222,5 +222,8 @@ async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
         sentence = "the request is not a valid message"
     elif isinstance(error, sqlite3.Error | OSError):
         log.error("a file of this server cannot be used: %s", error)
-        sentence = f"a file of the server cannot be used: {error}"
+        sentence = (
+            f"a file of the server cannot be used: {error}; check it on the server's machine with "
+            "`isthmus server verify`"
+        )
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)

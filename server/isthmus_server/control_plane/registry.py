@@ -21,7 +21,7 @@ from isthmus.identity import tls
 from isthmus.names import checked_name
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
 from isthmus_server.storage import audit
-from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.storage.sealed_database import SealedDatabase, check_database, database_error
 
 _NAME = "fleet.sqlite"
 
@@ -127,7 +127,11 @@ class Registry:
             self._log = SealedDatabase.checked(path, _SCHEMA)
             self._db = self._log.connection
         except (OSError, sqlite3.Error) as error:
-            raise UserError(f"{path} cannot be used: {error}") from None
+            raise database_error(path, error) from None
+
+    def error(self, error: Exception) -> UserError:
+        """The error for users when the file fails: what is wrong, and what to do."""
+        return database_error(self._log.file, error)
 
     def close(self) -> None:
         """Close the file."""
@@ -368,10 +372,9 @@ def check(directory: Path) -> None:
 
     Raises:
         DamagedError: it is damaged or missing, or has lost a revocation.
-        sqlite3.Error: it cannot be read for another reason.
+        UserError: it cannot be read for another reason.
     """
-    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
-        database.check()
+    check_database(directory / _NAME, _SCHEMA)
     refuse_lost_revocations(directory)
 
 

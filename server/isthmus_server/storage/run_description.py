@@ -17,7 +17,7 @@ from isthmus.job import Job, read_job
 from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.checkpoints import replacing
 from isthmus_server.storage.schema import FORMAT, SCHEMA, log_format, read_log
-from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 
 FILE = "job.json"
 
@@ -172,8 +172,22 @@ def errors_named(directory: Path) -> Iterator[None]:
         yield
     except DamagedError as error:
         raise DamagedError(f"the run in {directory} cannot be used: {error}") from error
-    except (OSError, sqlite3.Error) as error:
+    except sqlite3.Error as error:
+        named = database_error(directory / "run.sqlite", error)
+        raise type(named)(f"the run in {directory} cannot be used: {named}") from error
+    except OSError as error:
         raise UserError(f"the run directory {directory} cannot be used: {error}") from error
+
+
+def unusable(directory: Path, error: Exception) -> UserError:
+    """The user message for an error while a run directory was read or written."""
+    what = f"{error}; repair it"
+    if isinstance(error, sqlite3.Error):
+        what = str(database_error(directory / "run.sqlite", error))
+    return UserError(
+        f"the run directory {directory} could not be used: {what}; then `isthmus run --resume` "
+        "continues from the last committed round"
+    )
 
 
 def damaged(what: str, directory: Path) -> DamagedError:

@@ -64,9 +64,9 @@ def read_log(file: Path) -> SealedDatabase:
     # The newest entries are in the write-ahead log, which SQLite reads with an index of it that it
     # cannot create there.
     with tempfile.TemporaryDirectory(prefix="isthmus-") as copy:
-        for path in (file, wal, file.with_suffix(".head")):
-            if path.exists():
-                shutil.copyfile(path, Path(copy) / path.name)
+        for path in (file, wal):
+            shutil.copyfile(path, Path(copy) / path.name)
         database = SealedDatabase(Path(copy) / file.name, SCHEMA, "read")
         database.seal()  # opens the files of the copy, which can be unlinked then
+        database.file, database.head = file, file.with_suffix(".head")
         return database

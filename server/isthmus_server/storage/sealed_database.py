@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from isthmus.errors import DamagedError
+from isthmus.errors import DamagedError, UserError
 from isthmus.system.sealed_files import read_sealed, write_sealed
 
 _SEAL = """
@@ -36,17 +36,43 @@ _MODULUS = 1 << 256
 
 Mode = Literal["write", "read", "immutable"]
 
-_NO_DAMAGE = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_NOMEM,
+_IN_USE = "another process has it open; end that process, or try again later"
+_NO_ACCESS = "let this user read and write it and its directory"
+_REMEDIES = {
+    sqlite3.SQLITE_BUSY: _IN_USE,
+    sqlite3.SQLITE_LOCKED: _IN_USE,
+    sqlite3.SQLITE_CANTOPEN: _NO_ACCESS,
+    sqlite3.SQLITE_READONLY: _NO_ACCESS,
+    sqlite3.SQLITE_PERM: _NO_ACCESS,
+    sqlite3.SQLITE_IOERR: "check its disk, and the space on it",
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_NOMEM: "free memory on this machine",
 }
-"""Errors of SQLite that say nothing about the contents of a database."""
+"""What to do after the errors of SQLite that say nothing about the contents of a database."""
+
+
+def database_error(file: Path, error: Exception) -> UserError:
+    """The error for users when a sealed database fails: its file, what is wrong, and what to do.
+
+    Args:
+        file: the database.
+        error: of SQLite or of the operating system, from any statement on the database.
+
+    Returns:
+        A `DamagedError` unless the error says nothing about the contents.
+    """
+    if isinstance(error, OSError):
+        return UserError(
+            f"{file} cannot be used ({error.strerror or error}); check its directory, disk and "
+            "permissions"
+        )
+    # An extended code contains the primary one in its lowest byte.
+    remedy = _REMEDIES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    # SQLite quotes the whole text of a column that it cannot decode.
+    what = str(error).partition("\n")[0][:100]
+    if remedy is not None:
+        return UserError(f"{file} cannot be used ({what}); {remedy}")
+    return DamagedError(f"{file} is damaged ({what}); restore it from a backup")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +274,10 @@ class SealedDatabase:
         try:
             yield
         except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_DAMAGE:
+            named = database_error(self.file, error)
+            if not isinstance(named, DamagedError):
                 raise
-            # SQLite quotes the whole text of a column that it cannot decode.
-            raise self._damaged(str(error).partition("\n")[0][:100]) from error
+            raise named from error
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, DamagedError):
                 raise
@@ -259,6 +285,20 @@ class SealedDatabase:
 
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(f"{self.file} is damaged ({why}); restore it from a backup")
+
+
+def check_database(file: Path, schema: str) -> None:
+    """Check a database without changing it.
+
+    Raises:
+        DamagedError: it is damaged or missing.
+        UserError: it cannot be read for another reason.
+    """
+    try:
+        with contextlib.closing(SealedDatabase(file, schema, "read")) as database:
+            database.check()
+    except (OSError, sqlite3.Error) as error:
+        raise database_error(file, error) from error
 
 
 def row_hash(table: str, *values: Any) -> bytes:

@@ -49,6 +49,7 @@ from isthmus_server.storage.run_description import (
     logged_description,
     new_run_id,
     refuse_unprintable,
+    unusable,
 )
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import SCHEMA, read_log
@@ -375,10 +376,7 @@ class Store:
 
     def unusable(self, error: Exception) -> UserError:
         """The user message for an error while the directory was read or written."""
-        return UserError(
-            f"the run directory {self.directory} could not be used: {error}; repair it, then "
-            "`isthmus run --resume` continues from the last committed round"
-        )
+        return unusable(self.directory, error)
 
     def newest_commits(self) -> list[tuple[int, CommittedState]]:
         """Rounds and states of the newest commits, whose checkpoints are kept; newest first."""

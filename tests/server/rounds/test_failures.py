@@ -84,7 +84,7 @@ async def test_a_run_directory_that_cannot_be_written_is_one_sentence(deployment
             shutil.rmtree(store.checkpoints.directory)
 
     coordinator.events.subscribe(lose)
-    with pytest.raises(UserError, match=r"could not be used: .*model-000002.* repair it, then"):
+    with pytest.raises(UserError, match=r"could not be used: .*model-000002.* repair it; then"):
         await coordinator.run()
     assert store.status()[0] == "failed"
     assert len(read_report(store).to_json()["rounds"]) == 1
@@ -135,9 +135,11 @@ async def test_a_run_whose_elapsed_time_cannot_be_stored_fails(deployment, tmp_p
     monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
 
     def full(elapsed):
-        raise sqlite3.OperationalError("database or disk is full")
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
 
     store.save_elapsed = full
-    with pytest.raises(UserError, match="could not be used: database or disk is full; repair it"):
+    with pytest.raises(UserError, match=r"run.sqlite cannot be used \(.* is full\); free space on"):
         await Coordinator(store, deployment.link).run()
     assert store.status()[0] == "failed"

@@ -100,7 +100,9 @@ def test_a_damaged_log_is_one_sentence_when_the_run_is_resumed(new_run):
     store = new_run()
     commit_round(store, 1)
     store._db.execute("DROP TABLE attempts")
-    sentence = r"^the run directory .* could not be used: no such table: attempts; repair it, then"
+    sentence = (
+        r"^the run .* could not be used: .*run.sqlite is damaged \(no such table: attempts\); "
+    )
     with pytest.raises(UserError, match=sentence), store.locked():
         store.run_state()
 

@@ -1,13 +1,20 @@
 """A sealed database notices changed, lost and restored rows."""
 
 import contextlib
+import errno
+import re
 import shutil
 import sqlite3
 
 import pytest
 
 from isthmus.errors import DamagedError
-from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.control_plane import job_queue, registry
+from isthmus_server.control_plane.job_queue import JobQueue
+from isthmus_server.control_plane.registry import Registry
+from isthmus_server.storage import recovery
+from isthmus_server.storage.sealed_database import SealedDatabase, database_error
+from isthmus_server.storage.store import Store
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS things (name TEXT PRIMARY KEY, size REAL, note BLOB) STRICT;"
 
@@ -106,3 +113,51 @@ def test_a_head_of_another_database_is_refused(opened, tmp_path):
     shutil.copyfile(tmp_path / "others.head", tmp_path / "things.head")
     with pytest.raises(DamagedError, match=r"things.head does not belong to it"):
         opened()
+
+
+def damaged_schema(file):
+    """Overwrite what the first page of a database says of its tables."""
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"CREATE TABLE", b"CREATE TAXLE"))
+
+
+def test_a_damaged_schema_names_its_file_and_what_to_do(tmp_path, make_job):
+    """Before any check SQLite refuses every statement, in whatever command is the first."""
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    store.close()
+    JobQueue(tmp_path).close()
+    Registry(tmp_path).close()
+    for file in (*tmp_path.glob("*.sqlite"), tmp_path / "run" / "run.sqlite"):
+        damaged_schema(file)
+
+    def sentences(file, *readers):
+        for read in readers:
+            with pytest.raises(DamagedError) as told:
+                read(tmp_path)
+            expected = rf"{re.escape(str(file))} is damaged \(malformed.*\); restore it from a"
+            assert re.search(expected, str(told.value)), told.value
+
+    sentences(tmp_path / "jobs.sqlite", JobQueue, job_queue.check)
+    sentences(tmp_path / "fleet.sqlite", Registry, registry.check)
+    sentences(
+        tmp_path / "run" / "run.sqlite",
+        lambda folder: Store.open(folder / "run"),
+        lambda folder: Store.open(folder / "run", check=True),
+        lambda folder: Store.open_to_continue(folder / "run"),
+        lambda folder: Store.open_by_log(folder / "run"),
+    )
+    assert "restore it from a backup" in next(recovery.verify(tmp_path / "run")).damage
+
+
+def test_an_error_that_is_no_damage_names_the_file_and_what_to_do(tmp_path):
+    file = tmp_path / "things.sqlite"
+    file.mkdir()
+    with pytest.raises(sqlite3.OperationalError) as cannot_open:
+        SealedDatabase(file, SCHEMA)
+    for error, sentence in (
+        (cannot_open.value, r"\(unable to open database file\); let this user read and write it"),
+        (OSError(errno.ENOSPC, "No space left"), r"\(No space left\); check its directory, disk"),
+    ):
+        named = database_error(file, error)
+        assert not isinstance(named, DamagedError)
+        assert re.fullmatch(rf".*things.sqlite cannot be used {sentence}.*", str(named)), named
