@@ -70,6 +70,11 @@ class Buffer(Section):
         return float((1.0 + stale) ** -self.staleness_exponent)
 
 
+MAX_SECURE_COHORT = 1400
+"""Devices of a secure round: the keys of all of them, at most 2.9 KB each, are one message to each
+device, and messages have at most 4 MiB."""
+
+
 def buffer_name(run_id: str, round_: int) -> bytes:
     """The name of a buffer, 32 bytes, which its devices agree on in place of a model's SHA-256."""
     return hashlib.sha256(f"isthmus/buffer/{run_id}/{round_}".encode()).digest()
@@ -157,6 +162,8 @@ class FederatedSection(Section):
     @model_validator(mode="after")
     def _secure_enough(self) -> FederatedSection:
         """A smaller quorum would reveal single updates, or allow two sums of one round."""
+        if self.secure_aggregation and self.cohort > MAX_SECURE_COHORT:
+            raise ValueError(_too_large(self.cohort))
         minimum = self._min_secure_quorum(self.cohort)
         if self.secure_aggregation and self.needed < minimum:
             raise ValueError(
@@ -227,10 +234,13 @@ class FederatedSection(Section):
         A quorum that the job sets stays, and grows where secure aggregation needs more.
 
         Raises:
-            JobError: the quorum is above the cohort, or the cohort is too small for a secure sum.
+            JobError: the quorum is above the cohort, or the cohort is too small or too large for a
+                secure sum.
         """
         quorum = -(-3 * cohort // 4) if self.quorum is None else self.quorum
         if self.secure_aggregation:
+            if cohort > MAX_SECURE_COHORT:
+                raise JobError(_too_large(cohort))
             quorum = max(quorum, self._min_secure_quorum(cohort))
         if cohort < quorum:
             raise JobError(f"a cohort of {cohort} devices is below the quorum of {quorum}")
@@ -239,3 +249,10 @@ class FederatedSection(Section):
     @staticmethod
     def _min_secure_quorum(cohort: int) -> int:
         return max(3, 56 * cohort // 100 + 1)
+
+
+def _too_large(cohort: int) -> str:
+    return (
+        f"cohort={cohort} is above {MAX_SECURE_COHORT}, the most devices of a secure sum; lower "
+        "it, or set secure_aggregation = false"
+    )

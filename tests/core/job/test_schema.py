@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job import Job, job_schema, load_job, parse_job, read_job, with_changes
+from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.job.section import Section
 
 SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
@@ -198,6 +199,17 @@ def test_a_secure_sum_needs_a_sufficient_quorum(cohort, quorum, least):
     with pytest.raises(JobError, match=f"needs a quorum of at least {least} with cohort={cohort}"):
         parse_job(SMALLEST, settings)
     assert parse_job(SMALLEST, [settings[0], f"federated.quorum={least}"])
+
+
+def test_a_secure_cohort_that_no_message_holds_is_refused_when_the_job_is_loaded():
+    limit = MAX_SECURE_COHORT
+    refused = f"federated: cohort={limit + 1} is above {limit}, the most devices of a secure sum; "
+    with pytest.raises(JobError, match=refused):
+        parse_job(SMALLEST, [f"federated.cohort={limit + 1}"])
+    secure = parse_job(SMALLEST, [f"federated.cohort={limit}"]).federated
+    with pytest.raises(JobError, match=f"cohort={limit + 1} is above {limit}"):  # of a policy
+        secure.for_cohort(limit + 1)
+    assert parse_job(SMALLEST, [f"federated.cohort={limit + 1}", PLAIN])
 
 
 def test_with_changes_does_not_modify_the_original():
