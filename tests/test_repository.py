@@ -33,6 +33,7 @@ COMMANDS = [
     "isthmus authority revoke NAME STATE",
     "isthmus authority start --address STATE",
     "isthmus authority token create --expires --kind --name STATE",
+    "isthmus authority verify STATE",
     "isthmus cancel --state JOB",
     (
         "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --plan --sample "

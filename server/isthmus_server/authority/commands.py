@@ -79,5 +79,11 @@ def start(state: Path, address: str) -> None:
     run_until_stopped(serve())
 
 
-for command in (commands.token, commands.revoke, commands.participants, commands.show_audit):
+for command in (
+    commands.token,
+    commands.revoke,
+    commands.participants,
+    commands.verify,
+    commands.show_audit,
+):
     authority.add_command(command)

@@ -17,8 +17,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.errors import UserError
+from isthmus.errors import IsthmusError, UserError
 from isthmus.identity import tls
+from isthmus.system.clocks import utc
 from isthmus_server.storage import audit
 
 if TYPE_CHECKING:
@@ -154,8 +155,8 @@ def participants(state: Path) -> None:
 def verify(state: Path) -> None:
     """Check the keys and databases in DIR, and print what is intact and what is damaged.
 
-    Nothing is changed. The exit code is 1 if something is damaged. `isthmus runs verify` checks a
-    run.
+    Nothing is changed, and no other machine is asked. The exit code is 1 if something is damaged.
+    `isthmus runs verify` checks a run.
     """
     from isthmus_server.control_plane import job_queue, registry
     from isthmus_server.control_plane.authority import CertificateAuthority, is_separate
@@ -176,7 +177,7 @@ def verify(state: Path) -> None:
         try:
             check()
             click.echo(f"intact   {what}")
-        except (UserError, sqlite3.Error) as error:
+        except (IsthmusError, OSError) as error:
             damaged = True
             click.echo(f"damaged  {error}")
     if damaged:
@@ -188,7 +189,8 @@ def verify(state: Path) -> None:
 def show_audit(state: Path) -> None:
     """Print who made tokens, joined, revoked, submitted or cancelled, and verify the log.
 
-    Keep a copy of the last line elsewhere: it also shows whether lines are missing at the end.
+    Times are in UTC. Keep a copy of the last line elsewhere: it also shows whether lines are
+    missing at the end.
     """
     from isthmus_server.control_plane.authority import is_separate
 
@@ -198,7 +200,7 @@ def show_audit(state: Path) -> None:
     entries = audit.read(state)
     for entry in entries:
         details = " ".join(f"{key}={value}" for key, value in entry.details.items())
-        click.echo(f"{_date(entry.time)}  {entry.by}  {entry.action}  {details}")
+        click.echo(f"{utc(entry.time)}  {entry.by}  {entry.action}  {details}")
     last = entries[-1].digest if entries else "empty"
     click.echo(f"{len(entries)} records, unbroken; the last one is {last}")
 

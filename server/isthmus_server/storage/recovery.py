@@ -78,13 +78,23 @@ def _findings(store: Store) -> Iterator[Finding]:
     if not rows:
         return  # what follows depends on the log
     yield _finding("checkpoints", checkpoints)
+    verified = set()
     for round_, state in store.newest_commits():
-        for saved in state.files:
-            path = store.checkpoints.directory / saved.file
+        paths = {saved: store.checkpoints.directory / saved.file for saved in state.files}
+        missing = {saved for saved, path in paths.items() if not path.exists()}
+        if round_ == store.last_round():
+            missing = set()  # damage: the run continues from them
+        elif missing:
+            yield Finding(
+                f"checkpoints of round {round_}: none, as after a rollback; the run cannot go "
+                f"back to round {round_}"
+            )
+        for saved, path in paths.items():
+            if saved in missing or path in verified:
+                continue
+            verified.add(path)
 
             def file(round_: int = round_, path: Path = path, digest: str = saved.sha256) -> str:
-                if round_ < store.last_round() and not path.exists():  # after a rollback
-                    return f"checkpoints of round {round_}: not kept; no rollback is possible"
                 store.checkpoints.check_file(path, digest)
                 return f"checkpoints/{path.name} of round {round_}: {path.stat().st_size} bytes"
 

@@ -18,6 +18,7 @@ from isthmus.identity.membership import Membership
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
+from isthmus_server.authority.commands import authority as authority_command
 from isthmus_server.authority.service import AuthorityService
 from isthmus_server.control_plane import remote_authority
 from isthmus_server.control_plane.authority import initialise
@@ -136,6 +137,40 @@ async def test_the_enrolment_key_is_the_one_that_the_token_commits_to(separate):
     server.members.membership.enroller = bytes(32)  # a server that lies about the authority
     with pytest.raises(AdmissionRefused, match="has another authority than the one that was join"):
         await separate.dial(member)
+
+
+async def test_both_directories_are_verified_without_the_other_machine(separate):
+    await separate.listen()
+    await separate.close()  # no authority answers
+    hub, trust = separate.folder / "hub", separate.folder / "authority"
+
+    def verify(group, directory):
+        shown = CliRunner().invoke(group, ["verify", str(directory)])
+        assert isinstance(shown.exception, SystemExit | None), shown.exception
+        return shown.exit_code, shown.output
+
+    code, output = verify(server_command, hub)
+    assert (code, output.count("intact ")) == (0, 3)
+    code, output = verify(authority_command, trust)
+    assert (code, output.count("intact ")) == (0, 4)
+
+    (hub / "credentials.pem").unlink()
+    code, output = verify(server_command, hub)
+    assert code == 1
+    assert output.startswith("damaged ")
+    assert "credentials.pem" in output
+    other = separate.folder / "other"
+    initialise(other, ["localhost"])
+    (trust / "authority.pem").write_bytes(  # the key of one authority, the certificate of another
+        (trust / "authority.pem").read_bytes().partition(b"-----BEGIN CERT")[0]
+        + b"-----BEGIN CERT"
+        + (other / "authority.pem").read_bytes().partition(b"-----BEGIN CERT")[2]
+    )
+    (trust / "fleet.sqlite").unlink()
+    code, output = verify(authority_command, trust)
+    assert code == 1
+    assert "the key and the certificate do not belong to each other" in output
+    assert "fleet.sqlite is missing" in output
 
 
 async def test_a_revocation_at_the_authority_reaches_the_server(separate):

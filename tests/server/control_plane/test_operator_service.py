@@ -125,7 +125,7 @@ async def test_what_operators_and_commands_do_is_in_the_audit_log(operated, monk
         ("user root", "revoke", {"name": "me"}),
     ]
     printed = run(server, ["audit", state]).output
-    assert f"operator me  submit  job={id_}\n" in printed
+    assert f" UTC  operator me  submit  job={id_}\n" in printed
     assert "5 records, unbroken; the last one is " in printed
 
 

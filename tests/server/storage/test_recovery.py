@@ -93,7 +93,10 @@ def test_an_intact_run_goes_back_one_round_and_keeps_what_it_drops(run):
         "run.head",
         "run.sqlite",
     ]
-    assert verify(run).exit_code == 0
+    shown = verify(run)
+    assert shown.exit_code == 0
+    assert shown.output.count("of round 1: none, as after a rollback; the run cannot go back") == 1
+    assert len(set(shown.output.splitlines())) == len(shown.output.splitlines())
     with pytest.raises(DamagedError, match="checkpoints of the last 2 committed rounds"):
         roll_back(run)  # the checkpoints of round 1 were not kept
 
