@@ -5,11 +5,13 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
+from tests.privacy.protocol import ProtocolRound, Stage
 from tests.server.loopback import refusal
 from tests.server.scripted_participant import replying, training_request
 from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused
+from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.transport import uplink
 from isthmus.transport.blobs import describe
 from isthmus.transport.uplink import METHOD
@@ -215,6 +217,14 @@ async def test_concurrent_transfers_of_a_participant_are_limited(network):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await receive("receipt")
         assert caught.value.details() == "more than 4 transfers were requested at a time"
+
+
+def test_the_keys_of_the_largest_secure_cohort_are_one_message():
+    protocol = ProtocolRound().until(Stage.SHARE_KEYS)
+    entry = protocol.roster.entries[0]
+    longest = 2 * (63 - len(entry.name))  # a name is in the entry and in its enrolment
+    size = (len(entry.to_bytes()) + longest) * MAX_SECURE_COHORT
+    assert 0.8 * MAX_MESSAGE_BYTES < size < 0.98 * MAX_MESSAGE_BYTES
 
 
 async def test_a_message_that_is_too_large_is_not_read(network):
