@@ -21,6 +21,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.identity import tls
 from isthmus.system.clocks import utc
 from isthmus_server.storage import audit
+from isthmus_server.storage.sealed_database import database_error
 
 if TYPE_CHECKING:
     from isthmus_server.control_plane.registry import Registry
@@ -261,7 +262,7 @@ def _registry(state: Path) -> Iterator[Registry]:
         try:
             yield registry
         except sqlite3.Error as error:
-            raise registry.error(error) from error
+            raise database_error(state / "fleet.sqlite", error) from error
 
 
 def _seconds(text: str) -> float:

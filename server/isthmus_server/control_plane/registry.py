@@ -129,10 +129,6 @@ class Registry:
         except (OSError, sqlite3.Error) as error:
             raise database_error(path, error) from None
 
-    def error(self, error: Exception) -> UserError:
-        """The error for users when the file fails: what is wrong, and what to do."""
-        return database_error(self._log.file, error)
-
     def close(self) -> None:
         """Close the file."""
         self._log.close()
