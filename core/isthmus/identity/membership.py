@@ -259,6 +259,11 @@ def prepare(directory: Path) -> tuple[tls.Key, Ed25519PrivateKey]:
         raise UserError(f"the keys in {directory} cannot be used: {error}") from None
 
 
+def has_begun_to_join(directory: Path) -> bool:
+    """Whether joining was begun in a directory and has not ended."""
+    return (directory / _JOINING).exists() and not (directory / _MEMBER).exists()
+
+
 def check_issued(
     certificate: x509.Certificate, authority: x509.Certificate, kind: str, identity: bytes
 ) -> None:

@@ -25,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import tls
+from isthmus.identity.membership import has_begun_to_join
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ _ENROLLER = "enroller.key"
 _SERVES = "serves"
 
 _RESTORE = "restore the file from a backup; nothing else can replace it"
+_BEGUN = (
+    "holds the keys of a join that was interrupted; run the same command again, for a server "
+    "isthmus server init with --authority"
+)
 
 
 def initialise(directory: Path, hosts: Iterable[str], serves: str | None = None) -> None:
@@ -58,6 +63,8 @@ def initialise(directory: Path, hosts: Iterable[str], serves: str | None = None)
     if directory.resolve() == Path.cwd():  # it is renamed into place
         raise UserError(f"{directory} is the current directory; give a new one below it")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if has_begun_to_join(directory):
+            raise UserError(f"{directory} {_BEGUN}")
         raise UserError(
             f"{directory} is not empty; nothing was changed. Give a new directory: with "
             "a new authority, all participants would have to join again"
@@ -148,6 +155,8 @@ class CertificateAuthority:
         except FileNotFoundError as error:
             if (directory / _SERVER).exists():
                 raise DamagedError(f"{error.filename} is missing; {_RESTORE}") from None
+            if has_begun_to_join(directory):
+                raise UserError(f"{directory} {_BEGUN}") from None
             raise UserError(
                 f"{directory} contains no server; create one: isthmus server init {directory}"
             ) from None

@@ -14,14 +14,14 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, tls
-from isthmus.identity.membership import Membership
+from isthmus.identity.membership import Membership, prepare
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
 from isthmus_server.authority.commands import authority as authority_command
 from isthmus_server.authority.service import AuthorityService
 from isthmus_server.control_plane import remote_authority
-from isthmus_server.control_plane.authority import initialise
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.commands import server as server_command
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.server import ControlPlaneServer
@@ -262,3 +262,11 @@ def test_a_server_that_is_its_own_authority_is_not_started_as_one(tmp_path):
     initialise(tmp_path / "server", ["localhost"])
     with pytest.raises(UserError, match="which is its own authority; start it with: isthmus serve"):
         AuthorityService(tmp_path / "server")
+
+
+def test_an_interrupted_join_of_a_server_is_named(tmp_path):
+    prepare(tmp_path / "hub")
+    with pytest.raises(UserError, match="join that was interrupted; run the same command again"):
+        CertificateAuthority(tmp_path / "hub")
+    with pytest.raises(UserError, match="join that was interrupted; run the same command again"):
+        initialise(tmp_path / "hub", ["localhost"])
