@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regime_simulation.scenario import HOURS, Scenario
+from regime_simulation.scenario import HOURS, Scenario, max_transfer_weight
 
 Changes = Mapping[str, Any]
 
 WARM_TICKS = 15
 CHOOSERS = ("adaptive", "plateau", "ucb", "thompson")
 """Policies that decide from the results of earlier rounds."""
+LIGHT = 0.25
+"""Factor on the weight of the datacenter's gradient in `transfer-light`."""
 STEPPED = ("federated", "transfer", "hybrid", "warm")
 """Fixed policies that are included with half of the outer learning rate too."""
 PROBLEM_POLICIES = (
     "datacenter",
     *(f"{name}{half}" for name in STEPPED for half in ("", "-half")),
+    "transfer-light",
     "rule",
     "adaptive",
 )
@@ -51,6 +54,11 @@ def fixed(scenario: Scenario) -> dict[str, Changes]:
         "hybrid": {"policy": "hybrid", "merge": "weighted", "datacenter_weight": 0.25},
         "projected": {"policy": "hybrid", "merge": "projected", "datacenter_weight": 0.25},
         "transfer": {"policy": "hybrid", "merge": "transfer"},
+        "transfer-light": {
+            "policy": "hybrid",
+            "merge": "transfer",
+            "transfer_weight": LIGHT * max_transfer_weight(scenario.federated),
+        },
         "rule": {"policy": "rule"},
     }
     half = scenario.federated.outer_lr / 2

@@ -288,6 +288,11 @@ def random_scenario(number: int, seeds: tuple[int, ...]) -> Scenario:
     )
 
 
+def max_transfer_weight(federated: Federated) -> float:
+    """The job's `strategy.transfer_weight`: larger weights do not converge (docs/strategy.md)."""
+    return 1.2 / (federated.lr * federated.steps)
+
+
 def job_for(scenario: Scenario, seed: int, folder: Path, changes: dict[str, Any]) -> Job:
     """The job that trains in a scenario; `changes` are keys of its `strategy` that a policy sets.
 
@@ -330,8 +335,7 @@ def job_for(scenario: Scenario, seed: int, folder: Path, changes: dict[str, Any]
         "strategy": {
             "target_edge_share": share,
             "served_average": federated.served_average,
-            # Training with larger weights does not converge (docs/strategy.md).
-            "transfer_weight": 1.2 / (federated.lr * federated.steps),
+            "transfer_weight": max_transfer_weight(federated),
             "server_optimizer": {"name": "SGD", "options": options},
             "windows": [
                 {

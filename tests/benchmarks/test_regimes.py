@@ -70,6 +70,10 @@ def test_every_fixed_policy_is_a_job(data):
     }
     assert {"datacenter", "federated", "fill", "transfer", "rule", "adaptive"} <= set(jobs)
     assert jobs["fill"].seconds == 7 * 3600
+    whole, light = (jobs[name].strategy.transfer_weight for name in ("transfer", "transfer-light"))
+    assert light == pytest.approx(whole / 4)
+    rates = [jobs[name].strategy.server_optimizer.options["lr"] for name in ("warm", "warm-half")]
+    assert rates == [0.7, 0.35]
 
 
 def test_a_scenario_that_declares_another_target_than_its_data_is_refused(data):
