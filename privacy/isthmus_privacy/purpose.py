@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -27,6 +28,7 @@ from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import (
     FLAG,
     NUMBER,
+    REAL,
     Message,
     exactly,
     items,
@@ -98,11 +100,33 @@ class TrainingPurpose(_Purpose):
     """Updates of devices that train from the model of the configuration."""
 
     TAG = "training-purpose"
-    FIELDS = {"run": nested(RunPurpose), "with_gradient": FLAG}
+    FIELDS = {"run": nested(RunPurpose), "with_gradient": FLAG, "gradient_scale": REAL}
 
     run: RunPurpose
     with_gradient: bool
     """Whether a gradient follows the model, which is added to that of every step."""
+    gradient_scale: float = 0.0
+    """Factor of the device's mean gradient at the model, which is summed with the update; 0 for
+    the update alone."""
+
+
+def check_gradient_scale(scale: float, *, kept: bool) -> None:
+    """Refuse a gradient that cannot be summed with the update.
+
+    Args:
+        scale: its factor, see `TrainingPurpose.gradient_scale`.
+        kept: whether the update is kept for a buffer, whose updates begin from different models.
+
+    Raises:
+        PeerMisbehaved: the factor is not a finite number from 0, or the update is kept.
+    """
+    if scale and (kept or not (math.isfinite(scale) and scale > 0)):
+        refusal.refuse(
+            "gradient-scale-invalid",
+            f"the gradient at the model was requested with the factor {scale} and an update that "
+            f"is {'kept' if kept else 'sent'}; the factor must be finite and above 0, and a kept "
+            "update has none",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,10 @@ class ActiveRun:
                 f"{self.layout.nbytes}"
             )
 
+    def room_for(self, request: link_pb2.Request) -> int:
+        """Bytes of its result in front of the payload of a request, see `TaskHost.buffer`."""
+        return self.layout.gradient_room if request.train_local.gradient_scale else 0
+
     @property
     def secure_purpose(self) -> RunPurpose:
         """The purpose of a run with secure aggregation.

@@ -22,6 +22,7 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.device.task_host import InProcessHost, TaskHost
 from isthmus_clients.training.withholding import constant_failures
+from isthmus_privacy.purpose import check_gradient_scale
 
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
@@ -132,11 +133,14 @@ class Agent:
             if task_delivery.should_fetch(request.open, self.tasks, self._guard):
                 return bytearray(size)
             return None
-        self._check(request, size)
+        active, room = self._active, 0
+        if active is not None and kind == "train_local":
+            room = active.room_for(request)
+        self._check(request, size, room)
         self._run(getattr(request, kind).run_id, app=kind == "flower").check_size(request, size)
-        return self.host.buffer(size)
+        return self.host.buffer(size, room)
 
-    def _check(self, request: link_pb2.Request, size: int) -> None:
+    def _check(self, request: link_pb2.Request, size: int, room: int = 0) -> None:
         """Check the owner's limits before memory is allocated."""
         if self._guard is None:
             return
@@ -144,7 +148,7 @@ class Agent:
         masked = kind in ("train_local", "score") and bool(getattr(request, kind).secure)
         if not masked and not (kind == "train_local" and request.train_local.keep):
             self._guard.check_plain()
-        self._guard.check_work(size)
+        self._guard.check_work(size, room)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
@@ -246,6 +250,7 @@ class Agent:
         """
         work = request.train_local
         run = self._run(work.run_id)
+        check_gradient_scale(work.gradient_scale, kept=work.keep)
         if not (work.secure or work.keep):
             run.check_plain_allowed()
         if work.keep:

@@ -196,14 +196,14 @@ class LimitsGuard:
                 "its owner requires secure aggregation, and this request is without"
             )
 
-    def check_work(self, size: int) -> None:
-        """Refuse a round, or count it: `size` bytes are received and as many sent.
+    def check_work(self, size: int, room: int = 0) -> None:
+        """Refuse a round, or count it: `size` bytes are received, and `room` more are sent.
 
         Raises:
             AdmissionRefused: not at this time, or the daily limit is reached.
         """
         self._check_now()
-        self._use(1, 2 * size)
+        self._use(1, 2 * size + room)
 
     def check_fetch(self, size: int) -> None:
         """Refuse to receive `size` bytes of code, or count them.

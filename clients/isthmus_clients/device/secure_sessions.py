@@ -22,6 +22,7 @@ from isthmus_clients.training.withholding import attempted
 if TYPE_CHECKING:
     import torch
 
+    from isthmus.tensors.exchange_set import TensorLayout
     from isthmus_clients.device.owner_limits import PrivacyLimits
     from isthmus_clients.training.secure import Credentials, SecureParticipation
     from isthmus_privacy.secagg import Slot, StartModel
@@ -118,15 +119,17 @@ class SecureSessions:
                 cancelled it.
         """
         from isthmus_privacy.purpose import TrainingPurpose
-        from isthmus_privacy.secagg import TRAINING_SLOTS
+        from isthmus_privacy.secagg import MEASURING_SLOTS, TRAINING_SLOTS
 
         work = request.train_local
         about = (work.run_id, work.round, work.attempt)
-        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient)
-        attempt = self._propose(about, work.secure, work.model, purpose.hash, TRAINING_SLOTS)
+        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient, work.gradient_scale)
+        slots = MEASURING_SLOTS if work.gradient_scale else TRAINING_SLOTS
+        attempt = self._propose(about, work.secure, work.model, purpose.hash, slots)
         result = _train_silently(host, request, payload)
         _check_wanted(wanted)
-        return self._join_with_update(attempt, run, result)
+        layout = run.layout.gradient_and_update if work.gradient_scale else run.layout
+        return self._join_with_update(attempt, run, layout, result)
 
     def keep(
         self,
@@ -180,7 +183,8 @@ class SecureSessions:
             start=StartModel(start.round, start.model.sha256, shared=len(starts) == 1),
         )
         self._kept = None
-        reply = self._join_with_update(attempt, run, result, buffer.discount(staleness))
+        discount = buffer.discount(staleness)
+        reply = self._join_with_update(attempt, run, run.layout, result, discount)
         host.release(request.id)
         return reply
 
@@ -268,19 +272,30 @@ class SecureSessions:
         self,
         attempt: SecureParticipation,
         run: ActiveRun,
+        layout: TensorLayout,
         result: _Result | None,
         scale: float = 1.0,
     ) -> link_pb2.Reply:
-        """Join with an update, or with zeros of weight 0 without a usable one."""
+        """Join with an update, or with zeros of weight 0 without a usable one.
+
+        With `TensorLayout.gradient_and_update` as its layout, it contains a gradient too.
+        """
         import torch
 
+        from isthmus_privacy.secagg import GRADIENT_LOST
+        from isthmus_privacy.secagg.encoding import lost_in_clipping
+
         seed = self._seed(run, attempt.config.round)
+        figures = dict.fromkeys((slot.name for slot in attempt.config.slots), 0.0)
         if result is None:
-            zeros = torch.zeros(1).expand(run.layout.size)  # takes no memory
-            return self._join(attempt, zeros, 0, {"loss": 0.0, "unusable": True}, seed)
+            zeros = torch.zeros(1).expand(layout.size)  # takes no memory
+            return self._join(attempt, zeros, 0, {**figures, "unusable": True}, seed)
         trained, update = result
-        figures = {"loss": trained.training.get("loss", 0.0), "unusable": False}
-        vector = run.layout.decode(update).mul_(scale)
+        vector = layout.decode(update).mul_(scale)
+        figures["loss"] = trained.training.get("loss", 0.0)
+        if GRADIENT_LOST.name in figures:
+            gradient = vector[: run.layout.size]
+            figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, attempt.config.clip)
         return self._join(attempt, vector, trained.examples, figures, seed)
 
     def _seed(self, run: ActiveRun, round_: int) -> bytes:

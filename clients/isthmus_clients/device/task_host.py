@@ -40,8 +40,11 @@ class TaskHost(Protocol):
         """
         ...
 
-    def buffer(self, size: int) -> Buffer:
-        """Allocate memory for what is passed to the next call: encoded models, or records."""
+    def buffer(self, size: int, room: int = 0) -> Buffer:
+        """Allocate memory for what is passed to the next call: encoded models, or records.
+
+        `room` more bytes in front of it are for the result, see `TensorLayout.gradient_room`.
+        """
         ...
 
     def train(
@@ -53,8 +56,10 @@ class TaskHost(Protocol):
     ) -> tuple[link_pb2.Trained, Buffer]:
         """Train from the first model in `payload`; returns figures and the encoded update.
 
-        A second vector in `payload` is added to the gradient of every step. The contents of
-        `payload` are overwritten; the update is valid until `release`.
+        A second vector in `payload` is added to the gradient of every step. If `work` has a factor
+        for the gradient at the model, the result is `TensorLayout.gradient_and_update`, and
+        `payload` has to be from `buffer` with room for it. The contents of `payload` are
+        overwritten; the result is valid until `release`.
 
         Raises:
             TaskError: the task's code raised, its loss or update is not finite, or the request was
@@ -90,6 +95,25 @@ class TaskHost(Protocol):
         ...
 
 
+def train_in(
+    run: DeviceRun,
+    work: link_pb2.TrainLocal,
+    memory: Buffer,
+    progress: ReportProgress,
+    stopped: Callable[[], bool],
+) -> tuple[link_pb2.Trained, memoryview]:
+    """Train from the models in memory that `TaskHost.buffer` has laid out; the result is in it."""
+    from isthmus_clients.training.local_run import pieces
+
+    view, layout = memoryview(memory), run.layout
+    room = layout.gradient_room if work.gradient_scale else 0
+    model, *gradient = pieces(layout, view[room:])
+    # The update replaces the model, which the room in front completes to the result.
+    result = view[: layout.gradient_and_update.nbytes] if room else model
+    added = gradient[0] if gradient else None
+    return run.train(work, model, progress, stopped, added, result if room else None), result
+
+
 class InProcessHost:
     """Runs the task in the agent's own process, for an owner who is also the task's author."""
 
@@ -120,9 +144,9 @@ class InProcessHost:
         self._between_steps = between_steps
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
-        self._sent: tuple[str, Buffer] | None = None
+        self._sent: tuple[str, bytearray] | None = None
         """The last update: the ID of its request and the memory that contains it."""
-        self._spare: Buffer | None = None
+        self._spare: bytearray | None = None
         """Memory for the next model: allocating it takes longer than filling it."""
 
     def open(self, work: link_pb2.OpenRun) -> int:
@@ -143,10 +167,12 @@ class InProcessHost:
         log.info("opened %s with %d examples", work.run_id, self.run.examples)
         return self.run.examples
 
-    def buffer(self, size: int) -> Buffer:
+    def buffer(self, size: int, room: int = 0) -> Buffer:
         """See `TaskHost.buffer`."""
         spare, self._spare = self._spare, None
-        return spare if spare is not None and len(spare) == size else bytearray(size)
+        fits = spare is not None and len(spare) == room + size
+        memory = spare if spare is not None and fits else bytearray(room + size)
+        return memoryview(memory)[room:] if room else memory
 
     def train(
         self,
@@ -156,18 +182,17 @@ class InProcessHost:
         progress: ReportProgress,
     ) -> tuple[link_pb2.Trained, Buffer]:
         """See `TaskHost.train`."""
-        from isthmus_clients.training.local_run import pieces
-
         assert self.run is not None
 
         def stopped() -> bool:
             self._between_steps()
             return request_id in self._cancelled
 
-        model, *gradient = pieces(self.run.layout, payload)
-        trained = self.run.train(work, model, progress, stopped, *gradient)
-        self._sent = request_id, payload
-        return trained, model
+        memory = memoryview(payload).obj
+        assert isinstance(memory, bytearray)
+        trained, result = train_in(self.run, work, memory, progress, stopped)
+        self._sent = request_id, memory
+        return trained, result
 
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """See `TaskHost.score`."""

@@ -38,6 +38,8 @@ from isthmus.wire import link_pb2
 
 CPU = torch.device("cpu")
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def local_seed(seed: int, round_: int, name: str) -> bytes:
     """32-byte seed of a device's randomness in a round."""
@@ -61,6 +63,17 @@ def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iter
                 return
             yield order[start : start + settings.batch_size]
             steps_left = None if steps_left is None else steps_left - 1
+
+
+def first_pass(seed: bytes, examples: int, settings: FederatedSection) -> list[list[int]]:
+    """The steps of `step_indices` in which an example is seen for the first time.
+
+    >>> section = FederatedSection(local_epochs=2, batch_size=2)
+    >>> [len(batch) for batch in first_pass(bytes(32), 3, section)]
+    [2, 1]
+    """
+    steps = -(-examples // settings.batch_size)
+    return list(itertools.islice(step_indices(seed, examples, settings), steps))
 
 
 def _number(seed: bytes) -> int:
@@ -159,6 +172,11 @@ class InitialBuffers:
                 buffer.data = values.clone()
 
 
+def _check_wanted(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise TaskError("the server no longer wants the update of this round")
+
+
 class DeviceRun:
     """One run on one device: task, model and data, which are kept between rounds.
 
@@ -207,11 +225,16 @@ class DeviceRun:
         progress: ReportProgress,
         stopped: Callable[[], bool],
         gradient: Buffer | None = None,
+        result: Buffer | None = None,
     ) -> link_pb2.Trained:
         """Train from the encoded model in `payload` and replace it by the update.
 
         An encoded `gradient` is added to the gradient of every step (one-way transfer of Mixed FL,
         Augenstein et al. 2022).
+
+        If `work` has a factor for it, the mean gradient at the received model is computed first,
+        over the examples of the first pass, and written with the update to `result`, as
+        `TensorLayout.gradient_and_update`. The model may be in the last bytes of `result`.
 
         The update is the pseudo-gradient, start minus end (Reddi et al. 2021). It depends only
         on the job's seed, the round, the device's name and its data. The figures lack `result`,
@@ -221,16 +244,32 @@ class DeviceRun:
         until the reply does not tell.
 
         Raises:
-            TaskError: the task's code raised, its loss or update is not finite, or `stopped`
-                returned True.
+            TaskError: the task's code raised, its loss, update or gradient is not finite, or
+                `stopped` returned True.
         """
         started = time.monotonic()
         start = self.layout.decode(payload)
         self._buffers.restore()
         self.layout.scatter(start, self.model)
         added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
+        is_finite = True
+        if work.gradient_scale:
+            assert result is not None
+            measured, update = self._halves(result)
+            if update.data_ptr() != start.data_ptr():
+                start = update.copy_(start)
+            self._write_gradient(work.round, measured, stopped)
+            self._buffers.restore()
+            is_finite = bool(torch.isfinite(measured).all())
+            # A factor that a server chooses may not decide whose update is usable.
+            measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
         steps, averages = self._steps(work.round, start, added, progress, stopped)
         self._subtract_end(start)
+        if not is_finite:
+            raise TaskError(
+                f"the gradient of {self.participant.name} at the round's model is not finite; "
+                "lower the learning rates or check the data"
+            )
         if steps and not bool(torch.isfinite(start).all()):
             raise TaskError(
                 f"the update of {self.participant.name} is not finite after {steps} steps; "
@@ -242,6 +281,37 @@ class DeviceRun:
             seconds=time.monotonic() - started,
             training=averages.result(),
         )
+
+    def _halves(self, result: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient (N) and the update (N) in the memory of a result."""
+        layout = self.layout.gradient_and_update
+        memoryview(result)[: len(layout.header)] = layout.header
+        vector = layout.decode(result)
+        return vector[: self.layout.size], vector[self.layout.size :]
+
+    def _write_gradient(self, round_: int, out: torch.Tensor, stopped: Callable[[], bool]) -> None:
+        """Write the mean gradient at the model, over the round's first pass, to `out` (N).
+
+        The random state of the training that follows does not depend on it.
+        """
+        settings, seed = self.job.federated, self.seed_of(round_)
+        steps = first_pass(seed, self.examples, settings)
+        total = sum(map(len, steps))
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_number(seed))
+            for indices in steps:
+                for inputs, target in batches(self.dataset, indices, settings.batch_size, CPU):
+                    _check_wanted(stopped)
+                    _, values = losses(self.task, self.model, inputs, target)
+                    with user_code("the backward pass"):
+                        torch.autograd.backward(values.mean() * (len(indices) / total))
+        parameters = dict(self.model.named_parameters())
+        for name, part in self.layout.parts(out):
+            gradient = parameters[name].grad
+            part.zero_() if gradient is None else part.copy_(gradient)
+        self.model.zero_grad(set_to_none=True)
 
     def _steps(
         self,
@@ -263,8 +333,7 @@ class DeviceRun:
             anchors = dict(self.layout.parts(start)) if settings.proximal else {}
             step = 0
             for inputs, target in self._batches(round_):
-                if stopped():
-                    raise TaskError("the server no longer wants the update of this round")
+                _check_wanted(stopped)
                 optimizer.zero_grad(set_to_none=True)
                 _, values = losses(self.task, self.model, inputs, target)
                 loss = values.mean()

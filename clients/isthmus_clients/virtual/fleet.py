@@ -33,12 +33,14 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import (
     Candidates,
+    first_pass,
     local_seed,
     pieces,
     score_each,
     step_indices,
 )
-from isthmus_clients.virtual.stacked import Gradients, Stacked, stacked_batches
+from isthmus_clients.virtual.stacked import Gradients, Stacked, mean_gradients, stacked_batches
+from isthmus_privacy.purpose import check_gradient_scale
 
 _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
 """Optimizers that are not element-wise and would mix the stacked models of all devices."""
@@ -146,10 +148,11 @@ class VirtualDevice:
             assert model is not None
             _check_plain(request.train_local.secure)
             run = self.fleet.run(request.train_local.run_id)
+            check_gradient_scale(request.train_local.gradient_scale, kept=request.train_local.keep)
             start, *rest = pieces(run.layout, model)
             training = _DeviceTraining(self.participant, start, rest[0] if rest else None)
             trained = await self.fleet.train(training, request.train_local)
-            return link_pb2.Reply(trained=trained), start
+            return link_pb2.Reply(trained=trained), training.payload
         if kind == "score":
             assert model is not None
             _check_plain(request.score.secure)
@@ -174,7 +177,7 @@ class _DeviceTraining:
 
     participant: Participant
     payload: Buffer
-    """The encoded model, which is replaced by the update."""
+    """The encoded model, which is replaced by the update, and the gradient if it is requested."""
     gradient: Buffer | None = None
     """Encoded gradient that is added to the gradient of every step."""
     done: asyncio.Future[link_pb2.Trained] = dataclasses.field(
@@ -258,16 +261,24 @@ class _VirtualRun:
             list(step_indices(seed, count, self.job.federated))
             for seed, count in zip(seeds, counts, strict=True)
         ]
+        passes = None
+        if work.gradient_scale:
+            settings = self.job.federated
+            passes = [
+                len(first_pass(seed, count, settings))
+                for seed, count in zip(seeds, counts, strict=True)
+            ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(seeds[0][:8], "little") >> 1)
-            ends, mean_losses = self._steps(start, added, datasets, indices, batch[0].participant)
-        updates = torch.cat(
-            [
-                (part - ends[name]).reshape(len(batch), -1)
-                for name, part in self.layout.parts(start)
-            ],
-            dim=1,
-        )  # (K, N)
+            ends, mean_losses, means = self._steps(
+                start, added, datasets, indices, batch[0].participant, passes
+            )
+        own = [
+            means[name].mul_(work.gradient_scale) for name, _ in self.layout.parts(start) if means
+        ]
+        parts = [*own, *(part - ends[name] for name, part in self.layout.parts(start))]
+        updates = torch.cat([part.reshape(len(batch), -1) for part in parts], dim=1)  # (K, N or 2N)
+        layout = self.layout.gradient_and_update if passes else self.layout
         results: list[link_pb2.Trained | TaskError] = []
         for k, training in enumerate(batch):
             if not bool(torch.isfinite(updates[k]).all()) or not math.isfinite(mean_losses[k]):
@@ -278,7 +289,10 @@ class _VirtualRun:
                     )
                 )
                 continue
-            self.layout.decode(training.payload).copy_(updates[k])
+            if passes:
+                training.payload = bytearray(layout.nbytes)
+                training.payload[: len(layout.header)] = layout.header
+            layout.decode(training.payload).copy_(updates[k])
             results.append(
                 link_pb2.Trained(
                     result=describe(training.payload),
@@ -297,18 +311,23 @@ class _VirtualRun:
         datasets: Sequence[Dataset[Any]],
         indices: Sequence[Sequence[list[int]]],
         participant: Participant,
-    ) -> tuple[Stacked, list[float]]:
-        """Final parameters and mean loss of each device."""
+        passes: Sequence[int] | None,
+    ) -> tuple[Stacked, list[float], Stacked]:
+        """Final parameters and mean loss of each device, and with `passes` its mean gradient."""
         k, steps_max = len(datasets), max(len(steps) for steps in indices)
         stacked = {
             name: part.expand(k, *part.shape).clone() for name, part in self.layout.parts(start)
         }
         anchors = {name: part.clone() for name, part in stacked.items()}
         if not steps_max:
-            return stacked, [0.0] * k
+            means = {name: torch.zeros_like(part) for name, part in stacked.items()}
+            return stacked, [0.0] * k, means if passes else {}
         inputs, targets, present = stacked_batches(
             datasets, indices, steps_max, self.job.federated.batch_size
         )
+        means = {}
+        if passes:
+            means = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
         optimizer = self._optimizer(stacked, participant)
         ends = {name: torch.empty_like(part) for name, part in stacked.items()}
@@ -334,7 +353,7 @@ class _VirtualRun:
             if not steps:
                 for name, part in anchors.items():
                     ends[name][i] = part[i]
-        return ends, (total / present.sum((0, 2)).clamp(min=1.0)).tolist()
+        return ends, (total / present.sum((0, 2)).clamp(min=1.0)).tolist(), means
 
     def _optimizer(self, stacked: Stacked, participant: Participant) -> torch.optim.Optimizer:
         """The task's optimizer, over all devices' parameters at once."""

@@ -72,6 +72,35 @@ class Gradients:
         return scored
 
 
+def mean_gradients(
+    gradients: Gradients,
+    stacked: Stacked,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    present: torch.Tensor,
+    passes: Sequence[int],
+) -> Stacked:
+    """Mean gradient (K, *shape) of each device at its parameters, over its first steps.
+
+    Args:
+        gradients: computes the gradients of one step.
+        stacked: the parameters.
+        inputs: see `stacked_batches`.
+        targets: likewise.
+        present: likewise.
+        passes: number of steps for each of the K devices.
+    """
+    counted = present * (torch.arange(len(present))[:, None] < torch.tensor(passes)).unsqueeze(2)
+    weights = counted / counted.sum((0, 2)).clamp(min=1.0)[:, None]
+    means = {name: torch.zeros_like(part) for name, part in stacked.items()}
+    with torch.random.fork_rng(devices=[]):
+        for step in range(max(passes)):
+            of_step, _ = gradients(stacked, inputs[step], targets[step], weights[step])
+            for name, gradient in of_step.items():
+                means[name].add_(gradient)
+    return means
+
+
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 """No-ops on a tensor that already has the shape."""
 _TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)

@@ -174,6 +174,27 @@ class TensorLayout:
         text += b" " * (-len(text) % 8)
         return _LENGTH.pack(len(text)) + text
 
+    @cached_property
+    def gradient_and_update(self) -> TensorLayout:
+        """The layout (2N) of a gradient and, after it, an update, each of this layout.
+
+        >>> layout = TensorLayout.from_shapes({"bias": (3,)})
+        >>> [entry.name for entry in layout.gradient_and_update.entries]
+        ['gradient.bias', 'update.bias']
+        """
+        return TensorLayout.from_shapes(
+            {
+                f"{part}.{entry.name}": entry.shape
+                for part in ("gradient", "update")
+                for entry in self.entries
+            }
+        )
+
+    @property
+    def gradient_room(self) -> int:
+        """Bytes in front of an encoded vector that make it end a `gradient_and_update`."""
+        return self.gradient_and_update.nbytes - self.nbytes
+
     def explain_difference(self, other: TensorLayout) -> str | None:
         """The first difference from `other` as half a sentence, or None."""
         own = {entry.name: entry.shape for entry in self.entries}

@@ -184,7 +184,7 @@ class Package(_message.Message):
     def __init__(self, blob: _Optional[_Union[Blob, _Mapping]] = ..., digest: _Optional[bytes] = ..., author: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class TrainLocal(_message.Message):
     SECURE_FIELD_NUMBER: _ClassVar[int]
     WITH_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_SCALE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -199,7 +200,8 @@ class TrainLocal(_message.Message):
     secure: bytes
     with_gradient: bool
     keep: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ...) -> None: ...
+    gradient_scale: float
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ...) -> None: ...
 
 class Agree(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "secure", "starts")

@@ -36,6 +36,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-slots-differ",
     "config-model-differs",
     "config-purpose-differs",
+    "gradient-scale-invalid",
     "buffered-mode-differs",
     "buffered-starts-invalid",
     "buffered-start-differs",

@@ -45,6 +45,8 @@ from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.crypto.refusal import REFUSALS
 from isthmus_privacy.secagg.client import ClientSession
 from isthmus_privacy.secagg.config import (
+    GRADIENT_LOST,
+    MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
     UNUSABLE,
@@ -70,6 +72,8 @@ from isthmus_privacy.secagg.messages import (
 from isthmus_privacy.secagg.server import RingSum, ServerSession
 
 __all__ = [
+    "GRADIENT_LOST",
+    "MEASURING_SLOTS",
     "REFUSALS",
     "SCORING_SLOTS",
     "TRAINING_SLOTS",

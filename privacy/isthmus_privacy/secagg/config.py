@@ -70,6 +70,12 @@ thing that the server learns about failures."""
 TRAINING_SLOTS = (Slot(name="loss", maximum=1000.0), UNUSABLE)
 """Figures of a client that has trained."""
 
+GRADIENT_LOST = Slot(name="gradient_lost", maximum=1.0)
+"""Part of the 2-norm of a client's gradient that was lost when its elements were clipped."""
+
+MEASURING_SLOTS = (GRADIENT_LOST, *TRAINING_SLOTS)
+"""Figures of a client that has trained, and sends its gradient with the update."""
+
 SCORING_SLOTS = (UNUSABLE,)
 """Figures of a client that has scored models."""
 

@@ -67,6 +67,8 @@ class Aggregate:
     """Values of the slots: exact sums of counts, weighted means of averages."""
     clipped: float
     """Mean over clients of the fraction of clipped elements."""
+    rounding: float
+    """Bound on the standard deviation of the error of an element that is due to rounding."""
 
 
 def encode(
@@ -114,6 +116,19 @@ def encode(
     return Encoded(config.hash, payload, vector)
 
 
+def lost_in_clipping(values: torch.Tensor, clip: float) -> float:
+    """The part of the 2-norm of a vector that its clipping to [-clip, clip] removes, 0 to 1.
+
+    >>> lost_in_clipping(torch.tensor([3.0, 4.0]), 4.0), lost_in_clipping(torch.tensor([8.0]), 4.0)
+    (0.0, 0.5)
+    """
+    before = after = 0.0
+    for part in _parts(values):
+        before += float(part.double().square().sum())
+        after += float(part.double().clamp(-clip, clip).square().sum())
+    return 1 - math.sqrt(after / before) if before else 0.0
+
+
 def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggregate:
     """Compute the weighted mean from the unmasked sum.
 
@@ -147,7 +162,9 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
         figures[slot.name] = float(value) if slot.exact else _average(config, slot, value, clients)
         if not slot.exact:
             figures[slot.name] *= scale
-    return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients)
+    # The error of floor(x + dither) has a variance of at most 1/4.
+    rounding = math.sqrt(clients) / 2 * scale * 2 * config.clip / (config.levels - 1)
+    return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients, rounding)
 
 
 def _check(

@@ -47,6 +47,12 @@ class FederatedResult:
     training: Mapping[str, float]
     """Weighted means of the devices' own figures: loss."""
     receipts: Sequence[Receipt]
+    gradient: torch.Tensor | None = None
+    """Weighted mean of the devices' gradients at the start model times a scale, float32 (N), if it
+    was requested."""
+    gradient_scale: float = 0.0
+    rounding: float = 0.0
+    """Bound on the standard deviation of the error of an element, with secure aggregation."""
     extension_state: Any = None
     """State of the extension after this attempt; it becomes current when the round commits."""
 
@@ -87,12 +93,19 @@ class AttemptSpec:
     """The sum must be that of the whole cohort; see `SecureAggregationAttempt`."""
     with_gradient: bool = False
     """Whether the blob of the model also contains a gradient that devices add to their own."""
+    gradient_scale: float = 0.0
+    """Factor of the devices' gradients at the start model, which are summed with the updates; 0 for
+    the updates alone."""
     draw: int = 0
     """Draw in which the devices were selected by their tickets; 0 without tickets."""
     selected_ppm: int = 1_000_000
     """Millionths of all enrolled devices that were eligible in it."""
     shortage: str = ""
     """Why the lottery admitted too few devices, if it did."""
+
+    def result_layout(self, layout: TensorLayout) -> TensorLayout:
+        """The layout of what each device sends, for the layout of the model."""
+        return layout.gradient_and_update if self.gradient_scale else layout
 
     def check_quorum(self) -> None:
         """Refuse a cohort below the quorum.

@@ -147,7 +147,7 @@ class BufferAttempt:
         seed = f"isthmus/buffer/{self._context.job.seed}/{spec.round}"
         random.Random(seed).shuffle(self._queue)  # noqa: S311 - a choice, not a secret
         declared = sum(busy.values()) + sum(self._idle.values())
-        self.total = self._context.weighted_sum(declared)
+        self.total = self._context.weighted_sum(declared, self._context.layout.size)
         """Sum of the buffer's updates; unused with secure aggregation."""
         self._receipts = ReceiptBook((), "federated")
         self._losses: list[tuple[float, int]] = []

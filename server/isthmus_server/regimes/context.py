@@ -61,8 +61,9 @@ class FederatedContext:
             frozen=fingerprint_of(opening.frozen),
         )
 
-    def weighted_sum(self, declared_weight: int) -> WeightedSum:
+    def weighted_sum(self, declared_weight: int, size: int) -> WeightedSum:
         """An empty sum that reuses the memory of the previous one, since fresh pages cost time."""
-        if self._sum is None:
-            self._sum = MmapBuffer(SUM_BYTES * self.layout.size)
-        return WeightedSum(self.layout.size, declared_weight, self._sum)
+        if self._sum is None or len(self._sum.view) != SUM_BYTES * size:
+            self._sum = None  # frees its memory first
+            self._sum = MmapBuffer(SUM_BYTES * size)
+        return WeightedSum(size, declared_weight, self._sum)

@@ -62,7 +62,7 @@ class DatacenterRegime:
             round=spec.round,
             attempt=spec.attempt,
             from_step=spec.gradient_step,
-            until_step=spec.gradient_step + spec.steps,
+            until_step=spec.gradient_step + spec.gradient_steps,
             model=model,
         )
         return await self._result(name, link_pb2.Request(mean_gradient=work), "gradient", model)

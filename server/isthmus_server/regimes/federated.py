@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from isthmus.wire import link_pb2
@@ -43,7 +44,14 @@ class FederatedRegime:
             AttemptFailed: fewer updates than the quorum.
         """
         self._attempt = self._attempt_for(spec)
-        return await self._attempt.run()
+        result = await self._attempt.run()
+        if not spec.gradient_scale:
+            return result
+        both, size = result.pseudo_gradient, self.context.layout.size
+        gradient, update = both[:size], both[size:]
+        return dataclasses.replace(
+            result, pseudo_gradient=update, gradient=gradient, gradient_scale=spec.gradient_scale
+        )
 
     def _attempt_for(self, spec: AttemptSpec) -> FederatedAttempt:
         if self.buffered is not None:
@@ -64,10 +72,11 @@ class FederatedRegime:
                 model=spec.model,
                 secure=config,
                 with_gradient=spec.with_gradient,
+                gradient_scale=spec.gradient_scale,
             )
             return link_pb2.Request(train_local=work)
 
-        purpose = TrainingPurpose(self.context.purpose, spec.with_gradient)
+        purpose = TrainingPurpose(self.context.purpose, spec.with_gradient, spec.gradient_scale)
         config = training_config(self.context, spec, spec.model, purpose.hash)
         return SecureAggregationAttempt(
             self.context, config, spec.model, spec.cohort, first_request, exact=spec.exact

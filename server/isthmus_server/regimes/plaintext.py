@@ -110,13 +110,14 @@ class PlaintextAttempt:
             attempt=spec.attempt,
             model=spec.model,
             with_gradient=spec.with_gradient,
+            gradient_scale=spec.gradient_scale,
         )
         request = link_pb2.Request(train_local=work)
         link = self._context.link
         with contextlib.suppress(CallFailed):
             async with call(link, name, request, "trained", self._receipts) as reply:
                 trained = reply.trained
-                check_update(trained, self._context.layout.nbytes)
+                check_update(trained, spec.result_layout(self._context.layout).nbytes)
                 async with self._uploads:
                     await self._aggregator.add(name, trained, lambda: self._accept(name, trained))
 
@@ -139,11 +140,12 @@ class WeightedMeanAggregator:
 
     def __init__(self, context: FederatedContext, spec: AttemptSpec) -> None:
         self._context = context
-        self._total = context.weighted_sum(sum(spec.cohort.values()))
+        self._layout = spec.result_layout(context.layout)
+        self._total = context.weighted_sum(sum(spec.cohort.values()), self._layout.size)
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
-        layout = self._context.layout
+        layout = self._layout
         with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
             update = StreamingUpdate(spool, self._total, layout, trained.examples)
             async with added(self._context.link, name, trained.result, update):

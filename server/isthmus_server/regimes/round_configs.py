@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from isthmus.job.federated import FederatedSection
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import TRAINING_SLOTS, RoundConfig
+from isthmus_privacy.secagg import MEASURING_SLOTS, TRAINING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptSpec
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 
@@ -56,8 +56,8 @@ def training_config(
         attempt=spec.attempt,
         model_hash=model.sha256,
         purpose=purpose,
-        size=context.layout.size,
-        slots=TRAINING_SLOTS,
+        size=spec.result_layout(context.layout).size,
+        slots=MEASURING_SLOTS if spec.gradient_scale else TRAINING_SLOTS,
         **margins(context, spec.settings),
         clip=spec.settings.clip,
         weight_max=spec.settings.max_examples,

@@ -166,6 +166,7 @@ class SecureAggregationAttempt:
                 "clipped": aggregate.clipped,
             },
             receipts=self._all_receipts(summed),
+            rounding=aggregate.rounding,
         )
 
     def _check_usable(self, aggregate: Aggregate, summed: Collection[str]) -> None:

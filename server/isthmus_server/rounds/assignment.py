@@ -54,6 +54,11 @@ def resolve_plan(
         selected = cohorts.select(round_, federated, model_hash, busy)
     single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
+    steps = plan.datacenter_steps or job.datacenter.steps
+    sources = datacenters if transfers else []
+    if plan.measure_gradients:
+        sources = sorted(roster.datacenters)
+    measured = [past.gradients for past in state.history if past.gradients is not None]
     averages = job.strategy.served_average > 0
     return RoundSpec(
         plan=plan,
@@ -67,10 +72,13 @@ def resolve_plan(
         federated=federated,
         datacenters=datacenters,
         from_step=state.datacenter_step,
-        steps=(plan.datacenter_steps or job.datacenter.steps) if datacenters else 0,
+        steps=steps if datacenters and not transfers else 0,
         datacenter_has_model=plan.start == CURRENT and datacenters == [state.holder],
         evaluate=single_datacenter and not averages and evaluates(job, round_),
         hand_back=not single_datacenter or averages or any(plan.keep.values()),
         transfers=transfers,
+        gradient_sources=sources,
+        gradient_steps=steps if sources else 0,
         gradient_step=state.gradient_step,
+        last_gradients=measured[-1] if measured else None,
     )

@@ -69,7 +69,7 @@ class AttemptLog:
         """
         receipts = results.receipts
         devices = sum(receipt.regime == "federated" for receipt in receipts)
-        price = self._price(devices, spec.steps * len(spec.datacenters))
+        price = self._price(devices, spec.priced_steps)
         record = RoundRecord(
             **_common(spec.plan, spec.round, spec.attempt, receipts, time),
             cost=Cost.of(receipts, price, state.comparisons),
@@ -79,6 +79,7 @@ class AttemptLog:
             training=results.training,
             norms=results.norms,
             cosine=results.cosine,
+            gradients=results.gradients,
             profile=results.profile,
         )
         state = state.after_round(spec, record, averaged, saved)

@@ -255,7 +255,7 @@ class Coordinator:
                 invited=len(spec.cohort) + len(spec.datacenters),
             )
         )
-        if not spec.datacenter_has_model:
+        if not (spec.single_datacenter and spec.datacenter_has_model):
             await self._load_start(plan.start, planned)
         results = await self._trainer.train(spec)
         await asyncio.to_thread(self._trainer.merge, spec, results)

@@ -19,9 +19,11 @@ from isthmus.job import Job
 from isthmus.transport.blobs import InFile
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
+from isthmus_privacy.secagg import GRADIENT_LOST
 from isthmus_server.model import merge
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.mmap_buffer import LARGE_BYTES
+from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.base import (
     AttemptFailed,
     AttemptSpec,
@@ -32,7 +34,7 @@ from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.storage.records import Receipt
-from isthmus_server.strategy.policy import Plan
+from isthmus_server.strategy.policy import GradientMeasurement, Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.bundle import published
 from isthmus_server.transport.link import Link
@@ -50,6 +52,12 @@ class TrainingResult:
     """Cosine between the two pseudo-gradients."""
     gradient: torch.Tensor | None = None
     """The gradient that devices added to their own, float32 (N)."""
+    datacenter_gradient: torch.Tensor | None = None
+    """Mean gradient of the datacenters at the round's model, float32 (N)."""
+    gradients: GradientMeasurement | None = None
+    """Norms and cosine of the gradients at the round's model, if they were requested."""
+    earlier: Sequence[Receipt] = ()
+    """Receipts of the gradients of datacenters that trained afterwards."""
 
     @property
     def receipts(self) -> list[Receipt]:
@@ -57,7 +65,7 @@ class TrainingResult:
         parts: list[DatacenterResult | FederatedResult] = [*self.datacenters]
         if self.federated is not None:
             parts.append(self.federated)
-        return [receipt for part in parts for receipt in part.receipts]
+        return _with_earlier(self.earlier, [r for part in parts for r in part.receipts])
 
     @property
     def training(self) -> dict[str, dict[str, float]]:
@@ -78,6 +86,40 @@ class TrainingResult:
     def profile(self) -> dict[str, dict[str, float]]:
         """Rates and memory of each datacenter, by its name."""
         return {result.receipts[0].participant: dict(result.profile) for result in self.datacenters}
+
+
+def _with_earlier(earlier: Sequence[Receipt], receipts: Sequence[Receipt]) -> list[Receipt]:
+    """One receipt of each participant, with the cost of its earlier work in the same attempt."""
+    before = {receipt.participant: receipt for receipt in earlier}
+    added = []
+    for receipt in receipts:
+        first = before.pop(receipt.participant, None)
+        if first is not None:
+            receipt = dataclasses.replace(
+                receipt,
+                steps=first.steps + receipt.steps,
+                seconds=first.seconds + receipt.seconds,
+                bytes_in=first.bytes_in + receipt.bytes_in,
+                bytes_out=first.bytes_out + receipt.bytes_out,
+            )
+        added.append(receipt)
+    return [*before.values(), *added]
+
+
+def _measured(results: TrainingResult) -> GradientMeasurement | None:
+    """The measurement of the gradients of a round; None if devices have sent none."""
+    federated = results.federated
+    if federated is None or federated.gradient is None:
+        return None
+    accepted = (r.examples for r in federated.receipts if r.status == "accepted")
+    return gradient_measurement.measurement(
+        federated.gradient,
+        results.datacenter_gradient,
+        examples=int(federated.training.get("examples", sum(accepted))),
+        scale=federated.gradient_scale,
+        lost=federated.training.get(GRADIENT_LOST.name, 0.0),
+        rounding=federated.rounding,
+    )
 
 
 class Trainer:
@@ -106,41 +148,74 @@ class Trainer:
         if self._federated.extension is not None and spec.plan.reset_optimizer:
             self._federated.extension.reset()
         if spec.transfers:
-            return await self._train_with_transfer(spec)
+            self._check_transfer()
+        gradients = TrainingResult()
+        if spec.gradient_sources:
+            gradients = await self._gradients(spec)
+        try:
+            if spec.transfers:
+                result = await self._train_with_transfer(spec, gradients)
+            else:
+                result = await self._train_at_once(spec, gradients)
+        except AttemptFailed as failed:
+            receipts = _with_earlier(gradients.receipts, failed.receipts)
+            raise AttemptFailed(str(failed), receipts, excused=failed.excused) from failed
+        result.datacenter_gradient = gradients.datacenter_gradient
+        if result.datacenters:
+            result.earlier = gradients.receipts
+        else:
+            result.datacenters = [
+                dataclasses.replace(each, vector=None) for each in gradients.datacenters
+            ]
+        return result
+
+    async def _train_at_once(self, spec: RoundSpec, gradients: TrainingResult) -> TrainingResult:
+        """Devices and datacenters train at the same time, as far as the round has both."""
         with_devices = spec.plan.regime != "datacenter"
         async with self._published(summing=with_devices) as blob:
-            devices = self._federated.train(self._attempt(spec, blob)) if with_devices else None
-            return await self._run_together(spec, self._train_datacenter, devices)
+            devices = None
+            if with_devices:
+                devices = self._federated.train(self._attempt(spec, blob, gradients))
+            return await self._run_together(spec.datacenters, spec, self._train_datacenter, devices)
 
-    async def _train_with_transfer(self, spec: RoundSpec) -> TrainingResult:
+    async def _gradients(self, spec: RoundSpec) -> TrainingResult:
+        """Have the datacenters compute their mean gradient at the round's model.
+
+        Raises:
+            AttemptFailed: one of them could not, or too few devices are ready.
+        """
+        if not self._federated.may_start_below_quorum:
+            self._attempt(spec, self._model.blob).check_quorum()
+        async with self._published(summing=False):
+            sources = spec.gradient_sources
+            result = await self._run_together(sources, spec, self._mean_gradient, None)
+        result.datacenter_gradient = merge.mean_by_examples(
+            [(r.vector, r.examples) for r in result.datacenters if r.vector is not None]
+        )
+        return result
+
+    async def _train_with_transfer(
+        self, spec: RoundSpec, gradients: TrainingResult
+    ) -> TrainingResult:
         """One-way gradient transfer of Mixed FL (Augenstein et al. 2022).
 
-        First the datacenters compute their mean gradient at the round's model, which is multiplied
-        by the transfer weight. Then devices train, and add it to the gradient of each local step.
+        The datacenters have computed their mean gradient at the round's model, which is multiplied
+        by the transfer weight. Devices train, and add it to the gradient of each local step.
         """
-        self._check_transfer(spec)
-        async with self._published(summing=False):
-            gradients = await self._run_together(spec, self._mean_gradient, None)
-        weight = spec.plan.transfer_weight
-        gradient = merge.mean_by_examples(
-            [(r.vector, r.examples) for r in gradients.datacenters if r.vector is not None]
-        )
+        gradient, weight = gradients.datacenter_gradient, spec.plan.transfer_weight
+        assert gradient is not None
+        if spec.plan.measure_gradients:
+            gradient = gradient.clone()  # the measurement is of the gradient without the weight
         gradient.mul_(self._job.strategy.transfer_weight if weight is None else weight)
         vectors, spool = (self._model.vector, gradient), self._federated.context.spool
         async with published(self._link, self._model.layout, spool, vectors, 2) as blob:
-            try:
-                result = await self._federated.train(self._attempt(spec, blob))
-            except AttemptFailed as failed:
-                receipts = [*gradients.receipts, *failed.receipts]
-                raise AttemptFailed(str(failed), receipts) from failed
-        datacenters = [dataclasses.replace(r, vector=None) for r in gradients.datacenters]
-        return TrainingResult(federated=result, datacenters=datacenters, gradient=gradient)
+            result = await self._federated.train(self._attempt(spec, blob, gradients))
+        return TrainingResult(federated=result, gradient=gradient)
 
-    def _check_transfer(self, spec: RoundSpec) -> None:
+    def _check_transfer(self) -> None:
         """Refuse a transfer that cannot work before a datacenter computes for it.
 
         Raises:
-            AttemptFailed: too few devices are ready.
             JobError: devices run a Flower app, whose training Isthmus does not control.
         """
         flower = self._job.federated.flower
@@ -149,10 +224,14 @@ class Trainer:
                 'merge="transfer" has devices add a gradient to their own, which a Flower app '
                 "(federated.flower.app) cannot do; use another merge, or remove the app"
             )
-        if not self._federated.may_start_below_quorum:
-            self._attempt(spec, self._model.blob).check_quorum()
 
-    def _attempt(self, spec: RoundSpec, blob: link_pb2.Blob) -> AttemptSpec:
+    def _attempt(
+        self, spec: RoundSpec, blob: link_pb2.Blob, gradients: TrainingResult | None = None
+    ) -> AttemptSpec:
+        scale = 0.0
+        if spec.plan.measure_gradients and gradients is not None:
+            datacenter, clip = gradients.datacenter_gradient, spec.federated.clip
+            scale = gradient_measurement.scale_for(clip, datacenter, spec.last_gradients)
         return AttemptSpec(
             round=spec.round,
             attempt=spec.attempt,
@@ -162,6 +241,7 @@ class Trainer:
             exact=spec.exact,
             start=None if self._federated.extension is None else self._model.vector,
             with_gradient=spec.transfers,
+            gradient_scale=scale,
             draw=spec.draw,
             selected_ppm=spec.selected_ppm,
             shortage=spec.shortage,
@@ -188,6 +268,7 @@ class Trainer:
 
     async def _run_together(
         self,
+        names: Sequence[str],
         spec: RoundSpec,
         train_datacenter: Callable[[str, RoundSpec], Coroutine[Any, Any, DatacenterResult]],
         train_devices: Coroutine[Any, Any, FederatedResult] | None,
@@ -197,7 +278,7 @@ class Trainer:
         devices: asyncio.Task[FederatedResult] | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for name in spec.datacenters:
+                for name in names:
                     task = group.create_task(train_datacenter(name, spec), name=name)
                     datacenters.append(task)
                 if train_devices is not None:
@@ -247,13 +328,14 @@ class Trainer:
     # -- merge -------------------------------------------------------------------------------------
 
     def merge(self, spec: RoundSpec, results: TrainingResult) -> None:
-        """Compute the next model; also sets the norms and the cosine of `results`.
+        """Compute the next model; also sets the norms and other measurements of `results`.
 
         A round of one datacenter is ordinary training: its result is the next model, and stays
         there until another participant needs it. With devices or several datacenters the server
         optimizer steps on the merged pseudo-gradient.
         """
         plan, model = spec.plan, self._model
+        results.gradients = _measured(results)
         extension = self._federated.extension
         state = None if results.federated is None else results.federated.extension_state
         if extension is not None and state is not None:

@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 from isthmus.errors import DamagedError
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
-from isthmus_server.strategy.policy import Comparison, Kind, PastRound
+from isthmus_server.strategy.policy import Comparison, GradientMeasurement, Kind, PastRound
 
 Status = Literal["accepted", "rejected", "dropped"]
 
@@ -266,6 +266,8 @@ class RoundRecord(AttemptRecord):
     """2-norm of each regime's pseudo-gradient, where the server received it."""
     cosine: float | None = None
     """Cosine between the two pseudo-gradients of a hybrid round."""
+    gradients: GradientMeasurement | None = None
+    """Gradients at the model that the round started from, if the plan requested them."""
     profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Rates and memory of each datacenter's ranks, by its name."""
 
@@ -303,6 +305,7 @@ class RoundRecord(AttemptRecord):
             training={name: dict(figures) for name, figures in self.training.items()},
             norms=dict(self.norms),
             cosine=self.cosine,
+            gradients=self.gradients,
             comparisons=[
                 comparison.result
                 for comparison in self.comparisons

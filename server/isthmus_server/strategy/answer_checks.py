@@ -93,6 +93,15 @@ def _problem_with_plan(plan: Plan, observation: Observation) -> str:
         return "whose transfer_weight is not a number from 0"
     if not _is_number(plan.step_scale, above=0.0):
         return "whose step_scale is not a number above 0"
+    if not isinstance(plan.measure_gradients, bool):
+        return "whose measure_gradients is neither True nor False"
+    if plan.measure_gradients and plan.regime == "datacenter":
+        return "which measures gradients of devices in a round without devices"
+    if plan.measure_gradients and not observation.can_measure_gradients:
+        return (
+            'which measures gradients, and with federated.mode="buffered" or federated.flower '
+            "devices cannot do that (Observation.can_measure_gradients)"
+        )
     return _problem_with_kept_models(plan, observation)
 
 

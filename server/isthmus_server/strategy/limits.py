@@ -65,6 +65,10 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
 
 def _constrained_plan(plan: Plan, observation: Observation) -> ConstrainedAnswer:
     plan, adjustments = _raised_to_quorum(plan, observation)
+    unmeasurable = _reason_not_to_measure(plan, observation)
+    if unmeasurable:
+        plan = dataclasses.replace(plan, measure_gradients=False)
+        adjustments = (*adjustments, f"gradients are not measured: {unmeasurable}")
     exceeded = _exceeded_limit(plan, observation)
     if exceeded:
         return ConstrainedAnswer(Stop(exceeded), (*adjustments, exceeded))
@@ -94,7 +98,13 @@ def _stop(reason: str) -> ConstrainedAnswer:
 
 def _exceeded_limit(plan: Plan, observation: Observation) -> str:
     """Return which limit a round would exceed; empty if none."""
-    price = observation.price(plan.regime, plan.cohort, plan.datacenter_steps)
+    transfers = plan.regime == "hybrid" and (plan.merge or observation.merge) == "transfer"
+    price = observation.price(
+        plan.regime,
+        plan.cohort,
+        plan.datacenter_steps,
+        measured=plan.measure_gradients and not transfers,
+    )
     if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
         return (
             f"the budget of {observation.budget:g} is used up: {observation.spent:g} is spent and "
@@ -102,7 +112,8 @@ def _exceeded_limit(plan: Plan, observation: Observation) -> str:
         )
     if plan.regime == "datacenter":
         return ""
-    transferred = observation.invited(plan.cohort) * observation.client_bytes
+    each = observation.client_bytes + plan.measure_gradients * observation.model_bytes
+    transferred = observation.invited(plan.cohort) * each
     if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (
             f"a {plan.regime} round moves about {transferred / 1e6:.3g} MB to and from devices, "
@@ -132,6 +143,21 @@ def _refusal_of_comparison(compare: Compare, observation: Observation) -> str:
 
 
 # -- limits that change or delay a plan ------------------------------------------------------------
+
+
+def _reason_not_to_measure(plan: Plan, observation: Observation) -> str:
+    """Return why a round is possible only without its measurement of gradients; empty if not."""
+    if not plan.measure_gradients:
+        return ""
+    if (
+        plan.regime == "federated"
+        and observation.datacenters
+        and not observation.open("datacenter")
+    ):
+        return "the datacenter side is outside of its window"
+    exceeded = _exceeded_limit(plan, observation)
+    unmeasured = dataclasses.replace(plan, measure_gradients=False)
+    return "" if _exceeded_limit(unmeasured, observation) else exceeded
 
 
 def _raised_to_quorum(plan: Plan, observation: Observation) -> tuple[Plan, tuple[str, ...]]:

@@ -74,6 +74,8 @@ def observe(
         over_selection=job.federated.over_selection,
         quorum=job.federated.needed,
         datacenter_steps=job.datacenter.steps,
+        merge=job.strategy.merge,
+        can_measure_gradients=job.federated.mode == "rounds" and job.federated.flower is None,
         client_price=job.prices.client_update,
         step_price=job.prices.datacenter_step,
         comparison_price=job.prices.client_evaluation,
@@ -133,5 +135,9 @@ def _copy_of(past: PastRound) -> PastRound:
 
 
 def _bytes_per_device(history: Sequence[PastRound], model_bytes: int) -> float:
-    """Return the recent maximum of bytes per device and round, at least a model and an update."""
-    return float(max([2 * model_bytes, *(past.bytes_each for past in history[-10:])]))
+    """Return the recent maximum of bytes per device and round, at least a model and an update.
+
+    Gradients that were measured are not counted: `limits` adds those of the planned round.
+    """
+    moved = [past.bytes_each - (model_bytes if past.gradients else 0) for past in history[-10:]]
+    return float(max([2 * model_bytes, *moved]))

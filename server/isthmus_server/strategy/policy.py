@@ -78,6 +78,31 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientMeasurement:
+    """Mean gradients of both sides at the model that a round started from, before any training.
+
+    The ratio of the norms and the cosine depend neither on learning rates and numbers of steps nor
+    on the scale of the loss.
+    """
+
+    devices_norm: float | None
+    """2-norm of the mean over the devices' examples; None if too much was lost in its encoding,
+    after which the next measurement is encoded with another scale."""
+    datacenter_norm: float | None
+    """2-norm of the mean over the datacenters' examples; None without a datacenter."""
+    cosine: float | None
+    """Cosine between the two; None if one is missing or zero."""
+    examples: int
+    """Weight of the devices' mean: examples of the devices in it."""
+    scale: float
+    """Factor with which devices encoded their gradients."""
+    lost: float = 0.0
+    """Part of the devices' norms that was lost in clipping, with secure aggregation."""
+    rounding: float = 0.0
+    """Bound on the error of the encoding relative to the norm, with secure aggregation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PastRound:
     """Results and costs of a committed round."""
 
@@ -105,6 +130,8 @@ class PastRound:
     datacenter's is the norm of its gradient times the weight with which devices applied it."""
     cosine: float | None = None
     """Cosine between the two pseudo-gradients of a hybrid round."""
+    gradients: GradientMeasurement | None = None
+    """Gradients at the model that the round started from; None unless the plan requested them."""
     comparisons: Sequence[Comparison] = ()
     """Comparisons that the policy requested before it planned the round."""
     elapsed: float = 0.0
@@ -158,6 +185,10 @@ class Observation:
     """Fewest updates with which a federated round can be committed."""
     datacenter_steps: int = 50
     """Optimizer steps that the job wants from a datacenter round."""
+    merge: str = "weighted"
+    """How a hybrid round merges the two sides, unless the plan overrides it."""
+    can_measure_gradients: bool = True
+    """Whether a plan may set `measure_gradients`: not in buffered mode, nor with Flower."""
     client_price: float = 1.0
     """Price of one device taking part in a round."""
     step_price: float = 0.01
@@ -194,11 +225,23 @@ class Observation:
         """Return how many devices a federated round invites."""
         return math.ceil((cohort or self.cohort) * self.over_selection)
 
-    def price(self, regime: Kind, cohort: int | None = None, steps: int | None = None) -> float:
-        """Return the price of a round in which every invited device takes part."""
+    def price(
+        self,
+        regime: Kind,
+        cohort: int | None = None,
+        steps: int | None = None,
+        *,
+        measured: bool = False,
+    ) -> float:
+        """Return the price of a round in which every invited device takes part.
+
+        With `measured`, the datacenters compute a gradient of as many steps that the round would
+        not need otherwise.
+        """
         devices = 0 if regime == "datacenter" else self.invited(cohort)
-        total_steps = 0 if regime == "federated" else steps or self.datacenter_steps
-        total_steps *= max(self.datacenters, 1)
+        each = steps or self.datacenter_steps
+        total_steps = 0 if regime == "federated" else each * max(self.datacenters, 1)
+        total_steps += each * self.datacenters if measured else 0
         return devices * self.client_price + total_steps * self.step_price
 
     @property
@@ -240,6 +283,10 @@ class Plan:
     """Reset the server optimizer's momentum first."""
     step_scale: float = 1.0
     """Factor on the merged pseudo-gradient; a round of a single datacenter has none."""
+    measure_gradients: bool = False
+    """Have devices send their mean gradient at the round's model, summed like their updates, and
+    datacenters compute theirs over `datacenter_steps` batches; see `PastRound.gradients`. It
+    doubles the devices' uploads."""
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Models to keep when the round is committed: a name of the policy's choice, mapped to current
     or served. At most four are kept; a repeated name replaces its model, and "" drops it."""

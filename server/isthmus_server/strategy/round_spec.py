@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
-from isthmus_server.strategy.policy import Plan
+from isthmus_server.strategy.policy import GradientMeasurement, Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class RoundSpec:
     from_step: int
     """Steps that the datacenters have made before this round."""
     steps: int
-    """Steps to make in this round; 0 without a datacenter."""
+    """Steps to train in this round; 0 if no datacenter trains."""
     datacenter_has_model: bool
     """Whether the datacenter already holds the model at `from_step`."""
     evaluate: bool
@@ -43,8 +43,21 @@ class RoundSpec:
     """Whether the cohort's secure sum must be that of all its devices."""
     transfers: bool = False
     """Whether datacenters only provide a gradient that devices add to theirs, without training."""
+    gradient_sources: Sequence[str] = ()
+    """Datacenters that provide their mean gradient at the round's model, for the devices to add,
+    to be measured, or both."""
+    gradient_steps: int = 0
+    """Steps whose batches go into each of these gradients."""
     gradient_step: int = 0
     """Steps whose batches have gone into such gradients before this round."""
+    last_gradients: GradientMeasurement | None = None
+    """The last measurement of the run, from which the scale of the next one follows."""
+
+    @property
+    def priced_steps(self) -> int:
+        """Steps of all datacenters that are paid for."""
+        training = self.steps * len(self.datacenters)
+        return training + self.gradient_steps * len(self.gradient_sources)
 
     @property
     def single_datacenter(self) -> bool:

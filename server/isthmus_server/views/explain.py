@@ -20,9 +20,7 @@ from isthmus_server.storage.records import (
 )
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision
-from isthmus_server.strategy.policy import (
-    Kind,
-)
+from isthmus_server.strategy.policy import GradientMeasurement, Kind
 
 RECENT = 5
 """Committed rounds before a decision that are shown with it."""
@@ -38,6 +36,7 @@ class RecentRound(Record):
     price: float
     norms: Mapping[str, float]
     cosine: float | None
+    gradients: GradientMeasurement | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +141,7 @@ def _recent(committed: Sequence[RoundRecord]) -> list[RecentRound]:
             price=record.cost.price,
             norms=record.norms,
             cosine=record.cosine,
+            gradients=record.gradients,
         )
         for record in committed[-RECENT:]
     ]

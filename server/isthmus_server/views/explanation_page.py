@@ -15,6 +15,7 @@ from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,
     Forecast,
+    GradientMeasurement,
     Kind,
     Observation,
     Plan,
@@ -138,6 +139,7 @@ def _past(explained: ExplainedDecision) -> list[str]:
         metrics = format_metrics(past.metrics) if past.metrics else "not evaluated"
         cosine = "" if past.cosine is None else f", cosine of both sides {past.cosine:.2f}"
         lines.append(f"round {past.round}, {past.regime}: held-out {metrics}{cosine}")
+        lines += [f"  {_gradients(past.gradients)}"] if past.gradients is not None else []
     return lines
 
 
@@ -217,6 +219,8 @@ def _planned(explained: ExplainedDecision) -> list[str]:
         )
     if plan.regime == "hybrid" and plan.merge:
         lines.append(f"merged by merge={plan.merge!r}")
+    if plan.measure_gradients:
+        lines.append("both sides measure their gradients at the model that the round starts from")
     if plan.start != CURRENT:
         lines.append(f"from the model {plan.start!r}")
     if plan.reset_optimizer:
@@ -245,10 +249,32 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
         moved = f"{record.cost.device_bytes / 1e6:.3g} MB to and from devices"
         lines.append(", ".join([*parts, duration, moved]))
         lines += [record.unusable] if record.unusable else []
+        lines += [_gradients(record.gradients)] if record.gradients is not None else []
         if record.metrics:
             change = _change(before, record.metrics)
             lines.append(f"held-out {format_metrics(record.metrics)}{change}")
     return lines
+
+
+def _gradients(measured: GradientMeasurement) -> str:
+    """The lengths of both gradients and their cosine, or why the devices' is not known.
+
+    >>> _gradients(GradientMeasurement(devices_norm=2.0, datacenter_norm=0.5, cosine=0.25,
+    ...     examples=60, scale=1.0))
+    'gradients at its start: devices 2, datacenter 0.5, cosine 0.25'
+    """
+    parts = []
+    if measured.devices_norm is not None:
+        parts.append(f"devices {measured.devices_norm:.4g}")
+    elif measured.lost > measured.rounding:
+        parts.append(f"devices unknown, because clipping removed {measured.lost:.0%} of it")
+    else:
+        parts.append(f"devices unknown, because {measured.rounding:.0%} of it may be rounding")
+    if measured.datacenter_norm is not None:
+        parts.append(f"datacenter {measured.datacenter_norm:.4g}")
+    if measured.cosine is not None:
+        parts.append(f"cosine {measured.cosine:.2f}")
+    return f"gradients at its start: {', '.join(parts)}"
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:

@@ -36,20 +36,21 @@ def opening(write_task, make_job, tmp_path):
     return opening
 
 
-async def updates(fleet, opening, start, layout, round_=1, gradient=None, **gathered):
+async def updates(fleet, opening, start, layout, round_=1, gradient=None, scale=0.0, **gathered):
     """Updates and replies of all devices of a fleet, which train concurrently."""
     for device in fleet.devices:
         await device.work(link_pb2.Request(id="o", open=opening), None, None)
+    sent = layout.gradient_and_update if scale else layout
 
     async def one(device):
         payload = layout.encode(start)
         if gradient is not None:
             payload += layout.encode(gradient)
-        work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
+        work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1, gradient_scale=scale)
         work.with_gradient = gradient is not None
         request = link_pb2.Request(id=device.participant.name, train_local=work)
         reply, back = await device.work(request, payload, None)
-        return layout.decode(back), reply.trained
+        return sent.decode(back), reply.trained
 
     return await asyncio.gather(*(one(device) for device in fleet.devices), **gathered)
 
@@ -66,9 +67,9 @@ async def updates(fleet, opening, start, layout, round_=1, gradient=None, **gath
 @pytest.mark.parametrize(
     "optimizer", ["SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"]
 )
-@pytest.mark.parametrize("with_gradient_sent", [False, True])
+@pytest.mark.parametrize(("with_gradient_sent", "scale"), [(False, 0.0), (True, 4.0)])
 async def test_a_virtual_device_trains_as_a_real_one_does(
-    opening, overrides, optimizer, with_gradient_sent
+    opening, overrides, optimizer, with_gradient_sent, scale
 ):
     """Also with shards of different sizes, so different numbers of steps and short last batches."""
     methods = (
@@ -81,13 +82,18 @@ async def test_a_virtual_device_trains_as_a_real_one_does(
     layout = real[0].layout
     start = layout.gather(real[0].model)
     gradient = 0.1 * torch.linspace(-1, 1, layout.size) if with_gradient_sent else None
-    virtual = await updates(fleet, work, start, layout, gradient=gradient)
+    virtual = await updates(fleet, work, start, layout, gradient=gradient, scale=scale)
+    sent = layout.gradient_and_update if scale else layout
     along = [] if gradient is None else [layout.encode(gradient)]
     for run, (update, trained) in zip(real, virtual, strict=True):
-        payload = layout.encode(start)
-        request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
-        expected = run.train(request, payload, lambda progress: None, lambda: False, *along)
-        torch.testing.assert_close(update, layout.decode(payload), rtol=1e-4, atol=1e-6)
+        room = layout.gradient_room if scale else 0
+        memory = memoryview(bytearray(room) + layout.encode(start))
+        request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, gradient_scale=scale)
+        result = memory[: sent.nbytes]
+        expected = run.train(
+            request, memory[room:], lambda progress: None, lambda: False, *along, result=result
+        )
+        torch.testing.assert_close(update, sent.decode(result), rtol=1e-4, atol=1e-6)
         assert (trained.examples, trained.steps) == (expected.examples, expected.steps)
         assert dict(trained.training) == pytest.approx(dict(expected.training), rel=1e-5)
 

@@ -1,12 +1,20 @@
 """The server has one client do other work than the rest: the sum would be its vector."""
 
+import math
+
 from tests.privacy.attacks.registry import ALICE, expect_refusal
 from tests.privacy.protocol import make_client, make_config
 
 from isthmus.job import Job
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_clients.device.active_run import ActiveRun
-from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, RunPurpose, TrainingPurpose
+from isthmus_privacy.purpose import (
+    BufferedPurpose,
+    ComparisonPurpose,
+    RunPurpose,
+    TrainingPurpose,
+    check_gradient_scale,
+)
 
 
 def run_with(**changes):
@@ -49,6 +57,32 @@ def other_frozen_parameters_for_all_others():
 @expect_refusal("config-purpose-differs")
 def a_gradient_for_all_others():
     sum_with(TrainingPurpose(RUN, with_gradient=True))
+
+
+@expect_refusal("config-purpose-differs")
+def gradients_of_all_others_times_another_factor():
+    own = TrainingPurpose(RUN, with_gradient=False, gradient_scale=1.0)
+    sum_with(TrainingPurpose(RUN, with_gradient=False, gradient_scale=2.0**-100), own=own)
+
+
+@expect_refusal("config-purpose-differs")
+def an_update_without_its_gradient_from_all_others():
+    sum_with(TRAINING, own=TrainingPurpose(RUN, with_gradient=False, gradient_scale=1.0))
+
+
+@expect_refusal("gradient-scale-invalid")
+def a_gradient_times_infinity():
+    check_gradient_scale(math.inf, kept=False)
+
+
+@expect_refusal("gradient-scale-invalid")
+def a_gradient_times_a_negative_number():
+    check_gradient_scale(-1.0, kept=False)
+
+
+@expect_refusal("gradient-scale-invalid")
+def a_gradient_that_is_not_bound_with_a_kept_update():
+    check_gradient_scale(1.0, kept=True)
 
 
 @expect_refusal("config-purpose-differs")

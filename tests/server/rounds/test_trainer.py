@@ -59,6 +59,23 @@ async def test_consecutive_datacenter_rounds_send_no_model(run_with_datacenter):
     assert len(read_report(store).to_json()["rounds"]) == 3
 
 
+@pytest.mark.parametrize(
+    ("hybrid", "own_part"),
+    [(TRANSFER, 0.0), ({"regime": "hybrid", "merge": "weighted"}, 0.25)],
+)
+async def test_a_hybrid_round_starts_from_the_model_of_the_datacenter_round_before(
+    run_with_datacenter, planned, hybrid, own_part
+):
+    """Which only that datacenter has until then."""
+    _, coordinator, _ = await run_with_datacenter(
+        *planned([{"regime": "datacenter"}, hybrid]), "federated.local_steps=0"
+    )
+    before = coordinator.model.vector.clone()
+    await coordinator.run()
+    # Each datacenter round takes 0.05 off; the devices made no step.
+    torch.testing.assert_close(coordinator.model.vector, before - 0.05 * (1 + own_part))
+
+
 async def test_a_hybrid_round_merges_both_pseudo_gradients(run_with_datacenter):
     store, coordinator, _ = await run_with_datacenter(
         "strategy.policy=hybrid",

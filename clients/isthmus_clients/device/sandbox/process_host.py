@@ -137,10 +137,11 @@ class ProcessHost:
             log.info("opened %s with %d examples", work.run_id, opened.examples)
         return opened.examples
 
-    def buffer(self, size: int) -> Buffer:
+    def buffer(self, size: int, room: int = 0) -> Buffer:
         """See `TaskHost.buffer`."""
         spare, self._spare = self._spare, None
-        return memoryview(spare if spare is not None and len(spare) == size else SharedMemory(size))
+        fits = spare is not None and len(spare) == room + size
+        return memoryview(spare if spare is not None and fits else SharedMemory(room + size))[room:]
 
     def train(
         self,
@@ -161,6 +162,9 @@ class ProcessHost:
         trained = self._call(opened, request, [memory], report).trained
         # Private before it is read: the task may still write to the memory that it shares.
         layout = opened.run.layout
+        room = layout.gradient_room if work.gradient_scale else 0
+        if room:
+            layout = layout.gradient_and_update
         update = _private(layout.nbytes)
         update[: len(layout.header)] = layout.header
         memory.copy(len(layout.header), update[len(layout.header) :])

@@ -20,7 +20,7 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.sandbox import frames
 from isthmus_clients.device.sandbox.confinement import confine
 from isthmus_clients.device.sandbox.settings import WorkerSettings
-from isthmus_clients.device.task_host import InProcessHost
+from isthmus_clients.device.task_host import InProcessHost, train_in
 
 _PROGRESS_SECONDS = 0.25
 """Shortest time between two reports; the agent passes on even fewer."""
@@ -110,10 +110,7 @@ class TaskWorker:
                 reported_at = time.monotonic()
                 frames.send(self._end, link_pb2.Envelope(progress=progress))
 
-        from isthmus_clients.training.local_run import pieces
-
-        model, *gradient = pieces(run.layout, memoryview(memory))
-        return run.train(request.train_local, model, report, stopped, *gradient)
+        return train_in(run, request.train_local, memoryview(memory), report, stopped)[0]
 
     def _reply(self, request_id: str, reply: link_pb2.Reply) -> None:
         reply.id = request_id
