@@ -21,6 +21,7 @@ from isthmus_datacenter.checkpointing.digests import check_files
 from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.remote_authority import RemoteMembers, check
 from isthmus_server.storage import audit
 from isthmus_server.storage.store import Store
 from isthmus_server.views.explain import explain
@@ -118,7 +119,7 @@ def read_device(directory: Path) -> Any:
 
 
 def read_server(directory: Path) -> Any:
-    """What a server reads from its state directory when it starts."""
+    """What a server, or a separate authority, reads from its state directory when it starts."""
     authority = CertificateAuthority(directory)
     with contextlib.closing(Registry(directory)) as registry:
         members = [registry.participants(), registry.revoked_identities()]
@@ -126,7 +127,23 @@ def read_server(directory: Path) -> Any:
         jobs = queue.entries(100)
     seed = hashlib.sha256(authority._seed).digest()
     serial = authority.certificate.serial_number
-    return seed, serial, authority.server_pair(), members, jobs, audit.read(directory)
+    own = seed, serial, authority.serves, authority.server_pair()
+    return own, members, jobs, audit.read(directory)
+
+
+def read_server_of_authority(directory: Path) -> Any:
+    """What a server with a separate authority reads from its state directory when it starts."""
+    check(directory)
+    members = RemoteMembers(directory)
+    member, copy = members.membership, members.copy
+    about = (member.name, member.kind, member.server, member.enroller)
+    pairs = (members.server_pair(), member.identity.private_bytes_raw())
+    serial = members.authority_certificate.serial_number
+    entries = [(entry, copy.enrolment(entry.name)) for entry in copy.participants()]
+    registry = (copy.copied, entries, copy.revoked_identities())
+    with contextlib.closing(JobQueue(directory)) as queue:
+        jobs = queue.entries(100)
+    return about, pairs, serial, registry, jobs, audit.read(directory)
 
 
 def files_of(directory: Path, *without: str) -> Iterator[Path]:

@@ -21,6 +21,7 @@ from tests.end_to_end.damage import (
     read_device,
     read_run,
     read_server,
+    read_server_of_authority,
     sweep,
 )
 
@@ -31,9 +32,11 @@ from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits
 from isthmus_clients.training.history_files import begin_history
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun, Unmasked
+from isthmus_server.authority.service import AuthorityService
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.control_plane.remote_authority import RegistryCopy
 from isthmus_server.runs_commands import runs
 from isthmus_server.storage import audit
 from isthmus_server.storage.schema import SCHEMA
@@ -161,6 +164,55 @@ def test_a_server_is_refused_or_unchanged(tmp_path: Path, make_job: Any) -> None
         shutil.copytree(state, tmp_path / name)
         files = list(files_of(tmp_path / name, "lock"))
         show(sweep(tmp_path / name, files, read_server, tmp_path / "damaged", 2 * TIMES))
+
+
+def test_a_separate_authority_and_its_server_are_refused_or_unchanged(
+    tmp_path: Path, make_job: Any
+) -> None:
+    state, hub = tmp_path / "authority", tmp_path / "hub"
+    initialise(state, ["localhost"], "localhost:9400")
+    authority = CertificateAuthority(state)
+    key, identity = prepare(hub)
+    request = tls.signing_request(key)
+    with contextlib.closing(Registry(state)) as registry:
+        for number in range(3):
+            kind, name = ("client", f"phone-{number}") if number else (tls.SERVER, "hub")
+            own = bytes([number]) * 32 if number else identity.public_key().public_bytes_raw()
+            registry.add_token(own, name=name, kind=kind, expires=time.time() + 3600)
+            _, certificate = registry.redeem(
+                own,
+                kind,
+                own,
+                lambda name, kind=kind, own=own: authority.issue(
+                    request, kind=kind, name=name, identity=own
+                ),
+            )
+            audit.record(state, "join", by=name, identity=own.hex())
+            if kind == tls.SERVER:
+                Membership.save(
+                    hub,
+                    server="localhost:9500",
+                    authority=authority.certificate,
+                    enroller=tls.enroller_of(authority.certificate),
+                    key=key,
+                    certificate=tls.read_certificate(certificate),
+                )
+        registry.revoke("phone-1")
+    service = AuthorityService(state)
+    (part,) = service.parts("")
+    service.members.close()
+    RegistryCopy(hub).replace(part)
+    with contextlib.closing(JobQueue(hub)) as queue:
+        queue.submit(make_job(), "me", "one")
+    audit.record(hub, "submit", by="me", job="one")
+
+    trust = sweep(state, list(files_of(state)), read_server, tmp_path / "damaged", TIMES)
+    show(trust)
+    own_files = list(files_of(hub, "lock"))
+    server = sweep(hub, own_files, read_server_of_authority, tmp_path / "damaged", TIMES)
+    show(server)
+    for outcome in (trust["serves"], server["registry.copy"], server["registry.head"]):
+        assert outcome.keys() <= {"refused", "same bytes"}
 
 
 def test_a_lost_queue_never_gives_a_new_job_the_run_of_an_old_one(

@@ -1,4 +1,4 @@
-"""Small JSON files with a digest of their own contents, so that damage is noticed."""
+"""Small JSON files, and files of any bytes, with a digest by which damage is noticed."""
 
 from __future__ import annotations
 
@@ -41,9 +41,33 @@ def read_sealed(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
-        raise DamagedError(f"{path} is damaged: it is not what was written")
+        raise _damaged(path)
     assert isinstance(values, dict)
     return values
+
+
+def write_sealed_bytes(path: Path, data: bytes) -> None:
+    """Write the SHA-256 of `data` and then `data`, atomically, durably and with mode 0600."""
+    write_private_file(path, hashlib.sha256(data).digest() + data)
+
+
+def read_sealed_bytes(path: Path) -> bytes:
+    """The contents of a file that `write_sealed_bytes` wrote; of any size.
+
+    Raises:
+        DamagedError: they are not those that were written.
+        OSError: it cannot be read; `FileNotFoundError` if there is none.
+    """
+    written = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    digest, data = written[:size], written[size:]
+    if hashlib.sha256(data).digest() != digest:
+        raise _damaged(path)
+    return data
+
+
+def _damaged(path: Path) -> DamagedError:
+    return DamagedError(f"{path} is damaged: it is not what was written")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

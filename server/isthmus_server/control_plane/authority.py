@@ -27,6 +27,7 @@ from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import tls
 from isthmus.identity.membership import has_begun_to_join
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
+from isthmus.system.sealed_files import read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from isthmus_privacy.secagg import Authority as Enroller
@@ -100,7 +101,7 @@ def _make(directory: Path, names: Iterable[x509.GeneralName], serves: str | None
     write_private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
     write_private_file(draft / _ENROLLER, seed_file)
     if serves is not None:
-        write_private_file(draft / _SERVES, f"{serves}\n".encode())
+        write_sealed(draft / _SERVES, {"server": serves})
     CertificateAuthority(draft).renew_server(names)
     if directory.exists():
         directory.rmdir()
@@ -149,8 +150,7 @@ class CertificateAuthority:
             if not tls.issued_by(self.certificate, self.certificate):
                 raise ValueError(f"{_AUTHORITY} is damaged")
             self._seed = tls.read_seed_file((directory / _ENROLLER).read_bytes())
-            serves = directory / _SERVES
-            self.serves = serves.read_text().strip() if serves.exists() else None
+            self.serves = _read_serves(directory)
             """HOST:PORT of the server, if this authority is a process of its own."""
         except FileNotFoundError as error:
             if (directory / _SERVER).exists():
@@ -268,6 +268,18 @@ class CertificateAuthority:
             .sign(self._key, hashes.SHA256())
         )
         write_private_file(self.directory / _SERVER, tls.key_pem(key) + tls.pem(certificate))
+
+
+def _read_serves(directory: Path) -> str | None:
+    try:
+        return str(read_sealed(directory / _SERVES)["server"])
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        raise DamagedError(
+            f"{error}; restore it from a backup, or copy the one that `isthmus authority init` "
+            "with the same --server writes in a new directory"
+        ) from None
 
 
 def _builder(life: datetime.timedelta, now: float) -> x509.CertificateBuilder:

@@ -159,16 +159,15 @@ def verify(state: Path) -> None:
     Nothing is changed, and no other machine is asked. The exit code is 1 if something is damaged.
     `isthmus runs verify` checks a run.
     """
-    from isthmus_server.control_plane import job_queue, registry
+    from isthmus_server.control_plane import job_queue, registry, remote_authority
     from isthmus_server.control_plane.authority import CertificateAuthority, is_separate
-    from isthmus_server.control_plane.remote_authority import RemoteMembers
 
     identity: tuple[tuple[str, Callable[[], object]], ...] = (
         ("keys and certificates", lambda: CertificateAuthority(state).read_server_pair()),
         ("registry of participants", lambda: registry.check(state)),
     )
     if is_separate(state):
-        identity = (("membership and copy of the registry", lambda: RemoteMembers(state)),)
+        identity = (("membership and copy of the registry", lambda: remote_authority.check(state)),)
     damaged = False
     for what, check in (
         *identity,

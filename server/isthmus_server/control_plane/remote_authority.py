@@ -9,6 +9,7 @@ continue until their certificates end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,14 +18,19 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from cryptography import x509
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
 from isthmus.grpc_errors import short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
-from isthmus.system.private_files import write_private_file
+from isthmus.system.sealed_files import (
+    read_sealed,
+    read_sealed_bytes,
+    write_sealed,
+    write_sealed_bytes,
+)
 from isthmus.wire import authority_pb2 as pb
 from isthmus_privacy.secagg import Enrolment
 from isthmus_server.control_plane.members import Members
@@ -33,6 +39,8 @@ from isthmus_server.transport.enrolment import Enrolments
 
 _SERVICE = "/isthmus.authority.v1.Authority/"
 _COPY = "registry.copy"
+_HEAD = "registry.head"
+_NUMBER_BYTES = 8
 _POLL_SECONDS = 0.5
 """Interval in which the registry is compared: a revocation takes effect this much later."""
 _OFFLINE_SECONDS = 5.0
@@ -46,29 +54,37 @@ log = logging.getLogger(__name__)
 class RegistryCopy:
     """The authority's registry as this server last copied it, also in a file.
 
+    The file has a seal and the number of the copy; a second file has the number of the newest one.
+
     Guarantees:
-      * a copy is complete: the parts of two versions are never mixed.
+      * a copy is complete: the parts of two versions are never mixed;
+      * a file that is damaged, lost or older than the newest copy is not used: it could lack a
+        revocation.
     """
 
     def __init__(self, directory: Path, *, now: Callable[[], float] = time.time) -> None:
         """Read the last copy, if there is one. `now` returns Unix seconds.
 
         Raises:
-            UserError: the file cannot be read.
+            UserError: a file cannot be read.
         """
-        self._path = directory / _COPY
+        self._path, self._head = directory / _COPY, directory / _HEAD
         self._now = now
         self.version = 0
         """A number that changes with every replacement."""
+        self.damage: DamagedError | None = None
+        """Why the last copy is not used."""
+        self._number = 0
         self._take(pb.RegistryPart())
         try:
-            self._take(pb.RegistryPart.FromString(self._path.read_bytes()))
-        except FileNotFoundError:
-            pass
-        except (OSError, DecodeError) as error:
-            raise UserError(
-                f"{self._path} cannot be read ({error}); remove it, and the server copies it again"
-            ) from None
+            self._read()
+        except DamagedError as error:
+            self.damage = DamagedError(
+                f"{error}; the server uses no copy until it has copied the registry from the "
+                "authority again, which it does when it starts"
+            )
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
         """Nothing is open."""
@@ -80,8 +96,38 @@ class RegistryCopy:
 
     def replace(self, part: pb.RegistryPart) -> None:
         """Take a new copy, and write it to the file."""
-        write_private_file(self._path, part.SerializeToString())
+        number = self._number + 1
+        data = number.to_bytes(_NUMBER_BYTES, "little") + part.SerializeToString()
+        write_sealed_bytes(self._path, data)
+        write_sealed(self._head, {"copies": number})  # afterwards: a crash leaves a newer copy
+        self._number, self.damage = number, None
         self._take(part)
+
+    def _read(self) -> None:
+        """Read the files, the head first, because a server may write them now.
+
+        Raises:
+            DamagedError: the copy is not the newest one that was written.
+            OSError: a file cannot be read.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self._number = int(read_sealed(self._head)["copies"])
+        try:
+            data = read_sealed_bytes(self._path)
+        except FileNotFoundError:
+            if self._number:
+                raise DamagedError(f"{self._path} is missing") from None
+            return
+        newest, number = self._number, int.from_bytes(data[:_NUMBER_BYTES], "little")
+        self._number = max(newest, number)
+        if number not in (newest, newest + 1):
+            raise DamagedError(
+                f"{self._path} is copy {number} of the registry, and not the newest one, copy "
+                f"{newest}"
+                if newest
+                else f"{self._head} is missing, which has the number of the newest copy"
+            )
+        self._take(pb.RegistryPart.FromString(data[_NUMBER_BYTES:]))
 
     def _take(self, part: pb.RegistryPart) -> None:
         self._part = part
@@ -136,6 +182,17 @@ class RegistryCopy:
         """The signed enrolment of a participant; empty if it has none."""
         member = self._members.get(name)
         return b"" if member is None else member.enrolment
+
+
+def check(directory: Path) -> None:
+    """Check the membership of a server with a separate authority, and its copy of the registry.
+
+    Raises:
+        DamagedError: one of them is damaged, or the copy is missing or not the newest.
+        UserError: it cannot be read for another reason.
+    """
+    if (damage := RemoteMembers(directory).copy.damage) is not None:
+        raise damage
 
 
 class RemoteMembers(Members):
@@ -238,14 +295,18 @@ class RemoteMembers(Members):
             await self._hang_up()
 
     async def first_copy(self) -> None:
-        """Copy the registry before anyone connects, unless there is an older copy.
+        """Copy the registry before anyone connects, unless there is an intact copy.
 
         Raises:
             UserError: there is none, and the authority cannot be reached.
         """
+        if self.copy.damage is not None:
+            log.warning("%s", self.copy.damage)
         try:
             await self._sync(not_before=time.monotonic())
         except AdmissionRefused as error:
+            if (damage := self.copy.damage) is not None:
+                raise UserError(f"{damage}; but {error}") from None
             if not self.copy.copied:
                 raise UserError(f"{error}; a new server needs it once to start") from None
             log.warning("%s; this server uses its last copy of the registry", error)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import stat
 import time
@@ -12,10 +13,11 @@ from click.testing import CliRunner
 from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
 from isthmus.transport.uplink import Uplink
+from isthmus.wire import authority_pb2 as pb
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import Directory, Enrolment
 from isthmus_server.authority.commands import authority as authority_command
@@ -200,6 +202,84 @@ async def test_participants_continue_while_the_authority_is_offline(separate, mo
     await separate.start_authority()
     separate.dial(late)
     await wait_until(lambda: "late" in server.link.peers)
+
+
+def damaged(hub, how, older):
+    copy, head = hub / "registry.copy", hub / "registry.head"
+    if how == "a flipped bit":
+        data = copy.read_bytes()
+        copy.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif how == "an older copy":
+        copy.write_bytes(older)
+    elif how == "no copy":
+        copy.unlink()
+    elif how == "no head":
+        head.unlink()
+    else:
+        head.write_bytes(head.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("a flipped bit", "registry.copy is damaged: it is not what was written"),
+        ("an older copy", r"registry.copy is copy \d+ of the registry, and not the newest one"),
+        ("no copy", "registry.copy is missing"),
+        ("no head", "registry.head is missing"),
+        ("a damaged head", "registry.head is damaged: it is not what was written"),
+    ],
+)
+async def test_a_copy_that_could_lack_a_revocation_is_never_used(separate, caplog, how, why):
+    """It is copied again; while the authority is offline, the server does not start."""
+    server = await separate.listen()
+    hub = separate.folder / "hub"
+    member = await separate.member("phone")
+    await server.members.check(tls.subject_of(member.certificate))
+    older = (hub / "registry.copy").read_bytes()
+    with contextlib.closing(Registry(separate.folder / "authority")) as registry:
+        registry.revoke("phone")
+    await wait_until(lambda: member.identity_public in server.members.copy.revoked_identities())
+    await separate.stack.aclose()
+    remote_authority.check(hub)
+    damaged(hub, how, older)
+    await separate.authority_stack.aclose()
+
+    with pytest.raises(UserError, match=f"{why}.*; but the authority at .* cannot be reached"):
+        await separate.listen()
+    shown = CliRunner().invoke(server_command, ["verify", str(hub)]).output
+    assert re.search(f"damaged  .*{why}.*; the server uses no copy until it has copied", shown)
+
+    await separate.start_authority()
+    with caplog.at_level("WARNING"):
+        server = await separate.listen()
+    assert re.search(why, caplog.text)
+    with pytest.raises(AdmissionRefused, match="'phone' has been revoked"):
+        await server.members.check(tls.subject_of(member.certificate))
+    remote_authority.check(hub)
+
+
+def test_a_crash_between_a_copy_and_its_head_leaves_the_newer_copy(tmp_path):
+    head = tmp_path / "registry.head"
+    for number in range(1, 4):
+        before = head.read_bytes() if head.exists() else None
+        part = pb.RegistryPart(version=str(number))
+        remote_authority.RegistryCopy(tmp_path).replace(part)
+        if before is None:
+            head.unlink()
+        else:
+            head.write_bytes(before)
+        copy = remote_authority.RegistryCopy(tmp_path)
+        assert (copy.copied, copy.damage) == (str(number), None)
+        copy.replace(part)
+
+
+def test_a_damaged_address_of_the_server_is_refused(tmp_path):
+    initialise(tmp_path / "authority", ["localhost"], "localhost:9400")
+    assert CertificateAuthority(tmp_path / "authority").serves == "localhost:9400"
+    serves = tmp_path / "authority" / "serves"
+    serves.write_bytes(serves.read_bytes().replace(b"9400", b"9401"))
+    with pytest.raises(DamagedError, match=r"serves is damaged: .*; restore it from a backup, or"):
+        AuthorityService(tmp_path / "authority")
 
 
 async def test_a_new_server_needs_the_authority_once(separate):
