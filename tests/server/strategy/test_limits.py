@@ -264,3 +264,18 @@ def test_a_plan_waits_for_devices_that_become_eligible_later():
     assert enforce_limits(Plan("federated", "x"), too_few).answer.regime == "federated"
     never = observe(clients_ready=2, clients_ineligible=4, quorum=3)
     assert isinstance(enforce_limits(Plan("hybrid", "x"), never).answer, Stop)
+
+
+def test_a_measurement_of_gradients_is_left_out_where_only_it_exceeds_a_limit():
+    plan = Plan("federated", "to know", measure_gradients=True)
+    wide = observe(datacenters=1, client_bytes=100, model_bytes=50)
+    assert enforce_limits(plan, wide).answer == plan
+    unmeasured = dataclasses.replace(plan, measure_gradients=False)
+    shut = {"datacenter": Forecast(ready=False, changes_in=60.0, share=0.5)}
+    price = wide.price("federated")
+    moved = wide.invited() * 100
+    for limit in ({"bytes_left": moved}, {"budget": price}, {"forecast": shut}):
+        constrained = enforce_limits(plan, dataclasses.replace(wide, **limit))
+        assert constrained.answer == unmeasured
+        assert "gradients are not measured" in constrained.adjustments[0]
+    assert isinstance(enforce_limits(plan, dataclasses.replace(wide, budget=0.0)).answer, Stop)
