@@ -32,15 +32,16 @@ def opening(*overrides):
     )
 
 
-def received(host, *vectors):
-    payload = host.buffer(len(vectors) * LAYOUT.nbytes)
+def received(host, *vectors, room=0):
+    payload = host.buffer(len(vectors) * LAYOUT.nbytes, room)
     payload[:] = b"".join(LAYOUT.encode(vector) for vector in vectors)
     return payload
 
 
-def train(host, request_id="train", progress=lambda progress: None, round_=1):
-    work = link_pb2.TrainLocal(run_id="run", round=round_, with_gradient=True)
-    payload = received(host, START, torch.full([LAYOUT.size], 0.01))
+def train(host, request_id="train", progress=lambda progress: None, round_=1, scale=0.0):
+    work = link_pb2.TrainLocal(run_id="run", round=round_, with_gradient=True, gradient_scale=scale)
+    room = LAYOUT.gradient_room if scale else 0
+    payload = received(host, START, torch.full([LAYOUT.size], 0.01), room=room)
     trained, update = host.train(request_id, work, payload, progress)
     host.release(request_id)
     return trained, bytes(update)
@@ -119,9 +120,14 @@ def expected(hostile):
 def test_both_hosts_give_the_same_update_and_scores(hostile, expected):
     """Bit for bit; and in the sandbox what the task tries fails."""
     reported = []
-    trained, update = train(hostile.host, progress=reported.append)
-    also_trained, also_update = train(expected)
+    trained, update = train(hostile.host, progress=reported.append, scale=0.5)
+    also_trained, also_update = train(expected, scale=0.5)
     assert update == also_update
+    both = LAYOUT.gradient_and_update.decode(bytearray(update))
+    assert both[: LAYOUT.size].any()
+    # Next to an update by itself, which the gradient does not change.
+    _, alone = train(expected)
+    assert torch.equal(both[LAYOUT.size :], LAYOUT.decode(bytearray(alone)))
     assert trained.training == also_trained.training
     assert (trained.examples, trained.steps) == (20, also_trained.steps)
     assert reported[0].steps == 1
