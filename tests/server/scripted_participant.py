@@ -19,7 +19,7 @@ class ScriptedParticipant:
         self.receipts = []
         """Pairs: whether the server used the reply, and the reason if not."""
         self.cancelled = []
-        """Ids of cancelled requests."""
+        """Cancelled requests."""
         self.buffers = []
         self.connection = None
         """The task of its uplink."""
@@ -37,7 +37,7 @@ class ScriptedParticipant:
         self.receipts.append((accepted, reason))
 
     def cancel(self, request, reason):
-        self.cancelled.append(request.id)
+        self.cancelled.append(request)
 
     async def disconnect(self):
         self.connection.cancel()

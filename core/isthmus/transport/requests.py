@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 
 from isthmus.errors import IsthmusError, UpdateError
@@ -11,6 +12,9 @@ from isthmus.transport.blobs import Assembly, Buffer
 from isthmus.transport.stream import Stream
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
+
+MAX_REQUESTS = 64
+"""Most unacknowledged requests of a server, which sends one or a few at a time."""
 
 MAX_MODELS = 4
 """Most requests of a participant that have memory for a model, or for records of a Flower app."""
@@ -21,6 +25,9 @@ class OpenRequest:
     """A request from its arrival until its result is acknowledged."""
 
     request: link_pb2.Request
+    """For the worker, with an ID that no other request has: a lying server may repeat its own."""
+    id: str
+    """As the server sent it."""
     buffer: Buffer | None = None
     assembly: Assembly | None = None
     wanted_on: Stream | None = None
@@ -30,16 +37,44 @@ class OpenRequest:
     payload: Buffer | None = None
     reported_at: float = 0.0
 
+    @classmethod
+    def of(cls, request: link_pb2.Request) -> OpenRequest:
+        """A request that has just arrived; its own ID is replaced."""
+        id_, request.id = request.id, uuid.uuid4().hex
+        return cls(request, id_)
 
-class HeldModels:
-    """The requests whose model takes memory: from its allocation until the result is acknowledged.
+    @property
+    def is_running(self) -> bool:
+        """Whether its work has begun and not ended."""
+        return self.task is not None and self.reply is None
+
+
+class RequestLimits:
+    """Bounds what a server can have a participant hold, whatever it asks, cancels or forgets.
 
     Guarantees:
-      * at most `MAX_MODELS` at a time, whatever the server asks, cancels or forgets.
+      * at most `MAX_REQUESTS` requests are open or still running;
+      * at most `MAX_MODELS` have memory for a model, from its allocation until the result is
+        acknowledged.
     """
 
     def __init__(self) -> None:
         self._held: list[OpenRequest] = []
+        self._dropped: list[OpenRequest] = []
+
+    def drop(self, job: OpenRequest) -> None:
+        """Count a request that the server gave up while it was running, until it has ended."""
+        self._dropped.append(job)
+
+    def check_room(self, open_jobs: Mapping[str, OpenRequest]) -> None:
+        """Check that there may be one more request.
+
+        Raises:
+            UpdateError: too many are open or still running.
+        """
+        self._dropped = [job for job in self._dropped if job.task and not job.task.done()]
+        if len(open_jobs) + len(self._dropped) >= MAX_REQUESTS:
+            raise UpdateError(f"more than {MAX_REQUESTS} requests are open")
 
     def allocate(
         self, job: OpenRequest, size: int, worker: Worker, open_jobs: Mapping[str, OpenRequest]
@@ -50,7 +85,7 @@ class HeldModels:
             job: the request.
             size: of the model, in bytes.
             worker: allocates the memory.
-            open_jobs: the requests that are not acknowledged, by their ID.
+            open_jobs: the requests that are not acknowledged, by the server's ID.
 
         Raises:
             UpdateError: too many others have memory, or there is none.
@@ -59,7 +94,7 @@ class HeldModels:
         def is_held(other: OpenRequest) -> bool:
             if other.task is not None and not other.task.done():
                 return True  # it holds the memory also after the server has dropped it
-            is_open = open_jobs.get(other.request.id) is other
+            is_open = open_jobs.get(other.id) is other
             return is_open and (other.reply is None or other.payload is not None)
 
         self._held = [other for other in self._held if is_held(other)]

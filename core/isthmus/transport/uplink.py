@@ -26,7 +26,7 @@ from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
-from isthmus.transport.requests import HeldModels, OpenRequest, blob_of, failure, model_of
+from isthmus.transport.requests import OpenRequest, RequestLimits, blob_of, failure, model_of
 from isthmus.transport.stream import GONE, Stream
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
@@ -57,9 +57,6 @@ _FINAL = {
 
 _WELCOME_SECONDS = 30.0
 """Time limit of the server's first message."""
-
-_MAX_REQUESTS = 64
-"""Most unacknowledged requests of a server, which sends one or a few at a time."""
 
 _LEAVE_SECONDS = 5.0
 """Time for the server to end the stream of a participant that leaves."""
@@ -125,7 +122,7 @@ class Uplink:
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
         self._jobs: dict[str, OpenRequest] = {}
-        self._held = HeldModels()
+        self._limits = RequestLimits()
         self._stream: Stream | None = None
         self._linked_at = math.inf
         """Monotonic time of the welcome; infinity without a connection."""
@@ -251,10 +248,14 @@ class Uplink:
         """Drop all requests of a server that restarted or gave them up."""
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
-            if job.task is not None and job.reply is None:
-                self.worker.cancel(job.request, reason)  # acknowledged when it has stopped
-            else:
-                self.worker.acknowledged(job.request, False, reason)
+            self._drop(job, False, reason)
+
+    def _drop(self, job: OpenRequest, accepted: bool, reason: str) -> None:
+        if job.is_running:
+            self._limits.drop(job)
+            self.worker.cancel(job.request, reason)  # acknowledged when it has stopped
+        else:
+            self.worker.acknowledged(job.request, accepted, reason)
 
     async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
         if isinstance(message, Piece):
@@ -276,7 +277,7 @@ class Uplink:
                     log.info(
                         "%s: its result was not used: %s", self.name, in_a_line(receipt.reason)
                     )
-                self.worker.acknowledged(job.request, receipt.accepted, receipt.reason)
+                self._drop(job, receipt.accepted, receipt.reason)
         elif kind == "renewed":
             renewal, welcome = self._renewal, self._welcome
             if renewal and welcome and await renewal.take(message.renewed):
@@ -285,12 +286,10 @@ class Uplink:
         elif kind == "cancel":
             job = self._jobs.get(message.cancel.id)
             reason = in_a_line(message.cancel.reason) or "nobody waits for it"
-            # The request waits for its blob, or its reply was lost.
-            if job is not None and (job.task is None or job.reply is not None):
-                del self._jobs[message.cancel.id]
-                self.worker.acknowledged(job.request, False, reason)
-            elif job is not None:
+            if job is not None and job.is_running:
                 self.worker.cancel(job.request, reason)
+            elif job is not None:
+                self._drop(self._jobs.pop(job.id), False, reason)
         # Everything else is a ping, or a message of a newer server that can be ignored.
 
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
@@ -298,13 +297,13 @@ class Uplink:
         if job is None:
             if self._leaving:
                 return
-            if len(self._jobs) >= _MAX_REQUESTS:
-                raise UpdateError(f"more than {_MAX_REQUESTS} requests are open")
-            job = self._jobs[request.id] = OpenRequest(request)
+            self._limits.check_room(self._jobs)
+            job = OpenRequest.of(request)
+            self._jobs[job.id] = job
             blob = model_of(request)
             if blob is not None and blob.size:
                 try:
-                    job.buffer = self._held.allocate(job, blob.size, self.worker, self._jobs)
+                    job.buffer = self._limits.allocate(job, blob.size, self.worker, self._jobs)
                 except UpdateError as error:
                     await self._answer(job, failure(str(error)), None)
                     return
@@ -354,7 +353,7 @@ class Uplink:
         except IsthmusError as error:
             reply, payload = failure(str(error), error.code), None
         except Exception as error:
-            log.exception("request %s failed", job.request.id)
+            log.exception("request %s failed", job.id)
             reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
         await self._answer(job, reply, payload)
 
@@ -362,10 +361,10 @@ class Uplink:
         self, job: OpenRequest, reply: link_pb2.Reply, payload: Buffer | None
     ) -> None:
         job.buffer = job.assembly = None
-        if self._jobs.get(job.request.id) is not job:
+        if self._jobs.get(job.id) is not job:
             self.worker.acknowledged(job.request, False, "the server dropped the request")
             return
-        reply.id = job.request.id
+        reply.id = job.id
         job.payload = payload
         job.reply = reply
         if reply.HasField("failure"):  # for the owner, who does not see the server's report
@@ -379,7 +378,7 @@ class Uplink:
             if now - job.reported_at < _PROGRESS_SECONDS:
                 return
             job.reported_at = now
-        progress.id = job.request.id
+        progress.id = job.id
         message = link_pb2.Envelope(progress=progress)
         stream, loop = self._stream, self._loop
         if stream is not None and loop is not None:
@@ -392,7 +391,7 @@ class Uplink:
                 continue
             if blob_of(job.reply).sha256 == pull.sha256:
                 for message in chunks(pull.sha256, job.payload, offset=pull.offset):
-                    if self._jobs.get(job.request.id) is not job:
+                    if self._jobs.get(job.id) is not job:
                         return  # acknowledged: its memory may be reused
                     await stream.send(message)
                 return

@@ -84,7 +84,8 @@ class JobQueue:
     """The jobs of one server.
 
     Guarantees:
-      * jobs run in the order in which they were submitted, one at a time;
+      * jobs run one at a time, in the order in which they were submitted or, after a pause, became
+        due again;
       * a submission that is repeated because its answer was lost is queued once.
     """
 
@@ -133,15 +134,20 @@ class JobQueue:
         return self._find("number=?", (number,))[0]
 
     def next(self) -> QueuedJob | None:
-        """Return the next job: an interrupted one, or the first one that is queued or due again."""
-        due = "state='queued' OR (state='paused' AND next_try<=?)"
-        jobs = self._find("state='running'") or self._find(due, (time.time(),))
-        return jobs[0] if jobs else None
+        """Return the next job: an interrupted one, or the one that waits for the longest.
+
+        A paused job waits from its next try on: jobs that never go on would otherwise take turns
+        in front of all later ones. One later than the longest pause is due, for the clock was set
+        back since.
+        """
+        due = "state='queued' OR (state='paused' AND NOT next_try BETWEEN ? AND ?)"
+        now = time.time()
+        jobs = self._find("state='running'") or self._find(due, (now, now + LONGEST_PAUSE))
+        return min(jobs, key=lambda job: max(job.submitted_at, job.next_try), default=None)
 
     def seconds_until_due(self) -> float | None:
         """Seconds until the next paused job is tried again; None if none is paused."""
         times = [entry.next_try for entry in self._find("state='paused'")]
-        # The clock may have been set back meanwhile.
         return min(max(min(times) - time.time(), 0.0), LONGEST_PAUSE) if times else None
 
     def pause(self, entry: QueuedJob, reason: str, *, progressed: bool) -> QueuedJob:

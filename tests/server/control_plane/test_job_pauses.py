@@ -100,6 +100,32 @@ def test_pauses_grow_up_to_a_limit_and_begin_anew_after_progress(tmp_path, make_
         assert queue.next().id == entry.id
 
 
+def test_jobs_that_never_go_on_do_not_starve_later_ones(tmp_path, make_job, monkeypatch):
+    now = 1e9
+    monkeypatch.setattr(job_queue.time, "time", lambda: now)
+    with contextlib.closing(JobQueue(tmp_path)) as queue:
+        for key in ("one", "two", "three"):
+            queue.submit(make_job(), "me", key)
+        ran = []
+        while 3 not in ran:
+            entry = queue.next()
+            ran.append(entry.number)
+            queue.mark(entry, "running")
+            now += 600  # each waits so long before it is paused
+            queue.pause(entry, "no devices", progressed=False)
+        assert ran == [1, 2, 3]
+
+
+def test_a_paused_job_is_due_if_the_clock_was_set_back(tmp_path, make_job, monkeypatch):
+    now = 1e9
+    monkeypatch.setattr(job_queue.time, "time", lambda: now)
+    with contextlib.closing(JobQueue(tmp_path)) as queue:
+        queue.pause(queue.submit(make_job(), "me", "one"), "no devices", progressed=False)
+        assert queue.next() is None
+        now -= 86400
+        assert queue.next().number == 1
+
+
 @pytest.mark.parametrize(
     "full",
     [

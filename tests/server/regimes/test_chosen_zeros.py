@@ -1,5 +1,8 @@
 """A server that wants all devices of a sum but one to send zeros: their sum would be that one's."""
 
+import asyncio
+import threading
+
 import pytest
 import torch
 from tests.conftest import TABLE
@@ -82,3 +85,36 @@ def test_a_crafted_model_has_no_effect_on_later_updates_and_scores(tmp_path):
     with pytest.raises(TaskError, match="is nan"):
         train(torch.full([layout.size], torch.nan))
     assert (train(start), score(start)) == expected
+
+
+async def test_no_other_request_stops_the_training_of_a_kept_update(network, make_job, tmp_path):
+    """A receipt for a running request freed its id, and a cancelled one with that id stopped it."""
+    (tmp_path / "task.py").write_text(TABLE + "    pass\n")
+    attacker = Attacker(network, make_job, tmp_path, "federated.mode=buffered")
+    await attacker.connect()
+    await attacker.open()
+    blob, host = attacker.published(torch.zeros(LAYOUT.size)), attacker.victim.host
+    begun, go_on, train = asyncio.Event(), threading.Event(), host.train
+    loop = asyncio.get_running_loop()
+
+    def held_back(*args):
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        return train(*args)
+
+    host.train = held_back
+    work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, model=blob, keep=True)
+    stream = network.link.peers["victim"].stream
+    await stream.send(link_pb2.Envelope(request=link_pb2.Request(id="same", train_local=work)))
+    await begun.wait()
+    await stream.send(link_pb2.Envelope(receipt=link_pb2.Receipt(id="same", accepted=True)))
+    # Without a model, so that it waits for the other one to end.
+    other = link_pb2.Request(id="same", agree=link_pb2.Agree(run_id="run"))
+    await stream.send(link_pb2.Envelope(request=other))
+    await stream.send(link_pb2.Envelope(cancel=link_pb2.Cancel(id="same")))
+    await attacker.ask(mean_gradient=link_pb2.MeanGradient())  # refused, after all of that is read
+    go_on.set()
+    attacker.attempts = 1
+    reply = await attacker.agree(torch.zeros(LAYOUT.size))
+    assert "keeps no update of that run" in reply.failure.reason
+    assert attacker.victim._secure._current is None

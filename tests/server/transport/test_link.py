@@ -9,7 +9,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
 from isthmus.transport.blobs import CHUNK_BYTES, InFile, describe, into
-from isthmus.transport.requests import MAX_MODELS
+from isthmus.transport.requests import MAX_MODELS, MAX_REQUESTS
 from isthmus.wire import link_pb2
 from isthmus_server.transport.link import Link
 
@@ -23,7 +23,9 @@ async def test_a_request_gets_its_reply(network):
     reply = await link.ask("a", request)
     assert reply.id == request.id
     assert reply.trained.examples == 7
-    assert participant.requests == [request]
+    (received,) = participant.requests
+    assert received.train_local == request.train_local
+    assert received.id != request.id  # a server may repeat its own
 
 
 async def test_concurrent_requests_get_their_own_replies(network):
@@ -117,6 +119,25 @@ async def test_few_requests_have_memory_for_a_model_at_a_time(network):
     assert not reply.HasField("failure")
 
 
+async def test_requests_that_a_server_gave_up_count_while_they_run(network):
+    """A receipt for a running request made room for the next one, without a limit."""
+    link = await network.listen()
+    released = asyncio.Event()
+    participant = await network.join("a", delayed(replying(), released))
+    stream = link.peers["a"].stream
+    for number in range(MAX_REQUESTS):
+        request = link_pb2.Request(id=str(number), train_local=link_pb2.TrainLocal())
+        await stream.send(link_pb2.Envelope(request=request))
+        await stream.send(link_pb2.Envelope(receipt=link_pb2.Receipt(id=str(number))))
+    await wait_until(lambda: len(participant.cancelled) == MAX_REQUESTS)
+    request = link_pb2.Request(id="more", train_local=link_pb2.TrainLocal())
+    await stream.send(link_pb2.Envelope(request=request))
+    await wait_until(lambda: link.peers["a"].stream not in (stream, None))
+    assert len(participant.requests) == MAX_REQUESTS
+    released.set()
+    await wait_until(lambda: len(participant.receipts) == MAX_REQUESTS)
+
+
 async def test_an_abandoned_request_is_cancelled_and_its_late_reply_refused(network):
     link = await network.listen()
     released = asyncio.Event()
@@ -126,7 +147,7 @@ async def test_an_abandoned_request_is_cancelled_and_its_late_reply_refused(netw
     await wait_until(lambda: participant.requests)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await wait_until(lambda: participant.cancelled == [request.id])
+    await wait_until(lambda: participant.cancelled == participant.requests)
     released.set()
     await wait_until(lambda: participant.receipts)
     assert participant.receipts == [(False, "too late: the request has ended")]
