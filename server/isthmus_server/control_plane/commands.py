@@ -120,7 +120,15 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
     new_token = Token(os.urandom(SECRET_BYTES), fingerprint)
     with _registry(state) as registry:
         registry.add_token(new_token.digest, name=name, kind=kind, expires=time.time() + seconds)
-        audit.record(state, "token", by=audit.local_user(), name=name, kind=kind, expires=expires)
+        audit.record(
+            state,
+            "token",
+            by=audit.local_user(),
+            name=name,
+            kind=kind,
+            expires=expires,
+            token=new_token.digest.hex(),
+        )
     click.echo(str(new_token))
 
 

@@ -381,18 +381,19 @@ def refuse_lost_revocations(directory: Path) -> None:
         DamagedError: it would accept an identity that has been revoked.
     """
     try:
-        revoked, invited = audit.revoked(audit.read(directory))
+        revoked = audit.revoked(audit.read(directory))
     except UserError as error:
         log.warning("the registry cannot be compared with the audit log: %s", error)
         return
     with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
         db = database.connection
-        rows = db.execute("SELECT lower(hex(identity)) FROM participants WHERE revoked IS NULL")
-        present = {row[0] for row in rows}
-        tokens = {row[0] for row in db.execute("SELECT name FROM tokens WHERE used IS NULL")}
-    for identity, name in revoked.items():
-        if identity in present or name in tokens - invited:
-            raise DamagedError(
-                f"{directory / _NAME} accepts {name!r}, whose revocation {directory} has in its "
-                "audit log: it is an older copy. Restore the newest one, or revoke it again"
-            )
+        accepted = (
+            db.execute("SELECT lower(hex(identity)) FROM participants WHERE revoked IS NULL"),
+            db.execute("SELECT lower(hex(digest)) FROM tokens WHERE used IS NULL"),
+        )
+        for rows, names in zip(accepted, revoked, strict=True):
+            for name in (names[value] for (value,) in rows if value in names):
+                raise DamagedError(
+                    f"{directory / _NAME} accepts {name!r}, whose revocation {directory} has in "
+                    "its audit log: it is an older copy. Restore the newest one, or revoke it again"
+                )

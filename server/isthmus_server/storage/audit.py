@@ -139,24 +139,22 @@ def read(state: Path) -> list[AuditEntry]:
     return entries
 
 
-def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], set[str]]:
-    """Identity keys (hexadecimal) that were revoked, with their names, and names with a new token.
-
-    The latter are those for which a token was made after the last revocation of the name.
-    """
+def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], dict[str, str]]:
+    """What was revoked, with the names: identity keys, and digests of tokens (hexadecimal)."""
     joined: dict[str, set[str]] = {}
+    invited: dict[str, set[str]] = {}
     identities: dict[str, str] = {}
-    invited: set[str] = set()
+    tokens: dict[str, str] = {}
     for entry in entries:
         name = entry.details.get("name", "")
         if entry.action == "join":
             joined.setdefault(entry.by, set()).add(entry.details.get("identity", ""))
         elif entry.action == "token":
-            invited.add(name)
+            invited.setdefault(name, set()).add(entry.details.get("token", ""))
         elif entry.action == "revoke":
-            invited.discard(name)
             identities.update(dict.fromkeys(joined.get(name, ()), name))
-    return identities, invited
+            tokens.update(dict.fromkeys(invited.get(name, ()), name))
+    return identities, tokens
 
 
 def _read_head(state: Path) -> tuple[int, str]:

@@ -116,6 +116,7 @@ async def test_what_operators_and_commands_do_is_in_the_audit_log(operated, monk
     await operated.ask("Cancel", pb.CancelReply, pb.CancelRequest(id=id_))
     assert run(server, ["revoke", state, "me"]).exit_code == 0
     found = [(entry.by, entry.action, entry.details) for entry in audit.read(operated.state)]
+    assert len(found[1][2].pop("token")) == 64
     identity = operated.me.identity_public.hex()
     assert found == [
         ("me", "join", {"kind": "operator", "identity": identity}),
