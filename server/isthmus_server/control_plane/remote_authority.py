@@ -75,6 +75,8 @@ class RegistryCopy:
         self.damage: DamagedError | None = None
         """Why the last copy is not used."""
         self._number = 0
+        self._written = True
+        """Whether the copy in memory is in the file."""
         self._take(pb.RegistryPart())
         try:
             self._read()
@@ -91,17 +93,22 @@ class RegistryCopy:
 
     @property
     def copied(self) -> str:
-        """The authority's name of this version; empty if nothing was copied yet."""
-        return self._part.version
+        """The authority's name of this version; empty if none is in the file yet."""
+        return self._part.version if self._written else ""
 
     def replace(self, part: pb.RegistryPart) -> None:
-        """Take a new copy, and write it to the file."""
+        """Take a new copy, and write it to the file.
+
+        Raises:
+            OSError: it cannot be written; it is used, and `copied` is empty.
+        """
+        self._written = False
+        self._take(part)
         number = self._number + 1
         data = number.to_bytes(_NUMBER_BYTES, "little") + part.SerializeToString()
         write_sealed_bytes(self._path, data)
         write_sealed(self._head, {"copies": number})  # afterwards: a crash leaves a newer copy
-        self._number, self.damage = number, None
-        self._take(part)
+        self._number, self.damage, self._written = number, None, True
 
     def _read(self) -> None:
         """Read the files, the head first, because a server may write them now.
@@ -290,6 +297,9 @@ class RemoteMembers(Members):
                     if reachable:
                         log.warning("%s; participants that have joined continue", error)
                     reachable, pause = False, _OFFLINE_SECONDS
+                except Exception:
+                    log.exception("the registry could not be copied; it is tried again")
+                    pause = _OFFLINE_SECONDS
                 await asyncio.sleep(pause)
         finally:
             await self._hang_up()
@@ -328,7 +338,13 @@ class RemoteMembers(Members):
             if not whole.version:
                 raise AdmissionRefused("the authority sent no registry")
             if not whole.unchanged:
-                self.copy.replace(whole)
+                try:
+                    self.copy.replace(whole)
+                except OSError as error:
+                    raise AdmissionRefused(
+                        f"the copy of the registry in {self.directory} cannot be written: "
+                        f"{error.strerror}"
+                    ) from None
             self._synced_at = began
 
     async def _renew_own(self) -> None:

@@ -187,6 +187,26 @@ async def test_a_revocation_at_the_authority_reaches_the_server(separate):
     assert member.identity_public in server.members.revoked
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("bug")])
+async def test_a_failure_to_copy_the_registry_does_not_end_copying(separate, monkeypatch, error):
+    """A disk that was full for a moment kept all later revocations from the server."""
+    monkeypatch.setattr(remote_authority, "_OFFLINE_SECONDS", 0.05)
+    server = await separate.listen()
+    copy, failed = server.members.copy, asyncio.Event()
+
+    def fails(*_):
+        failed.set()
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_authority, "write_sealed_bytes", fails)
+        await separate.member("phone")
+        await failed.wait()
+        await wait_until(lambda: "phone" in {entry.name for entry in copy.participants()})
+        assert not copy.copied
+    await wait_until(lambda: copy.copied)
+
+
 async def test_participants_continue_while_the_authority_is_offline(separate, monkeypatch):
     monkeypatch.setattr(remote_authority, "_OFFLINE_SECONDS", 0.1)
     server = await separate.listen()
