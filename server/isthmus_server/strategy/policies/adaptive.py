@@ -6,9 +6,9 @@ open::
 
     pi = 0        datacenter rounds
     0 < pi < 1    hybrid rounds by one-way gradient transfer (Augenstein et al. 2022). The weight
-                  follows from pi and is bounded by the norm of the devices' own first step. If
-                  public data prove to differ from the devices', every other round trains in
-                  parallel, and every round does if devices also forget what others taught
+                  follows from pi and is bounded by the ratio of both sides' gradients at one
+                  model. If public data prove to differ from the devices', every other round trains
+                  in parallel, and every round does if devices also forget what others taught
     pi = 1        federated rounds, after a warm start in the datacenter if it replaces none:
 
     start --slack, or devices closed--> warm --beats the initial model--> warm on --limit--> edge
@@ -19,8 +19,8 @@ open::
                           does, training returns to the warm model with zero momentum and half
                           steps; after the second time quarter steps, and no further tests
     edge, gradient used   once what devices learn also holds for public data, or devices forget
-                          what others taught, they apply the datacenter's gradient; in the second
-                          case with half steps
+                          what others taught, they apply the datacenter's gradient if a race shows
+                          that it does no harm (`race.py`); in the second case with half steps
     edge, devices closed  the round waits for their window
 
 Greedy gain per cost is not a criterion (docs/strategy.md says why). Phases only move forward, so
@@ -33,8 +33,9 @@ import dataclasses
 import math
 
 from isthmus.job import StrategySection
-from isthmus_server.strategy.policies import estimates
+from isthmus_server.strategy.policies import estimates, race
 from isthmus_server.strategy.policies.adaptive_state import AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policies.datacenter_role import DatacenterRole, RoleChooser
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
@@ -49,19 +50,6 @@ from isthmus_server.strategy.policy import (
 
 WARM = "warm"
 """Name under which the model at the end of a warm start is kept."""
-TRANSFER_STABILITY = 1.2
-"""Upper limit of `strategy.transfer_weight` times the devices' learning rate and steps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DatacenterRole:
-    """What the datacenter contributes to a round with devices."""
-
-    reason: str
-    transfer_weight: float = 0.0
-    """Weight with which devices apply its gradient; 0: they do not."""
-    trains: bool = False
-    """Whether it trains in parallel with the devices instead."""
 
 
 class Adaptive:
@@ -70,7 +58,7 @@ class Adaptive:
     def __init__(self, strategy: StrategySection) -> None:
         self.settings = settings_of(strategy, AdaptiveSettings)
         self.edge_share = strategy.target_edge_share
-        self.max_transfer_weight = strategy.transfer_weight
+        self._roles = RoleChooser(self.settings, strategy)
 
     def plan(self, observation: Observation) -> Answer:
         """Make one step of the state machine in the module's docstring."""
@@ -84,6 +72,8 @@ class Adaptive:
             return self._warm(observation, state)
         if not observation.open("federated"):
             return self._wait_for_devices(observation, state)
+        if state.race.branch:
+            return self._race(observation, state)
         if state.edge_rounds >= self.settings.probation and not state.probation_over:
             return self._probation(observation, state)
         return self._edge(observation, state)
@@ -105,7 +95,7 @@ class Adaptive:
         warm_budget -= self._comparison_price(observation)
         warm_affordable = warm_budget / max(observation.price("datacenter"), 1e-9)
         limit = int(min(slack, warm_affordable, self.settings.warm_length * affordable))
-        datacenter_available = observation.datacenter_ready and observation.open("datacenter")
+        datacenter_available = _datacenter_available(observation)
         if limit >= self.settings.warm_test and datacenter_available:
             warm = dataclasses.replace(
                 state,
@@ -135,17 +125,14 @@ class Adaptive:
             if isinstance(result, Compare):
                 return result
             if isinstance(result, str) or not result.beats(CURRENT, settings.z):
+                answered = not isinstance(result, str)
                 outcome = result if isinstance(result, str) else _in_words(result, CURRENT, INITIAL)
                 cold = dataclasses.replace(
-                    state, phase="edge", datacenter_excluded=True, pending_comparison=""
+                    state, phase="edge", datacenter_excluded=answered, pending_comparison=""
                 )
-                return self._edge(
-                    observation,
-                    cold,
-                    f"after {state.warm_rounds} warm rounds {outcome}: it begins cold, and without "
-                    "the datacenter",
-                    start=INITIAL,
-                )
+                why = f"after {state.warm_rounds} warm rounds {outcome}: it begins cold"
+                why += ", and without the datacenter" if answered else ""
+                return self._edge(observation, cold, why, start=INITIAL)
             state = dataclasses.replace(state, warm_accepted=True, pending_comparison="")
         flat = estimates.flat_rounds(observation)
         plateau = flat >= settings.plateau and state.warm_rounds >= state.min_warm_rounds
@@ -176,19 +163,29 @@ class Adaptive:
     # -- rounds with devices -----------------------------------------------------------------------
 
     def _edge(
-        self, observation: Observation, state: AdaptiveState, why: str = "", start: str = CURRENT
+        self,
+        observation: Observation,
+        state: AdaptiveState,
+        why: str = "",
+        start: str = CURRENT,
+        keep: str = "",
+        role: DatacenterRole | None = None,
     ) -> Plan:
-        """Plan a round with devices, by the declared target."""
+        """Plan a round with devices, by the declared target or with a given role."""
         state = dataclasses.replace(state, pending_comparison="")
-        if not (observation.datacenter_ready and observation.open("datacenter")):
+        if role is not None:
+            pass
+        elif not _datacenter_available(observation):
             role = DatacenterRole(", and no datacenter is available")
         elif self.edge_share < 1:
-            role = self._role_by_share(observation, state)
+            role = self._roles.by_share(observation, state)
         else:
-            state, role = self._role_if_useful(observation, state)
+            state, role = self._roles.if_useful(observation, state)
         reason = f"the devices hold {self.edge_share:.0%} of the target{role.reason}"
+        if state.race.branch == "fork":
+            keep = race.FORK
         settings, transfer = self.settings, role.transfer_weight > 0
-        cost_share = settings.transfer_share if transfer else settings.parallel_share
+        cost_share = settings.parallel_share if role.trains else settings.transfer_share
         scale = state.step_scale
         loss_ratio = estimates.peak_device_loss_ratio(observation)
         if loss_ratio > settings.forgotten:
@@ -202,83 +199,63 @@ class Adaptive:
             merge="transfer" if transfer else "weighted" if role.trains else None,
             transfer_weight=role.transfer_weight if transfer else None,
             datacenter_steps=(
-                estimates.affordable_steps(observation, cost_share) if hybrid else None
+                estimates.affordable_steps(observation, cost_share)
+                if hybrid or role.measures
+                else None
             ),
             start=start,
-            reset_optimizer=start in (WARM, INITIAL),
+            reset_optimizer=start in (WARM, INITIAL, race.FORK, race.WITH),
             step_scale=scale,
+            measure_gradients=role.measures,
+            keep={keep: CURRENT} if keep else {},
         )
 
-    def _role_by_share(self, observation: Observation, state: AdaptiveState) -> DatacenterRole:
-        """Choose the datacenter's role where part of the target is only in the public data.
+    # -- the race ----------------------------------------------------------------------------------
 
-        The weight follows from the target and from the norm of the datacenter's gradient relative
-        to the devices' own step, as one task's gradient relative to another's (Chen et al. 2018).
-        One gradient per round does not teach data that differ from the devices'. Whether more
-        training on them helps the target cannot be observed, so parallel training takes every other
-        round; devices that undo each other's work need it in every round.
-        """
-        settings, limit = self.settings, self.max_transfer_weight
-        weight = min(settings.transfer_part * (1 - self.edge_share) / self.edge_share, limit)
-        first_weight = min(weight, limit / 2)  # until both norms are known
-        gradient, step = estimates.first_norms(observation, first_weight)
-        if not gradient or not step:
-            reason = f", and take {first_weight:.3g} of the datacenter's gradient for the rest"
-            return DatacenterRole(reason, first_weight)
-        divergence = estimates.gradient_divergence(
-            observation, gradient / step, 1 - self.edge_share
+    def _race(self, observation: Observation, state: AdaptiveState) -> Answer:
+        """Train a branch with the gradient and one without it, and have devices compare them."""
+        branch, rounds, length = state.race.branch, state.race.rounds, self.settings.race_rounds
+        if branch == "with" and rounds == length:
+            branch, rounds = "without", 0
+        if branch == "fork":
+            branch = "with"
+        if branch == "with" and not _datacenter_available(observation):
+            return self._edge(observation, self._race_later(state), "the test has no datacenter")
+        if rounds == length:
+            return self._judge(observation, state)
+        start = race.FORK if not rounds else CURRENT
+        state = dataclasses.replace(state, race=race.Race(branch, rounds + 1))
+        why = f"round {rounds + 1} of {length} of the test {branch} the datacenter's gradient"
+        if branch == "without":
+            return self._edge(observation, state, why, start, role=DatacenterRole(""))
+        keep = race.WITH if rounds + 1 == length else ""
+        role = DatacenterRole("", self._roles.rehearsal_weight(observation))
+        return self._edge(observation, state, why, start, keep, role)
+
+    def _judge(self, observation: Observation, state: AdaptiveState) -> Answer:
+        settings = self.settings
+        result = self._compare(observation, state, "race", (CURRENT, race.WITH))
+        if isinstance(result, Compare):
+            return result
+        if isinstance(result, str):
+            return self._edge(observation, self._race_later(state), result)
+        outcome = _in_words(result, race.WITH, CURRENT)
+        verdict = race.verdict(result, margin=settings.race_margin, error=settings.race_error)
+        if verdict == "open":
+            outcome += ", which decides nothing: it is tested again later"
+            return self._edge(observation, self._race_later(state), outcome)
+        harmless = verdict == "harmless"
+        state = dataclasses.replace(
+            state, race=race.Race(vetoed=not harmless), uses_gradient=harmless
         )
-        loss_ratio = estimates.peak_device_loss_ratio(observation)
-        undone = loss_ratio > settings.undone
-        if divergence > settings.apart and (undone or state.edge_rounds % 2):
-            reason = (
-                ", and the datacenter trains in parallel: public data differ from theirs "
-                f"({divergence:.2g})"
-            )
-            if undone:
-                reason += (
-                    ", and devices undo what other devices taught "
-                    f"({loss_ratio:.2g} times the first loss)"
-                )
-            return DatacenterRole(reason, trains=True)
-        bound = settings.transfer_pull * step / gradient * limit / TRANSFER_STABILITY
-        weight = min(weight, bound)
-        reason = (
-            f", and take {weight:.3g} of the datacenter's gradient for the rest (its first norm "
-            f"was {gradient:.3g}, that of their own step {step:.3g})"
-        )
-        return DatacenterRole(reason, weight)
+        if harmless:
+            return self._edge(observation, state, outcome, start=race.WITH)
+        return self._edge(observation, state, f"{outcome}: its gradient is not used")
 
-    def _role_if_useful(
-        self, observation: Observation, state: AdaptiveState
-    ) -> tuple[AdaptiveState, DatacenterRole]:
-        """Choose the datacenter's role where the whole target is the devices'.
-
-        They apply its gradient if the public data resemble theirs, or as rehearsal.
-        """
-        reason = "; it was found useful for them"
-        if not state.uses_gradient and not state.datacenter_excluded:
-            settings = self.settings
-            rounds = settings.alike_rounds * (3 if state.warm_rounds else 1)
-            enough = state.edge_rounds >= rounds
-            public_ratio = estimates.public_loss_ratio(observation) if enough else math.inf
-            device_ratio = estimates.peak_device_loss_ratio(observation)
-            similar, forgotten = public_ratio < settings.alike, device_ratio > settings.forgotten
-            if similar:
-                reason = (
-                    f"; public data are like theirs (the held-out loss fell to {public_ratio:.2g} "
-                    f"of the first, the threshold is {settings.alike:g})"
-                )
-            elif forgotten:
-                reason = (
-                    f"; they forget what other devices taught (their loss rose to "
-                    f"{device_ratio:.2g} times the first, the threshold is {settings.forgotten:g})"
-                )
-            state = dataclasses.replace(state, uses_gradient=similar or forgotten)
-        if not state.uses_gradient:
-            return state, DatacenterRole("")
-        weight = self.max_transfer_weight
-        return state, DatacenterRole(f"{reason}, so they take {weight:.3g} of its gradient", weight)
+    def _race_later(self, state: AdaptiveState) -> AdaptiveState:
+        """Ask again after as many rounds with devices as there were."""
+        later = race.Race(not_before=2 * max(state.edge_rounds, 1))
+        return dataclasses.replace(state, race=later)
 
     def _probation(self, observation: Observation, state: AdaptiveState) -> Answer:
         """Check that the served model is not worse than the warm one, and continue or go back.
@@ -308,6 +285,7 @@ class Adaptive:
         failed = dataclasses.replace(
             state,
             edge_rounds=0,
+            race=race.Race(vetoed=state.race.vetoed),
             failed_probations=failures,
             step_scale=scale,
             probation_over=failures >= 2,
@@ -332,17 +310,23 @@ class Adaptive:
         reasons = {
             "warm": "whether the warm model is better for the devices than the initial one",
             "probation": "whether rounds with devices have made the served model worse",
+            "race": "whether the datacenter's gradient does harm",
         }
         state = dataclasses.replace(state, pending_comparison=purpose)
         devices = self._comparison_devices(observation)
         return Compare(models, devices, reasons[purpose], state.to_json())
 
     def _comparison_devices(self, observation: Observation) -> int:
-        return min(self.settings.devices or observation.cohort, max(observation.clients_ready, 2))
+        wanted = observation.invited(self.settings.devices)
+        return min(wanted, max(observation.clients_ready, 2))
 
     def _comparison_price(self, observation: Observation) -> float:
         """Return the price of comparing two models."""
         return 2 * self._comparison_devices(observation) * observation.comparison_price
+
+
+def _datacenter_available(observation: Observation) -> bool:
+    return observation.datacenter_ready and observation.open("datacenter")
 
 
 def _in_words(comparison: Comparison, model: str, reference: str) -> str:
@@ -351,6 +335,7 @@ def _in_words(comparison: Comparison, model: str, reference: str) -> str:
         INITIAL: "the initial model",
         SERVED: "the served model",
         WARM: "the warm model",
+        race.WITH: "the model with the gradient",
     }
     difference, error = comparison.difference[model], comparison.standard_error[model]
     than = "better" if difference < 0 else "worse"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from isthmus.job.section import Section
+from isthmus_server.strategy.policies.race import Race
 
 
 class AdaptiveSettings(Section):
@@ -36,8 +37,11 @@ class AdaptiveSettings(Section):
     transfer_part: Annotated[float, Field(gt=0, le=1)] = 0.33
     """The gradient's weight as a part of (1 - pi)/pi: devices add the whole gradient to each of
     their steps, during which their own gradients shrink."""
-    transfer_pull: Annotated[float, Field(gt=0)] = 0.55
-    """Maximum norm of what devices add, as a part of the norm of their own first step."""
+    gradient_pull: Annotated[float, Field(gt=0)] = 0.5
+    """Maximum norm of what devices add to their gradient, as a part of its own norm, where part of
+    the target is only in the public data."""
+    rehearsal_pull: Annotated[float, Field(gt=0)] = 0.25
+    """The same where the whole target is the devices'."""
     alike: Annotated[float, Field(ge=0, lt=1)] = 0.667
     """Public data resemble the devices' if rounds with devices lower the held-out loss below this
     part of its value after the first round; 0: never."""
@@ -48,11 +52,19 @@ class AdaptiveSettings(Section):
     first. They then rehearse public data, and the server takes shorter steps."""
     damped: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Factor on the length of these shorter steps."""
-    apart: Annotated[float, Field(gt=0)] = 0.175
+    apart: Annotated[float, Field(gt=0)] = 0.6
     """Public data differ from the devices' if `estimates.gradient_divergence` exceeds this; the
     datacenter then trains in parallel in every other round."""
     undone: Annotated[float, Field(gt=1)] = 1.33
     """Like `forgotten`, for parallel training in every round."""
+    race_rounds: Annotated[int, Field(ge=0)] = 3
+    """Rounds of each branch of a race; 0: the gradient is used without one."""
+    race_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Part of the rounds with devices that are left that both branches may take."""
+    race_margin: Annotated[float, Field(gt=0)] = 0.1
+    """The gradient does no harm if the score of the branch with it is at most this much worse."""
+    race_error: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """Probability that a harmful gradient passes, or that a harmless one is excluded."""
     parallel_share: Annotated[float, Field(gt=0)] = 0.33
     """Maximum price of the datacenter's training in such a round, as a part of what the devices
     cost; with expensive steps it makes fewer."""
@@ -75,7 +87,8 @@ class AdaptiveState:
     warm_accepted: bool = False
     """Whether the warm model beat the initial one."""
     datacenter_excluded: bool = False
-    """Whether the warm model lost, so that the datacenter is not used any more."""
+    """Whether the warm model lost, so that the datacenter is not used any more. A test without an
+    answer excludes nothing."""
     edge_rounds: int = 0
     """Rounds with devices since the phase began, or since training returned to the warm model."""
     probation_over: bool = False
@@ -84,13 +97,14 @@ class AdaptiveState:
     """Factor on the devices' steps."""
     uses_gradient: bool = False
     """Whether devices apply the datacenter's gradient although the whole target is theirs."""
+    race: Race = dataclasses.field(default_factory=Race)
     pending_comparison: str = ""
-    """The purpose of the requested comparison: warm or probation."""
+    """The purpose of the requested comparison: warm, probation or race."""
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> AdaptiveState:
         """Restore the state from the last answer."""
-        return cls(**state)
+        return cls(**{**state, "race": Race(**state.get("race", {}))})
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the next answer."""

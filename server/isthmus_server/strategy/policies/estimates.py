@@ -77,14 +77,19 @@ def has_device_hours(observation: Observation) -> bool:
 # -- how far public data resemble the devices' -----------------------------------------------------
 
 
-def public_loss_ratio(observation: Observation) -> float:
-    """Return the latest held-out public loss divided by the first; infinity if unknown.
+def public_loss_ratio(observation: Observation, since_warm_start: bool = False) -> float:
+    """Return the latest public loss divided by that after the first round with devices.
+
+    Infinity if unknown. With `since_warm_start` the first is that after the run's first round.
 
     If training on devices lowers the public loss, what they learn holds for public data, so the
     reverse is likely too: reverse validation (Zhong et al. 2010) judges a model of the target
-    domain on the source domain.
+    domain on the source domain. Only `Task.public_eval` is known to be public.
     """
-    losses = [past.metrics["loss"] for past in observation.history if "loss" in past.metrics]
+    rounds = observation.history
+    if not since_warm_start:
+        rounds = list(itertools.dropwhile(lambda past: past.regime == "datacenter", rounds))
+    losses = [past.metrics["public_loss"] for past in rounds if "public_loss" in past.metrics]
     return losses[-1] / losses[0] if losses and losses[0] > 0 else math.inf
 
 
@@ -100,14 +105,18 @@ def peak_device_loss_ratio(observation: Observation) -> float:
     return max(losses) / losses[0] if losses and losses[0] > 0 else 0.0
 
 
-def first_norms(observation: Observation, weight: float) -> tuple[float, float]:
-    """Return 2-norms of the first hybrid round: the datacenter's gradient and the devices' step.
+def gradient_ratios(observation: Observation) -> list[float]:
+    """Return the norm of the datacenter's gradient divided by that of the devices', oldest first.
 
-    `weight` is the factor with which devices applied that gradient: the log has their product.
+    Both are taken at the same model, so the ratio has no units: it changes neither with learning
+    rates and numbers of steps nor with the scale of the loss.
     """
-    norms = next((past.norms for past in observation.history if past.regime == "hybrid"), {})
-    weighted_gradient = norms.get("datacenter", 0.0)
-    return weighted_gradient / weight if weight else 0.0, norms.get("federated", 0.0)
+    measured = [past.gradients for past in observation.history if past.gradients is not None]
+    return [
+        each.datacenter_norm / each.devices_norm
+        for each in measured
+        if each.devices_norm and each.datacenter_norm
+    ]
 
 
 def gradient_divergence(observation: Observation, ratio: float, share: float) -> float:
@@ -121,7 +130,7 @@ def gradient_divergence(observation: Observation, ratio: float, share: float) ->
 
     Args:
         observation: with the history.
-        ratio: norm of the first gradient divided by the norm of the devices' first step.
+        ratio: norm of the datacenter's first gradient divided by the devices'.
         share: part of the target that only the public data cover.
 
     Returns:

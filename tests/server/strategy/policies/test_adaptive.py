@@ -5,37 +5,21 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.server.strategy.observations import observe, past_round, simulate
+from tests.server.strategy.observations import (
+    ROOM_FOR_WARM_START,
+    adapt,
+    adaptive,
+    initials,
+    observe,
+    past_round,
+    strategy_of,
+)
 
-from isthmus.job import StrategySection
 from isthmus_server.strategy import Stop, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.policies.adaptive_state import AdaptiveState
-from isthmus_server.strategy.policies.estimates import gradient_divergence, rounds_with_devices
+from isthmus_server.strategy.policies.estimates import rounds_with_devices
 from isthmus_server.strategy.policy import Forecast, Plan
-
-
-def strategy_of(policy, settings=None, **more):
-    return StrategySection(policy=policy, settings=settings or {}, **more)
-
-
-def initials(plans):
-    return "".join(plan.regime[0] for plan in plans)
-
-
-ROOM_FOR_WARM_START = {"budget": 400.0}
-"""Pays for 50 rounds of 8 devices, which leaves room for a warm start in 120 rounds."""
-
-
-def adaptive(**settings):
-    return strategy_of("adaptive", settings)
-
-
-def adapt(rounds=120, judge=lambda models: [0.0] * (len(models) - 1), changes=None, **more):
-    strategy = more.pop("strategy", None) or adaptive()
-    return simulate(
-        strategy, rounds, changes or (lambda round_: ROOM_FOR_WARM_START), judge, **more
-    )
 
 
 def test_a_warm_start_uses_rounds_that_the_budget_leaves_to_no_device():
@@ -117,167 +101,6 @@ def test_there_is_no_probation_where_devices_have_hours():
         judge=lambda models: [-0.1] if models[0] == "initial" else [9.9],
     )
     assert {plan.step_scale for plan in plans} == {1.0}
-
-
-def second_plan(share, gradient, step, **more):
-    """The second plan where devices hold a share of the target, after a round of these norms."""
-    taken = gradient * min(0.33 * (1 - share) / share, 0.05)  # half of the job's bound, at first
-    first = dataclasses.replace(
-        past_round(1, "hybrid"), norms={"datacenter": taken, "federated": step}
-    )
-    policy = load_policy(strategy_of("adaptive", target_edge_share=share))
-    return policy.plan(observe(2, [first], state={"phase": "edge"}, **more))
-
-
-def test_the_gradient_is_transferred_where_public_data_cover_part_of_the_target():
-    strategy = strategy_of("adaptive", target_edge_share=20 / 26)
-    plans = adapt(rounds=20, strategy=strategy)
-    assert {plan.regime for plan in plans} == {"hybrid"}
-    assert {plan.merge for plan in plans} == {"transfer"}
-    # Half of the job's bound, until there was a round that shows how long the two are.
-    assert {plan.transfer_weight for plan in plans} == {0.05}
-
-
-@pytest.mark.parametrize(
-    ("share", "gradient", "step", "weight"),
-    [
-        (0.5, 1.0, 3.0, 0.1),  # no more than the job's
-        (0.9, 1.0, 3.0, 0.33 / 9),  # a third of (1 - pi)/pi
-        (0.5, 2.5, 2.5, 0.1 * 0.55 / 1.2),  # no longer than 0.55 of the devices' own step
-        (0.5, 2.5, 0.0, 0.05),  # nothing to compare with
-    ],
-)
-def test_the_transfer_weight_follows_the_target_and_the_norms(share, gradient, step, weight):
-    plan = second_plan(share, gradient, step)
-    assert plan.transfer_weight == pytest.approx(weight)
-    assert f"take {weight:.3g}" in plan.reason
-
-
-def transfer_rounds(rounds, cosine, gradient=2.0, device_losses=()):
-    """Committed transfer rounds with these norms, cosines and losses of the devices."""
-    losses = [*device_losses, *[1.0] * (rounds - len(device_losses))]
-    return [
-        dataclasses.replace(
-            past_round(round_, "hybrid"),
-            norms={"datacenter": 0.05 * gradient, "federated": 4.0},
-            cosine=cosine,
-            training={"federated": {"loss": losses[round_ - 1]}},
-        )
-        for round_ in range(1, rounds + 1)
-    ]
-
-
-def merges(history, strategy, rounds=6, **more):
-    """First letters of the merge rules in the rounds after a history."""
-    letters = []
-    for edge in range(len(history), len(history) + rounds):
-        observation = observe(
-            edge + 1, history, state={"phase": "edge", "edge_rounds": edge}, **more
-        )
-        plan = load_policy(strategy).plan(observation)
-        assert (plan.transfer_weight is None) == (plan.merge == "weighted")
-        letters.append(plan.merge[0])
-    return "".join(letters)
-
-
-HALF = strategy_of("adaptive", target_edge_share=0.5)
-
-
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [
-        (transfer_rounds(6, 0.9), "twtwtw"),  # sqrt(0.5) x 2/4 x 0.9 = 0.32
-        (transfer_rounds(5, 0.9), "tttttt"),  # not yet observation
-        (transfer_rounds(6, 0.4), "tttttt"),  # the gradient turns away from what devices do: alike
-        (transfer_rounds(6, 0.9, gradient=0.9), "tttttt"),  # nor is it long
-        (
-            transfer_rounds(6, 0.9, device_losses=[1.0, 1.4]),
-            "wwwwww",
-        ),  # they undo what others taught
-        (transfer_rounds(6, 0.4, device_losses=[1.0, 1.4]), "tttttt"),
-    ],
-)
-def test_the_datacenter_trains_in_parallel_where_public_data_differ(history, expected):
-    assert merges(history, HALF) == expected
-
-
-def test_only_the_first_rounds_decide_whether_public_data_differ():
-    """What rounds of another kind measure later cannot change it, nor can a resumed run."""
-    first, later = transfer_rounds(6, 0.9), transfer_rounds(30, -0.5, gradient=9.0)[6:]
-    assert gradient_divergence(observe(history=first), 0.5, 0.5) == pytest.approx(0.318, abs=1e-3)
-    assert merges([*first, *later], HALF) == merges(first, HALF)
-
-
-@pytest.mark.parametrize(("step_price", "steps"), [(0.001, 50), (0.132, 20), (9.0, 1)])
-def test_parallel_training_costs_at_most_a_third_of_the_devices_work(step_price, steps):
-    observation = observe(
-        8, transfer_rounds(7, 0.9), state={"phase": "edge", "edge_rounds": 7}, step_price=step_price
-    )
-    plan = load_policy(HALF).plan(observation)
-    assert (plan.regime, plan.merge, plan.datacenter_steps) == ("hybrid", "weighted", steps)
-
-
-def test_rounds_are_federated_without_a_connected_datacenter():
-    plan = second_plan(0.5, 1.0, 3.0, datacenter_ready=False)
-    assert plan.regime == "federated"
-    assert "no datacenter is available" in plan.reason
-
-
-def test_devices_apply_the_gradient_while_public_data_resemble_theirs():
-    """The held-out loss falls below two thirds of the first in the fifth round."""
-    plans = adapt(rounds=50, losses=lambda round_: 3 * 0.9**round_)
-    begins = initials(plans).index("h")
-    assert begins == 5
-    assert {plan.transfer_weight for plan in plans[begins:-1]} == {0.1}
-    assert "public data are like theirs" in plans[begins].reason
-    assert "0.667" in plans[begins].reason
-
-
-@pytest.mark.parametrize("losses", [lambda round_: 3.0, lambda round_: 3 * 1.1**round_])
-def test_rounds_stay_federated_where_public_data_do_not_resemble_theirs(losses):
-    assert set(initials(adapt(rounds=50, losses=losses)[:-1])) == {"f"}
-
-
-def test_after_a_warm_start_similarity_is_checked_later():
-    """The datacenter lowers the public loss itself, so more rounds with devices are needed."""
-
-    def falls_then_rises(round_):
-        return 3 * 0.8**round_ if round_ <= 20 else 3.0
-
-    plans = adapt(judge=lambda models: [-0.1], losses=falls_then_rises)
-    first = initials(plans).index("f")
-    assert first == 15
-    assert set(initials(plans[first:-1])) == {"f"}
-    falls = adapt(judge=lambda models: [-0.1], losses=lambda round_: 3 * 0.8**round_)
-    assert initials(falls[15:]).index("h") == 9
-
-
-@pytest.mark.parametrize(
-    ("losses", "regime"), [([1.5, 0.5, 3.8], "hybrid"), ([1.5, 3.0], "federated")]
-)
-def test_devices_that_forget_what_others_taught_apply_the_gradient(losses, regime):
-    history = [
-        dataclasses.replace(past_round(round_, "federated"), training={"federated": {"loss": loss}})
-        for round_, loss in enumerate(losses, 1)
-    ]
-    state = {"phase": "edge", "edge_rounds": len(losses)}
-    plan = load_policy(adaptive()).plan(observe(len(losses) + 1, history, state=state))
-    assert plan.regime == regime
-    assert ("rose to 2.5 times the first" in plan.reason) == (regime == "hybrid")
-    assert plan.state["uses_gradient"] == (regime == "hybrid")  # and so it stays
-    assert plan.step_scale == (0.5 if regime == "hybrid" else 1.0)
-
-
-def test_steps_stay_short_once_devices_have_forgotten():
-    """Also where public data cover part of the target, and if the loss falls again."""
-    history = transfer_rounds(9, 0.4, device_losses=[1.0, 0.4, 2.6, 0.3])
-    for rounds, scale in ((2, 1.0), (3, 0.5), (9, 0.5)):
-        observation = observe(
-            rounds + 1, history[:rounds], state={"phase": "edge", "edge_rounds": rounds}
-        )
-        plan = load_policy(HALF).plan(observation)
-        assert plan.step_scale == scale
-        assert ("rose to 2.6 times the first" in plan.reason) == (scale < 1)
 
 
 def test_an_excluded_datacenter_provides_no_gradient():

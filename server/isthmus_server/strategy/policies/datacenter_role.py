@@ -1,0 +1,148 @@
+"""What the datacenter contributes to a round with devices, for the adaptive policy.
+
+The weight of its gradient follows from the declared target, and is bounded by the norms of both
+sides' gradients at one model. That ratio has no units: neither learning rates and numbers of steps
+nor the scale of the loss change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from isthmus.job import StrategySection
+from isthmus_server.strategy.policies import estimates, race
+from isthmus_server.strategy.policies.adaptive_state import AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policy import Observation
+
+
+@dataclasses.dataclass(frozen=True)
+class DatacenterRole:
+    """What the datacenter contributes to a round with devices."""
+
+    reason: str
+    transfer_weight: float = 0.0
+    """Weight with which devices apply its gradient; 0: they do not."""
+    trains: bool = False
+    """Whether it trains in parallel with the devices instead."""
+    measures: bool = False
+    """Whether both sides' gradients are measured in the round."""
+
+
+class RoleChooser:
+    """Chooses the datacenter's role from the target, the losses and the gradients."""
+
+    def __init__(self, settings: AdaptiveSettings, strategy: StrategySection) -> None:
+        self._settings = settings
+        self._edge_share = strategy.target_edge_share
+        self._unmeasured_weight = strategy.transfer_weight
+        """The weight where gradients cannot be measured: in buffered mode, and with Flower."""
+
+    def by_share(self, observation: Observation, state: AdaptiveState) -> DatacenterRole:
+        """Choose the datacenter's role where part of the target is only in the public data.
+
+        The weight follows from the target and from the norm of the datacenter's gradient relative
+        to the devices', as one task's gradient relative to another's (Chen et al. 2018). One
+        gradient per round does not teach data that differ from the devices'. Whether more training
+        on them helps the target cannot be observed, so parallel training takes every other round;
+        devices that undo each other's work need it in every round.
+        """
+        settings = self._settings
+        ratios = estimates.gradient_ratios(observation)
+        weight = settings.transfer_part * (1 - self._edge_share) / self._edge_share
+        if not ratios:
+            if observation.can_measure_gradients and not state.edge_rounds:
+                return DatacenterRole(
+                    "; in round 1 both sides' gradients are measured", measures=True
+                )
+            weight = min(weight, self._unmeasured_weight)
+            reason = f", and take {weight:.3g} of the datacenter's gradient for the rest"
+            return DatacenterRole(reason, weight, measures=observation.can_measure_gradients)
+        divergence = estimates.gradient_divergence(observation, ratios[0], 1 - self._edge_share)
+        loss_ratio = estimates.peak_device_loss_ratio(observation)
+        undone = loss_ratio > settings.undone
+        if divergence > settings.apart and (undone or state.edge_rounds % 2):
+            reason = (
+                ", and the datacenter trains in parallel: public data differ from theirs "
+                f"({divergence:.2g})"
+            )
+            if undone:
+                reason += (
+                    ", and devices undo what other devices taught "
+                    f"({loss_ratio:.2g} times the first loss)"
+                )
+            return DatacenterRole(reason, trains=True)
+        weight = min(weight, settings.gradient_pull / ratios[0])
+        reason = (
+            f", and take {weight:.3g} of the datacenter's gradient for the rest (it was "
+            f"{ratios[0]:.3g} times as long as theirs)"
+        )
+        return DatacenterRole(reason, weight)
+
+    def if_useful(
+        self, observation: Observation, state: AdaptiveState
+    ) -> tuple[AdaptiveState, DatacenterRole]:
+        """Choose the datacenter's role where the whole target is the devices'.
+
+        They apply its gradient if the public data resemble theirs, or as rehearsal.
+        """
+        measures = self._measurement_due(observation, state)
+        if state.uses_gradient:
+            weight = self.rehearsal_weight(observation)
+            reason = f"; it was found useful for them, so they take {weight:.3g} of its gradient"
+            return state, DatacenterRole(reason, weight, measures=measures)
+        alike, forgotten = self._why_useful(observation, state)
+        if not alike and not forgotten:
+            return state, DatacenterRole("", measures=measures)
+        if not alike and self._settings.race_rounds and not estimates.has_device_hours(observation):
+            return self._test_or_not(observation, state, forgotten)
+        state = dataclasses.replace(state, uses_gradient=True)
+        weight = self.rehearsal_weight(observation)
+        reason = f"{alike or forgotten}, so they take {weight:.3g} of its gradient"
+        return state, DatacenterRole(reason, weight, measures=measures)
+
+    def _test_or_not(
+        self, observation: Observation, state: AdaptiveState, why: str
+    ) -> tuple[AdaptiveState, DatacenterRole]:
+        """Begin a race if enough rounds are left for it."""
+        possible = estimates.rounds_with_devices(observation)[1]
+        if 2 * self._settings.race_rounds > self._settings.race_share * possible:
+            reason = f"{why}, and {possible:.0f} rounds leave no room to test its gradient"
+            return state, DatacenterRole(reason)
+        state = dataclasses.replace(state, race=race.Race("fork"))
+        return state, DatacenterRole(f"{why}: its gradient is tested next", measures=True)
+
+    def _why_useful(self, observation: Observation, state: AdaptiveState) -> tuple[str, str]:
+        """Return what speaks for the datacenter's gradient: likeness and forgetting, or "".
+
+        After a warm start that devices found useful, the public loss is compared with its value
+        before, and later: training on other labels would have undone it by then.
+        """
+        settings = self._settings
+        if state.datacenter_excluded or state.race.vetoed:
+            return "", ""
+        rounds = settings.alike_rounds * (3 if state.warm_rounds else 1)
+        public_ratio = estimates.public_loss_ratio(observation, state.warm_accepted)
+        alike = forgotten = ""
+        if state.edge_rounds >= rounds and public_ratio < settings.alike:
+            alike = (
+                f"; public data are like theirs (the public loss fell to {public_ratio:.2g} of the "
+                f"first, the threshold is {settings.alike:g})"
+            )
+        device_ratio = estimates.peak_device_loss_ratio(observation)
+        if device_ratio > settings.forgotten and state.edge_rounds >= state.race.not_before:
+            forgotten = (
+                f"; they forget what other devices taught (their loss rose to {device_ratio:.2g} "
+                f"times the first, the threshold is {settings.forgotten:g})"
+            )
+        return alike, forgotten
+
+    def rehearsal_weight(self, observation: Observation) -> float:
+        """Return the weight of the gradient where the whole target is the devices'."""
+        ratios = estimates.gradient_ratios(observation)
+        return self._settings.rehearsal_pull / max(ratios) if ratios else self._unmeasured_weight
+
+    def _measurement_due(self, observation: Observation, state: AdaptiveState) -> bool:
+        """Return whether to measure the gradients: in rounds 1, 2, 4, 8, ... with devices."""
+        round_ = state.edge_rounds + 1
+        excluded = state.datacenter_excluded or state.race.vetoed
+        return observation.can_measure_gradients and not excluded and not round_ & (round_ - 1)
