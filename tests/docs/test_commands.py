@@ -187,7 +187,7 @@ def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> No
         terminal.until(lambda: listening(9403))
         said = terminal.read("isthmus logs digits-1 -f --state alice")
         assert said.endswith(b"digits-1 finished: all rounds are done\n"), said
-        assert said.count(b"accuracy") == 5
+        assert said.count(b" accuracy") == 5
     finally:
         terminal.close()
     found = json.loads(terminal.read("isthmus report fleet/runs/digits-1 --json"))
