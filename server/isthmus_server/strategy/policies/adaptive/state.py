@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from isthmus.job.section import Section
-from isthmus_server.strategy.policies.race import Race
+from isthmus_server.strategy.policies.adaptive.race import Race
 
 
 class AdaptiveSettings(Section):

@@ -15,8 +15,8 @@ from tests.server.strategy.observations import (
 )
 
 from isthmus_server.strategy import load_policy
-from isthmus_server.strategy.policies import race
-from isthmus_server.strategy.policies.estimates import gradient_divergence
+from isthmus_server.strategy.policies.adaptive import race
+from isthmus_server.strategy.policies.adaptive.estimates import gradient_divergence
 
 
 def second_plan(share, ratio, **more):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 
 from isthmus.job import StrategySection
-from isthmus_server.strategy.policies import estimates, race
-from isthmus_server.strategy.policies.adaptive_state import AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policies.adaptive import estimates, race
+from isthmus_server.strategy.policies.adaptive.state import AdaptiveSettings, AdaptiveState
 from isthmus_server.strategy.policy import Observation
 
 

@@ -33,9 +33,9 @@ import dataclasses
 import math
 
 from isthmus.job import StrategySection
-from isthmus_server.strategy.policies import estimates, race
-from isthmus_server.strategy.policies.adaptive_state import AdaptiveSettings, AdaptiveState
-from isthmus_server.strategy.policies.datacenter_role import DatacenterRole, RoleChooser
+from isthmus_server.strategy.policies.adaptive import estimates, race
+from isthmus_server.strategy.policies.adaptive.datacenter_role import DatacenterRole, RoleChooser
+from isthmus_server.strategy.policies.adaptive.state import AdaptiveSettings, AdaptiveState
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,

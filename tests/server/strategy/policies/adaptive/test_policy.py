@@ -17,8 +17,8 @@ from tests.server.strategy.observations import (
 
 from isthmus_server.strategy import Stop, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
-from isthmus_server.strategy.policies.adaptive_state import AdaptiveState
-from isthmus_server.strategy.policies.estimates import rounds_with_devices
+from isthmus_server.strategy.policies.adaptive.estimates import rounds_with_devices
+from isthmus_server.strategy.policies.adaptive.state import AdaptiveState
 from isthmus_server.strategy.policy import Forecast, Plan
 
 
