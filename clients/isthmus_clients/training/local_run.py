@@ -9,18 +9,17 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
-from isthmus.errors import TaskError, UpdateError
+from isthmus.errors import TaskError
 from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
-from isthmus.task import Participant, Task, check_installed, load_task, user_code
+from isthmus.task import Participant, check_installed, load_task, user_code
 from isthmus.task.scoring import (
     Averages,
     batches,
@@ -28,13 +27,13 @@ from isthmus.task.scoring import (
     check_optimizer,
     count_examples,
     losses,
-    score,
 )
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.training.model_scores import Candidates, score_each
 
 CPU = torch.device("cpu")
 
@@ -80,53 +79,10 @@ def _number(seed: bytes) -> int:
     return int.from_bytes(seed[:8], "little") >> 1
 
 
-Candidates = Sequence[Sequence[int]]
-"""Models to score: each is the mean of the received models with these indices."""
-
-
 def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
     """Split a blob into its encoded vectors."""
     view = memoryview(payload)
     return [view[start : start + layout.nbytes] for start in range(0, len(view), layout.nbytes)]
-
-
-def score_each(
-    task: Task,
-    model: nn.Module,
-    layout: TensorLayout,
-    dataset: Dataset[Any],
-    batch_size: int,
-    models: Sequence[Buffer],
-    candidates: Candidates,
-) -> list[float]:
-    """Each candidate's mean bounded score on a dataset, 0 (best) to 1; see `Task.score`.
-
-    Args:
-        task: the task.
-        model: the module that each candidate is loaded into.
-        layout: layout of the exchange set.
-        dataset: the device's data.
-        batch_size: examples per batch.
-        models: encoded vectors.
-        candidates: indices of the models that each candidate is the mean of.
-
-    Raises:
-        UpdateError: a candidate refers to a model that was not received.
-        TaskError: the task's code raised.
-    """
-    vectors = [layout.decode(encoded) for encoded in models]
-    scores = []
-    for indices in candidates:
-        if not indices or not all(index < len(vectors) for index in indices):
-            raise UpdateError(
-                f"a candidate of the models {list(indices)} is to be scored and {len(vectors)} came"
-            )
-        mean = vectors[indices[0]].clone()
-        for index in indices[1:]:
-            mean.add_(vectors[index])
-        layout.scatter(mean.div_(len(indices)), model)
-        scores.append(score(task, model, dataset, batch_size))
-    return scores
 
 
 def locate(

@@ -32,13 +32,12 @@ from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import (
-    Candidates,
     first_pass,
     local_seed,
     pieces,
-    score_each,
     step_indices,
 )
+from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.virtual.stacked import Gradients, Stacked, mean_gradients, stacked_batches
 from isthmus_privacy.purpose import check_gradient_scale
 
@@ -232,7 +231,7 @@ class _VirtualRun:
     def score(
         self, participant: Participant, payload: Buffer, candidates: Candidates
     ) -> list[float]:
-        """Score candidates on a device's data; see `training.local_run.score_each`."""
+        """Score candidates on a device's data; see `training.model_scores.score_each`."""
         dataset, batch_size = self.dataset(participant), self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
         return score_each(

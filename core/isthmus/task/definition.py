@@ -115,14 +115,14 @@ class Task(abc.ABC):
         """Further metrics, one value per scored unit each; averaged by Isthmus. Default: none."""
         return {}
 
-    def score(self, output: Any, target: Any) -> torch.Tensor:
+    def score(self, output: Any, target: Any) -> torch.Tensor | None:
         """A bounded error from 0 (best) to 1 for each scored unit, used to compare models.
 
-        Bounded, so that no single overconfident prediction dominates. Default:
-        ``1 - exp(-loss)``, which for cross-entropy is one minus the probability of the target.
-        Values outside of 0 to 1 are clamped, and NaN counts as 1.
+        Bounded, so that no single overconfident prediction dominates. Values outside of 0 to 1 are
+        clamped, and NaN counts as 1. Default: None, for x / (x + m) of a loss x, where m is the
+        mean loss of the first of the compared models on the same device.
         """
-        return 1 - self.loss(output, target).neg().exp()
+        return None
 
     @abc.abstractmethod
     def local_data(self, participant: Participant) -> Dataset[Any]:

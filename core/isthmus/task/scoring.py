@@ -228,27 +228,6 @@ def evaluate(
     return averages
 
 
-@torch.no_grad()
-def score(task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int) -> float:
-    """The mean of the task's bounded score over a whole dataset, 0 (best) to 1, on the CPU."""
-    averages = Averages()
-    was_training = model.training
-    model.eval()
-    order = range(count_examples(dataset, "local_data()"))
-    try:
-        for inputs, target in batches(dataset, order, batch_size, torch.device("cpu")):
-            with user_code("forward()"):
-                output = task.forward(model, inputs)
-            with user_code("score()"):
-                values = task.score(output, target)
-            if not isinstance(values, torch.Tensor) or values.ndim == 0:
-                raise TaskError("score() must return one value per example, not a single number")
-            averages.add({"score": values.double().nan_to_num(nan=1.0).clamp(0, 1)})
-    finally:
-        model.train(was_training)
-    return averages.result()["score"]
-
-
 def _check_figures(figures: Any) -> None:
     """Refuse metrics that are already averaged, which would weight partial batches wrongly."""
     if not isinstance(figures, Mapping):

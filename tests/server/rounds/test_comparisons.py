@@ -10,8 +10,8 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
-from isthmus.task.scoring import score
 from isthmus.wire import link_pb2
+from isthmus_clients.training.model_scores import score_each
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
@@ -69,13 +69,21 @@ async def test_a_comparison_equals_the_scores_computed_directly(
     coordinator.events.subscribe(keep_model)
     await coordinator.run()
     first["initial"] = coordinator.model.initial()
-    first["initial+current"] = (first["initial"] + first["current"]) / 2
     task = load_task("task.py:Learn", {}, base=tmp_path)
-    model, by_model = task.model(), {}
-    for name in MODELS:
-        LAYOUT.scatter(first[name], model)
-        data = [task.local_data(Participant(name=who, regime="federated")) for who in "abcd"]
-        by_model[name] = [score(task, model, rows, 7) for rows in data]
+    encoded = [LAYOUT.encode(first["initial"]), LAYOUT.encode(first["current"])]
+    by_device = [
+        score_each(
+            task,
+            task.model(),
+            LAYOUT,
+            task.local_data(Participant(name=who, regime="federated")),
+            7,
+            encoded,
+            [[0], [1], [0, 1]],
+        )
+        for who in "abcd"
+    ]
+    by_model = dict(zip(MODELS, zip(*by_device, strict=True), strict=True))
 
     row = read_report(store).to_json()["rounds"][1]
     (comparison,) = row["comparisons"]
