@@ -53,6 +53,31 @@ def mean_by_examples(updates: Sequence[tuple[torch.Tensor, int]]) -> torch.Tenso
     return merged
 
 
+def weighted_mean(
+    updates: Mapping[str, tuple[torch.Tensor, int]], weights: Mapping[str, float]
+) -> tuple[torch.Tensor, float]:
+    """Average vectors by their examples times a weight, in the memory of the first.
+
+    Returns the mean and its own weight, the mean of the weights by examples: with equal weights
+    the mean is that of `mean_by_examples`, and its weight is theirs.
+
+    Args:
+        updates: vector and examples by name.
+        weights: from 0, by the same names; not all 0.
+    """
+    total = sum(examples for _, examples in updates.values())
+    parts = [
+        (vector, weights[name] * (examples / total if total else 1 / len(updates)))
+        for name, (vector, examples) in updates.items()
+    ]
+    weight = math.fsum(part for _, part in parts)
+    (merged, first), *others = parts
+    merged.mul_(first / weight)
+    for vector, part in others:
+        merged.add_(vector, alpha=part / weight)
+    return merged, weight
+
+
 def norms_and_cosine(
     vectors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, float], float | None]:

@@ -25,11 +25,11 @@ from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import accepted_fields, added, check_update, mean_loss
-from isthmus_server.regimes.round_configs import training_config
-from isthmus_server.regimes.secure import (
+from isthmus_server.regimes.secure_sums.attempt import (
     TRAINING_SHARE,
     SecureAggregationAttempt,
 )
+from isthmus_server.regimes.secure_sums.round_configs import training_config
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 

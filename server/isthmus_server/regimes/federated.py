@@ -16,8 +16,8 @@ from isthmus_server.regimes.base import (
 from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
-from isthmus_server.regimes.round_configs import training_config
-from isthmus_server.regimes.secure import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.round_configs import training_config
 from isthmus_server.storage.records import Receipt
 
 

@@ -15,11 +15,12 @@ Shape legend: N = float32 elements of the exchange set.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from isthmus_server.model import merge
-from isthmus_server.strategy.policy import GradientMeasurement
+from isthmus_server.strategy.gradients import DatacenterGradient, GradientMeasurement
 
 MAX_ERROR = 0.05
 """Largest part of the devices' norm that may be lost in the encoding."""
@@ -65,6 +66,7 @@ def scale_for(
 def measurement(
     devices: torch.Tensor,
     datacenter: torch.Tensor | None,
+    by_datacenter: Mapping[str, tuple[torch.Tensor, int]] | None = None,
     *,
     examples: int,
     scale: float,
@@ -76,6 +78,7 @@ def measurement(
     Args:
         devices: mean gradient of the devices times `scale`, float32 (N).
         datacenter: mean gradient of the datacenters, float32 (N); None without a datacenter.
+        by_datacenter: mean gradient and examples of each datacenter, by its name.
         examples: weight of the devices' mean.
         scale: the factor.
         lost: part of the devices' norms that was lost in clipping.
@@ -97,4 +100,17 @@ def measurement(
         scale=scale,
         lost=lost,
         rounding=relative,
+        datacenters={
+            name: _of_datacenter(vector, count, devices if usable else None)
+            for name, (vector, count) in (by_datacenter or {}).items()
+        },
     )
+
+
+def _of_datacenter(
+    gradient: torch.Tensor, examples: int, devices: torch.Tensor | None
+) -> DatacenterGradient:
+    """The figures of one datacenter; `devices` is None if theirs are not usable."""
+    vectors = {"datacenter": gradient} | ({} if devices is None else {"devices": devices})
+    norms, cosine = merge.norms_and_cosine(vectors)
+    return DatacenterGradient(norm=norms["datacenter"], cosine=cosine, examples=examples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from isthmus.errors import RoundFailed
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
@@ -44,10 +45,11 @@ def resolve_plan(
 
     Raises:
         NoAllowedCohort: too few devices may take part.
+        RoundFailed: the plan leaves out all datacenters that are ready.
     """
     round_ = state.round + 1
     datacenter_only = plan.regime == "datacenter"
-    datacenters = sorted(roster.datacenters) if plan.regime != "federated" else []
+    datacenters = _datacenters_of(plan, roster)
     federated = cohort_settings(job, plan)
     selected = SelectedCohort({})
     if not datacenter_only:
@@ -82,3 +84,20 @@ def resolve_plan(
         gradient_step=state.gradient_step,
         last_gradients=measured[-1] if measured else None,
     )
+
+
+def _datacenters_of(plan: Plan, roster: ParticipantRoster) -> list[str]:
+    """Names of the datacenters that train, or whose gradient devices add.
+
+    Raises:
+        RoundFailed: the plan leaves out all that are ready.
+    """
+    if plan.regime == "federated":
+        return []
+    ready = sorted(roster.datacenters)
+    used = [name for name in ready if plan.datacenter_weights.get(name, 1.0) > 0]
+    if ready and not used:
+        raise RoundFailed(
+            f"the plan gives the weight 0 to each datacenter that is ready ({', '.join(ready)})"
+        )
+    return used

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
+from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.availability import DeviceAvailability
-from isthmus_server.rounds.trainer import TrainingResult
 from isthmus_server.storage.events import Event, RoundAttemptFailed, RoundCommitted
 from isthmus_server.storage.records import (
     Cost,

@@ -25,8 +25,8 @@ from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.round_configs import margins
-from isthmus_server.regimes.secure import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.round_configs import margins
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.model_versions import ModelVersions

@@ -16,6 +16,7 @@ from typing import Any
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -30,7 +31,7 @@ from isthmus_server.rounds.comparisons import ComparisonRunner
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Drain, Retries, RoundReadiness
 from isthmus_server.rounds.roster import ParticipantRoster
-from isthmus_server.rounds.trainer import Trainer, TrainingResult
+from isthmus_server.rounds.trainer import Trainer
 from isthmus_server.storage.events import (
     Event,
     EventStream,
@@ -46,14 +47,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe
-from isthmus_server.strategy.policy import (
-    CURRENT,
-    SERVED,
-    Compare,
-    Observation,
-    Plan,
-    Stop,
-)
+from isthmus_server.strategy.policy import CURRENT, SERVED, Compare, Observation, Plan, Stop
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.link import Link
 
@@ -154,8 +148,8 @@ class Coordinator:
                     saving_elapsed.result()  # raises: the disk is full, for example
                 if stop is not None:
                     reason = stop.reason
-                    round_ = self.state.round + 1
-                    self._publish(RunStopped(round=round_, reason=reason, decision=decision))
+                    last = RunStopped(round=self.state.round + 1, reason=reason, decision=decision)
+                    self._publish(last)
                     break
             self.drain.hold()
             final = await self._finish(reason)
@@ -289,7 +283,7 @@ class Coordinator:
             clients_ready=available,
             clients_ineligible=len(self.roster.clients) - available,
             seconds_until_quorum=self._cohorts.seconds_until_quorum(),
-            datacenters=len(self.roster.datacenters),
+            datacenters=self.roster.datacenters,
             model_bytes=self.model.layout.nbytes,
             now=self.clock.utc(),
             elapsed=self.clock.now() - self._began,

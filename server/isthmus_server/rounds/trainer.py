@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,11 +19,16 @@ from isthmus.job import Job
 from isthmus.transport.blobs import InFile
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import GRADIENT_LOST
 from isthmus_server.model import merge
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.mmap_buffer import LARGE_BYTES
 from isthmus_server.regimes import gradient_measurement
+from isthmus_server.regimes.attempt_result import (
+    TrainingResult,
+    measured_gradients,
+    vectors_by_name,
+    with_earlier,
+)
 from isthmus_server.regimes.base import (
     AttemptFailed,
     AttemptSpec,
@@ -34,92 +39,10 @@ from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.storage.records import Receipt
-from isthmus_server.strategy.policy import GradientMeasurement, Plan
+from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.bundle import published
 from isthmus_server.transport.link import Link
-
-
-@dataclasses.dataclass
-class TrainingResult:
-    """The results of all regimes of one attempt."""
-
-    federated: FederatedResult | None = None
-    datacenters: list[DatacenterResult] = dataclasses.field(default_factory=list)
-    norms: dict[str, float] = dataclasses.field(default_factory=dict)
-    """2-norm of each regime's pseudo-gradient, if it reached the server."""
-    cosine: float | None = None
-    """Cosine between the two pseudo-gradients."""
-    gradient: torch.Tensor | None = None
-    """The gradient that devices added to their own, float32 (N)."""
-    datacenter_gradient: torch.Tensor | None = None
-    """Mean gradient of the datacenters at the round's model, float32 (N)."""
-    gradients: GradientMeasurement | None = None
-    """Norms and cosine of the gradients at the round's model, if they were requested."""
-    earlier: Sequence[Receipt] = ()
-    """Receipts of the gradients of datacenters that trained afterwards."""
-
-    @property
-    def receipts(self) -> list[Receipt]:
-        """Receipts of all invited participants."""
-        parts: list[DatacenterResult | FederatedResult] = [*self.datacenters]
-        if self.federated is not None:
-            parts.append(self.federated)
-        return _with_earlier(self.earlier, [r for part in parts for r in part.receipts])
-
-    @property
-    def training(self) -> dict[str, dict[str, float]]:
-        """Figures of the training itself, by regime; the mean of several datacenters."""
-        figures = {}
-        if self.federated is not None:
-            figures["federated"] = dict(self.federated.training)
-        if self.datacenters:
-            names = set.intersection(*(set(result.training) for result in self.datacenters))
-            figures["datacenter"] = {
-                name: sum(result.training[name] for result in self.datacenters)
-                / len(self.datacenters)
-                for name in sorted(names)
-            }
-        return figures
-
-    @property
-    def profile(self) -> dict[str, dict[str, float]]:
-        """Rates and memory of each datacenter, by its name."""
-        return {result.receipts[0].participant: dict(result.profile) for result in self.datacenters}
-
-
-def _with_earlier(earlier: Sequence[Receipt], receipts: Sequence[Receipt]) -> list[Receipt]:
-    """One receipt of each participant, with the cost of its earlier work in the same attempt."""
-    before = {receipt.participant: receipt for receipt in earlier}
-    added = []
-    for receipt in receipts:
-        first = before.pop(receipt.participant, None)
-        if first is not None:
-            receipt = dataclasses.replace(
-                receipt,
-                steps=first.steps + receipt.steps,
-                seconds=first.seconds + receipt.seconds,
-                bytes_in=first.bytes_in + receipt.bytes_in,
-                bytes_out=first.bytes_out + receipt.bytes_out,
-            )
-        added.append(receipt)
-    return [*before.values(), *added]
-
-
-def _measured(results: TrainingResult) -> GradientMeasurement | None:
-    """The measurement of the gradients of a round; None if devices have sent none."""
-    federated = results.federated
-    if federated is None or federated.gradient is None:
-        return None
-    accepted = (r.examples for r in federated.receipts if r.status == "accepted")
-    return gradient_measurement.measurement(
-        federated.gradient,
-        results.datacenter_gradient,
-        examples=int(federated.training.get("examples", sum(accepted))),
-        scale=federated.gradient_scale,
-        lost=federated.training.get(GRADIENT_LOST.name, 0.0),
-        rounding=federated.rounding,
-    )
 
 
 class Trainer:
@@ -158,9 +81,10 @@ class Trainer:
             else:
                 result = await self._train_at_once(spec, gradients)
         except AttemptFailed as failed:
-            receipts = _with_earlier(gradients.receipts, failed.receipts)
+            receipts = with_earlier(gradients.receipts, failed.receipts)
             raise AttemptFailed(str(failed), receipts, excused=failed.excused) from failed
         result.datacenter_gradient = gradients.datacenter_gradient
+        result.gradient_by_datacenter = gradients.gradient_by_datacenter
         if result.datacenters:
             result.earlier = gradients.receipts
         else:
@@ -189,9 +113,13 @@ class Trainer:
         async with self._published(summing=False):
             sources = spec.gradient_sources
             result = await self._run_together(sources, spec, self._mean_gradient, None)
-        result.datacenter_gradient = merge.mean_by_examples(
-            [(r.vector, r.examples) for r in result.datacenters if r.vector is not None]
-        )
+        parts = vectors_by_name(result.datacenters)
+        merged = list(parts.values())
+        if spec.plan.measure_gradients or spec.plan.datacenter_weights:
+            result.gradient_by_datacenter = parts
+            if len(merged) > 1:  # the mean is computed in the memory of the first
+                merged[0] = merged[0][0].clone(), merged[0][1]
+        result.datacenter_gradient = merge.mean_by_examples(merged)
         return result
 
     async def _train_with_transfer(
@@ -203,10 +131,18 @@ class Trainer:
         by the transfer weight. Devices train, and add it to the gradient of each local step.
         """
         gradient, weight = gradients.datacenter_gradient, spec.plan.transfer_weight
-        assert gradient is not None
-        if spec.plan.measure_gradients:
+        weight = self._job.strategy.transfer_weight if weight is None else weight
+        if spec.plan.datacenter_weights:
+            parts = {
+                name: (vector.clone() if spec.plan.measure_gradients else vector, examples)
+                for name, (vector, examples) in gradients.gradient_by_datacenter.items()
+                if name in spec.datacenters
+            }
+            gradient, weight = merge.weighted_mean(parts, _weights(spec.plan, parts, weight))
+        elif spec.plan.measure_gradients and gradient is not None:
             gradient = gradient.clone()  # the measurement is of the gradient without the weight
-        gradient.mul_(self._job.strategy.transfer_weight if weight is None else weight)
+        assert gradient is not None
+        gradient.mul_(weight)
         vectors, spool = (self._model.vector, gradient), self._federated.context.spool
         async with published(self._link, self._model.layout, spool, vectors, 2) as blob:
             result = await self._federated.train(self._attempt(spec, blob, gradients))
@@ -335,14 +271,16 @@ class Trainer:
         optimizer steps on the merged pseudo-gradient.
         """
         plan, model = spec.plan, self._model
-        results.gradients = _measured(results)
+        results.gradients = measured_gradients(results)
         extension = self._federated.extension
         state = None if results.federated is None else results.federated.extension_state
         if extension is not None and state is not None:
             extension.commit(state)
         one_datacenter = results.federated is None and len(results.datacenters) == 1
         models = [r.vector for r in results.datacenters if r.vector is not None]
-        datacenter = self._pseudo_gradient(results, keep=one_datacenter) if models else None
+        datacenter, weight = None, self._job.strategy.datacenter_weight
+        if models:
+            datacenter, weight = self._pseudo_gradient(plan, results, keep=one_datacenter)
         federated = results.federated.pseudo_gradient if results.federated is not None else None
         transferred = results.gradient
         vectors = {
@@ -354,7 +292,7 @@ class Trainer:
         if plan.reset_optimizer:
             model.reset_optimizer()
         if not one_datacenter:
-            merged = self._merged(plan, federated, datacenter)
+            merged = self._merged(plan, federated, datacenter, weight)
             if plan.step_scale != 1:
                 merged.mul_(plan.step_scale)
             model.step(merged)
@@ -362,18 +300,25 @@ class Trainer:
             model.replace(models[0])
         model.average()
 
-    def _pseudo_gradient(self, results: TrainingResult, *, keep: bool) -> torch.Tensor:
-        """The datacenters' mean by examples, float32 (N), in their models' memory unless `keep`."""
-        parts = []
-        for result in results.datacenters:
-            assert result.vector is not None  # if one returns its model, all do
-            out = None if keep else result.vector
-            difference = torch.sub(self._model.vector, result.vector, out=out)
-            parts.append((difference, result.examples))
-        return merge.mean_by_examples(parts)
+    def _pseudo_gradient(
+        self, plan: Plan, results: TrainingResult, *, keep: bool
+    ) -> tuple[torch.Tensor, float]:
+        """The datacenters' mean, float32 (N), in their models' memory unless `keep`; its weight."""
+        parts = {}
+        for name, (vector, examples) in vectors_by_name(results.datacenters).items():
+            difference = torch.sub(self._model.vector, vector, out=None if keep else vector)
+            parts[name] = difference, examples
+        weight = self._job.strategy.datacenter_weight
+        if plan.datacenter_weights:
+            return merge.weighted_mean(parts, _weights(plan, parts, weight))
+        return merge.mean_by_examples(list(parts.values())), weight
 
     def _merged(
-        self, plan: Plan, federated: torch.Tensor | None, datacenter: torch.Tensor | None
+        self,
+        plan: Plan,
+        federated: torch.Tensor | None,
+        datacenter: torch.Tensor | None,
+        datacenter_weight: float,
     ) -> torch.Tensor:
         if federated is None or datacenter is None:
             merged = federated if federated is not None else datacenter
@@ -381,6 +326,9 @@ class Trainer:
             return merged
         if (plan.merge or self._job.strategy.merge) == "projected":
             datacenter = merge.remove_conflict(datacenter, federated)
-        return merge.interpolate(
-            federated, datacenter, datacenter_weight=self._job.strategy.datacenter_weight
-        )
+        return merge.interpolate(federated, datacenter, datacenter_weight=datacenter_weight)
+
+
+def _weights(plan: Plan, names: Iterable[str], default: float) -> dict[str, float]:
+    """The weight of each named datacenter by the plan, or that of all."""
+    return {name: plan.datacenter_weights.get(name, default) for name in names}

@@ -17,7 +17,8 @@ from pydantic_core import to_jsonable_python
 from isthmus.errors import DamagedError
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
-from isthmus_server.strategy.policy import Comparison, GradientMeasurement, Kind, PastRound
+from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.policy import Comparison, Kind, PastRound
 
 Status = Literal["accepted", "rejected", "dropped"]
 

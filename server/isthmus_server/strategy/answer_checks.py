@@ -91,6 +91,9 @@ def _problem_with_plan(plan: Plan, observation: Observation) -> str:
             return f"whose {name} is not a whole number above 0"
     if plan.transfer_weight is not None and not _is_number(plan.transfer_weight, minimum=0.0):
         return "whose transfer_weight is not a number from 0"
+    problem = _problem_with_datacenter_weights(plan, observation)
+    if problem:
+        return problem
     if not _is_number(plan.step_scale, above=0.0):
         return "whose step_scale is not a number above 0"
     if not isinstance(plan.measure_gradients, bool):
@@ -103,6 +106,27 @@ def _problem_with_plan(plan: Plan, observation: Observation) -> str:
             "devices cannot do that (Observation.can_measure_gradients)"
         )
     return _problem_with_kept_models(plan, observation)
+
+
+def _problem_with_datacenter_weights(plan: Plan, observation: Observation) -> str:
+    names, weights = observation.datacenter_names, plan.datacenter_weights
+    if not weights:
+        return ""
+    if plan.regime == "federated":
+        return "which weighs datacenters in a round without one"
+    unknown = sorted(set(weights) - set(names))
+    if unknown:
+        ready = ", ".join(names) or "none"
+        return f"which weighs {unknown[0]!r}, where the connected datacenters are: {ready}"
+    transfers = plan.regime == "hybrid" and (plan.merge or observation.merge) == "transfer"
+    largest = math.inf if transfers else 1.0
+    for name, weight in weights.items():
+        if not _is_number(weight, minimum=0.0) or weight > largest:
+            allowed = "from 0" if transfers else "from 0 to 1"
+            return f"whose weight of the datacenter {name!r} is not a number {allowed}"
+    if not any(weights.get(name, 1.0) > 0 for name in names):
+        return "which gives the weight 0 to each connected datacenter"
+    return ""
 
 
 def _problem_with_kept_models(plan: Plan, observation: Observation) -> str:

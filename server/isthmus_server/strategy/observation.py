@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, overload
 
 from isthmus.job import Job
@@ -28,7 +28,7 @@ def observe(
     device_bytes: int,
     state: Mapping[str, Any],
     clients_ready: int,
-    datacenters: int,
+    datacenters: Collection[str],
     clients_ineligible: int = 0,
     seconds_until_quorum: float | None = None,
     model_bytes: int,
@@ -50,7 +50,7 @@ def observe(
             their hours, or at the participation limit.
         seconds_until_quorum: seconds until enough of both for a quorum may be invited; None if
             never.
-        datacenters: datacenters that have opened the run.
+        datacenters: names of the datacenters that have opened the run.
         model_bytes: size of the encoded model.
         now: seconds since 1970, UTC.
         elapsed: duration of the run in seconds.
@@ -65,8 +65,9 @@ def observe(
         clients_ready=clients_ready,
         clients_ineligible=clients_ineligible,
         seconds_until_quorum=seconds_until_quorum,
-        datacenter_ready=datacenters > 0,
-        datacenters=datacenters,
+        datacenter_ready=bool(datacenters),
+        datacenters=len(datacenters),
+        datacenter_names=sorted(datacenters),
         spent=spent,
         budget=job.budget,
         state=dict(state),
@@ -130,6 +131,7 @@ def _copy_of(past: PastRound) -> PastRound:
         metrics=dict(past.metrics),
         training={name: dict(figures) for name, figures in past.training.items()},
         norms=dict(past.norms),
+        gradients=copy.deepcopy(past.gradients),
         comparisons=copy.deepcopy(past.comparisons),
     )
 

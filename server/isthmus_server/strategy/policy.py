@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol
 
 from isthmus.job import StrategySection, parse_settings
 from isthmus.job.section import S, Section
+from isthmus_server.strategy.gradients import GradientMeasurement
 
 Kind = Literal["datacenter", "federated", "hybrid"]
 KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
@@ -75,31 +76,6 @@ class Comparison:
     def loses(self, model: str, z: float = 1.0) -> bool:
         """Return whether a model is worse than the first by more than `z` standard errors."""
         return self.difference[model] > z * self.standard_error[model]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientMeasurement:
-    """Mean gradients of both sides at the model that a round started from, before any training.
-
-    The ratio of the norms and the cosine depend neither on learning rates and numbers of steps nor
-    on the scale of the loss.
-    """
-
-    devices_norm: float | None
-    """2-norm of the mean over the devices' examples; None if too much was lost in its encoding,
-    after which the next measurement is encoded with another scale."""
-    datacenter_norm: float | None
-    """2-norm of the mean over the datacenters' examples; None without a datacenter."""
-    cosine: float | None
-    """Cosine between the two; None if one is missing or zero."""
-    examples: int
-    """Weight of the devices' mean: examples of the devices in it."""
-    scale: float
-    """Factor with which devices encoded their gradients."""
-    lost: float = 0.0
-    """Part of the devices' norms that was lost in clipping, with secure aggregation."""
-    rounding: float = 0.0
-    """Bound on the error of the encoding relative to the norm, with secure aggregation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,6 +153,8 @@ class Observation:
     """Seconds until enough connected devices for a quorum may be invited; None if never."""
     datacenters: int = 1
     """Connected datacenters; each makes the steps of a datacenter round."""
+    datacenter_names: Sequence[str] = ()
+    """Their names, sorted."""
     cohort: int = 8
     """Updates that the job wants from a federated round."""
     over_selection: float = 1.0
@@ -276,6 +254,10 @@ class Plan:
     """How a hybrid round merges the two sides; overrides the job's."""
     transfer_weight: float | None = None
     """lambda of `transfer`; overrides the job's."""
+    datacenter_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of single datacenters by name, in place of the one weight of all: the lambda of
+    `transfer`, else `strategy.datacenter_weight`. A datacenter is left out with the weight 0. Each
+    also counts by its examples, so equal weights give the same as one weight of all."""
     start: str = CURRENT
     """The model to train from: one of `Observation.models`, or `a+b` for the mean of two. With any
     model but the current one, the served average begins again."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
-from isthmus_server.strategy.policy import GradientMeasurement, Plan
+from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.policy import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from isthmus_server.storage.records import (
 )
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision
-from isthmus_server.strategy.policy import GradientMeasurement, Kind
+from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.policy import Kind
 
 RECENT = 5
 """Committed rounds before a decision that are shown with it."""

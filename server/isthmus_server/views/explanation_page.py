@@ -11,11 +11,11 @@ from rich.text import Text
 
 from isthmus_server.storage.records import FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
+from isthmus_server.strategy.gradients import GradientMeasurement
 from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,
     Forecast,
-    GradientMeasurement,
     Kind,
     Observation,
     Plan,
@@ -219,6 +219,10 @@ def _planned(explained: ExplainedDecision) -> list[str]:
         )
     if plan.regime == "hybrid" and plan.merge:
         lines.append(f"merged by merge={plan.merge!r}")
+    lines += [
+        f"the weight of {name} is {weight:.3g}" if weight else f"{name} is left out"
+        for name, weight in sorted(plan.datacenter_weights.items())
+    ]
     if plan.measure_gradients:
         lines.append("both sides measure their gradients at the model that the round starts from")
     if plan.start != CURRENT:
@@ -274,7 +278,15 @@ def _gradients(measured: GradientMeasurement) -> str:
         parts.append(f"datacenter {measured.datacenter_norm:.4g}")
     if measured.cosine is not None:
         parts.append(f"cosine {measured.cosine:.2f}")
-    return f"gradients at its start: {', '.join(parts)}"
+    sentence = f"gradients at its start: {', '.join(parts)}"
+    if len(measured.datacenters) < 2:
+        return sentence
+    each = (
+        f"{name} {figures.norm:.4g}"
+        + (f" (cosine {figures.cosine:.2f})" if figures.cosine is not None else "")
+        for name, figures in sorted(measured.datacenters.items())
+    )
+    return f"{sentence}; of the datacenters {', '.join(each)}"
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:

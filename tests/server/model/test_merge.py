@@ -37,6 +37,27 @@ def test_datacenters_are_averaged_by_examples():
     assert merge.mean_by_examples(no_examples).tolist() == [1.5]
 
 
+def test_datacenters_have_weights_of_their_own():
+    """The mean times its weight is the sum of the vectors by their examples and weights."""
+    updates = {"a": (torch.tensor([1.0, 0.0]), 10), "b": (torch.tensor([4.0, 3.0]), 30)}
+    mean, weight = merge.weighted_mean(updates, {"a": 0.4, "b": 0.2})
+    assert weight == pytest.approx((10 * 0.4 + 30 * 0.2) / 40)
+    torch.testing.assert_close(mean * weight, torch.tensor([0.25 * 0.4 + 3 * 0.2, 2.25 * 0.2]))
+    alone, weight = merge.weighted_mean({"a": (torch.tensor([0.1, 0.7]), 3)}, {"a": 0.3})
+    assert (alone.tolist(), weight) == (torch.tensor([0.1, 0.7]).tolist(), 0.3)
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9, width=32), st.integers(0, 50)), min_size=1, max_size=5))
+def test_equal_weights_give_the_mean_by_examples(parts):
+    def updates():
+        return {str(at): (torch.tensor([value]), count) for at, (value, count) in enumerate(parts)}
+
+    mean, weight = merge.weighted_mean(updates(), dict.fromkeys(updates(), 0.25))
+    assert weight == pytest.approx(0.25)
+    plain = merge.mean_by_examples(list(updates().values()))
+    torch.testing.assert_close(mean, plain, atol=1e-5, rtol=1e-5)
+
+
 def test_norms_and_cosine():
     norms, cosine = merge.norms_and_cosine(
         {"federated": torch.tensor([3.0, 4.0]), "datacenter": torch.tensor([0.0, 2.0])}

@@ -15,7 +15,7 @@ from isthmus_server.model.update_decoding import StreamingUpdate
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
-from isthmus_server.regimes.secure import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.transport import peer

@@ -20,7 +20,7 @@ from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
-from isthmus_server.regimes.round_configs import margins
+from isthmus_server.regimes.secure_sums.round_configs import margins
 
 VICTIM, OTHERS = NAMES[0], NAMES[1:]
 

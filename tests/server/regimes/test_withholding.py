@@ -28,7 +28,7 @@ from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, Training
 from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.round_configs import margins, training_config
+from isthmus_server.regimes.secure_sums.round_configs import margins, training_config
 
 REQUESTS = 17
 SETTINGS = (

@@ -6,7 +6,8 @@ import json
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Compare, Observation, Plan, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
-from isthmus_server.strategy.policy import Comparison, GradientMeasurement, PastRound
+from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.policy import Comparison, PastRound
 
 MODELS = ("current", "served", "initial")
 

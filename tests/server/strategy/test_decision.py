@@ -216,7 +216,7 @@ GIVEN = {
     "device_bytes": 1400,
     "state": {},
     "clients_ready": 5,
-    "datacenters": 1,
+    "datacenters": ["dc"],
     "model_bytes": 100,
     "now": 20 * 3600.0,
     "elapsed": 10_000.0,

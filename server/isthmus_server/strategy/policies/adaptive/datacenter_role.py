@@ -8,6 +8,9 @@ nor the scale of the loss change it.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 from isthmus.job import StrategySection
 from isthmus_server.strategy.policies.adaptive import estimates, race
@@ -22,6 +25,8 @@ class DatacenterRole:
     reason: str
     transfer_weight: float = 0.0
     """Weight with which devices apply its gradient; 0: they do not."""
+    datacenter_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The same for each of several datacenters, by its name."""
     trains: bool = False
     """Whether it trains in parallel with the devices instead."""
     measures: bool = False
@@ -71,12 +76,15 @@ class RoleChooser:
                     f"({loss_ratio:.2g} times the first loss)"
                 )
             return DatacenterRole(reason, trains=True)
-        weight = min(weight, settings.gradient_pull / ratios[0])
+        limit, weight = weight, min(weight, settings.gradient_pull / ratios[0])
         reason = (
             f", and take {weight:.3g} of the datacenter's gradient for the rest (it was "
             f"{ratios[0]:.3g} times as long as theirs)"
         )
-        return DatacenterRole(reason, weight)
+        role = DatacenterRole(reason, weight)
+        return self._of_several(
+            role, observation, state, limit, settings.gradient_pull, itemgetter(0)
+        )
 
     def if_useful(
         self, observation: Observation, state: AdaptiveState
@@ -87,18 +95,16 @@ class RoleChooser:
         """
         measures = self._measurement_due(observation, state)
         if state.uses_gradient:
-            weight = self.rehearsal_weight(observation)
-            reason = f"; it was found useful for them, so they take {weight:.3g} of its gradient"
-            return state, DatacenterRole(reason, weight, measures=measures)
+            return state, self.rehearsal(
+                observation, state, "; it was found useful for them", measures=measures
+            )
         alike, forgotten = self._why_useful(observation, state)
         if not alike and not forgotten:
             return state, DatacenterRole("", measures=measures)
         if not alike and self._settings.race_rounds and not estimates.has_device_hours(observation):
             return self._test_or_not(observation, state, forgotten)
         state = dataclasses.replace(state, uses_gradient=True)
-        weight = self.rehearsal_weight(observation)
-        reason = f"{alike or forgotten}, so they take {weight:.3g} of its gradient"
-        return state, DatacenterRole(reason, weight, measures=measures)
+        return state, self.rehearsal(observation, state, alike or forgotten, measures=measures)
 
     def _test_or_not(
         self, observation: Observation, state: AdaptiveState, why: str
@@ -136,10 +142,60 @@ class RoleChooser:
             )
         return alike, forgotten
 
-    def rehearsal_weight(self, observation: Observation) -> float:
-        """Return the weight of the gradient where the whole target is the devices'."""
-        ratios = estimates.gradient_ratios(observation)
-        return self._settings.rehearsal_pull / max(ratios) if ratios else self._unmeasured_weight
+    def rehearsal(
+        self,
+        observation: Observation,
+        state: AdaptiveState,
+        why: str = "",
+        *,
+        measures: bool = False,
+    ) -> DatacenterRole:
+        """Return the role in which devices take the gradient though the whole target is theirs."""
+        pull, ratios = self._settings.rehearsal_pull, estimates.gradient_ratios(observation)
+        weight = pull / max(ratios) if ratios else self._unmeasured_weight
+        reason = f"{why}, so they take {weight:.3g} of its gradient" if why else ""
+        role = DatacenterRole(reason, weight, measures=measures)
+        return self._of_several(role, observation, state, math.inf, pull, max)
+
+    def _of_several(
+        self,
+        role: DatacenterRole,
+        observation: Observation,
+        state: AdaptiveState,
+        limit: float,
+        pull: float,
+        ratio_of: Callable[[Sequence[float]], float],
+    ) -> DatacenterRole:
+        """Return the role with a weight for each datacenter, by the rule of a single one.
+
+        The gradient of each is then at most `pull` times as long as the devices', and so is their
+        mean. One whose gradient was not measured yet has the weight of all until it is.
+
+        Args:
+            role: with the weight of all.
+            observation: with the names of the datacenters.
+            state: with those that are excluded.
+            limit: largest weight.
+            pull: see above.
+            ratio_of: chooses among the measured ratios of a datacenter.
+        """
+        if len(observation.datacenter_names) < 2:
+            return role
+        ratios = estimates.ratios_by_datacenter(observation)
+        bounds = {name: ratio_of(measured or [0.0]) for name, measured in ratios.items()}
+        weights = {
+            name: min(limit, pull / ratio) if ratio else role.transfer_weight
+            for name, ratio in bounds.items()
+        }
+        weights |= dict.fromkeys(weights.keys() & set(state.excluded), 0.0)
+        unknown = any(weights[name] and not measured for name, measured in ratios.items())
+        listed = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())
+        return dataclasses.replace(
+            role,
+            reason=f"{role.reason}; by datacenter: {listed}",
+            datacenter_weights=weights,
+            measures=role.measures or (unknown and observation.can_measure_gradients),
+        )
 
     def _measurement_due(self, observation: Observation, state: AdaptiveState) -> bool:
         """Return whether to measure the gradients: in rounds 1, 2, 4, 8, ... with devices."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Collection
 
 from isthmus_server.strategy.policy import Forecast, Observation
 
@@ -117,6 +118,33 @@ def gradient_ratios(observation: Observation) -> list[float]:
         for each in measured
         if each.devices_norm and each.datacenter_norm
     ]
+
+
+def ratios_by_datacenter(observation: Observation) -> dict[str, list[float]]:
+    """Return the same ratio for the gradient of each connected datacenter, by its name."""
+    ratios: dict[str, list[float]] = {name: [] for name in observation.datacenter_names}
+    for past in observation.history:
+        if past.gradients is None or not past.gradients.devices_norm:
+            continue
+        for name, each in past.gradients.datacenters.items():
+            if name in ratios:
+                ratios[name].append(each.norm / past.gradients.devices_norm)
+    return ratios
+
+
+def most_opposed(observation: Observation, names: Collection[str]) -> str | None:
+    """Return the datacenter whose last gradient had the lowest cosine with the devices'.
+
+    None if that of one of them is not known.
+    """
+    cosines: dict[str, float] = {}
+    for past in observation.history:
+        for name, each in past.gradients.datacenters.items() if past.gradients is not None else ():
+            if each.cosine is not None:
+                cosines[name] = each.cosine
+    if not names or not cosines.keys() >= set(names):
+        return None
+    return min(sorted(names), key=lambda name: cosines[name])
 
 
 def gradient_divergence(observation: Observation, ratio: float, share: float) -> float:

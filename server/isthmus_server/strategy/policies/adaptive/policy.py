@@ -95,7 +95,7 @@ class Adaptive:
         warm_budget -= self._comparison_price(observation)
         warm_affordable = warm_budget / max(observation.price("datacenter"), 1e-9)
         limit = int(min(slack, warm_affordable, self.settings.warm_length * affordable))
-        datacenter_available = _datacenter_available(observation)
+        datacenter_available = _datacenter_available(observation, state)
         if limit >= self.settings.warm_test and datacenter_available:
             warm = dataclasses.replace(
                 state,
@@ -175,7 +175,7 @@ class Adaptive:
         state = dataclasses.replace(state, pending_comparison="")
         if role is not None:
             pass
-        elif not _datacenter_available(observation):
+        elif not _datacenter_available(observation, state):
             role = DatacenterRole(", and no datacenter is available")
         elif self.edge_share < 1:
             role = self._roles.by_share(observation, state)
@@ -198,6 +198,7 @@ class Adaptive:
             dataclasses.replace(state, edge_rounds=state.edge_rounds + 1).to_json(),
             merge="transfer" if transfer else "weighted" if role.trains else None,
             transfer_weight=role.transfer_weight if transfer else None,
+            datacenter_weights=role.datacenter_weights if transfer else {},
             datacenter_steps=(
                 estimates.affordable_steps(observation, cost_share)
                 if hybrid or role.measures
@@ -219,7 +220,7 @@ class Adaptive:
             branch, rounds = "without", 0
         if branch == "fork":
             branch = "with"
-        if branch == "with" and not _datacenter_available(observation):
+        if branch == "with" and not _datacenter_available(observation, state):
             return self._edge(observation, self._race_later(state), "the test has no datacenter")
         if rounds == length:
             return self._judge(observation, state)
@@ -229,7 +230,7 @@ class Adaptive:
         if branch == "without":
             return self._edge(observation, state, why, start, role=DatacenterRole(""))
         keep = race.WITH if rounds + 1 == length else ""
-        role = DatacenterRole("", self._roles.rehearsal_weight(observation))
+        role = self._roles.rehearsal(observation, state)
         return self._edge(observation, state, why, start, keep, role)
 
     def _judge(self, observation: Observation, state: AdaptiveState) -> Answer:
@@ -245,6 +246,12 @@ class Adaptive:
             outcome += ", which decides nothing: it is tested again later"
             return self._edge(observation, self._race_later(state), outcome)
         harmless = verdict == "harmless"
+        used = set(observation.datacenter_names) - set(state.excluded)
+        worst = estimates.most_opposed(observation, used)
+        if not harmless and len(used) > 1 and worst is not None:
+            left = dataclasses.replace(state, excluded=(*state.excluded, worst))
+            outcome += f": the gradient of {worst}, the most opposed one, is not used"
+            return self._edge(observation, self._race_later(left), outcome)
         state = dataclasses.replace(
             state, race=race.Race(vetoed=not harmless), uses_gradient=harmless
         )
@@ -325,8 +332,10 @@ class Adaptive:
         return 2 * self._comparison_devices(observation) * observation.comparison_price
 
 
-def _datacenter_available(observation: Observation) -> bool:
-    return observation.datacenter_ready and observation.open("datacenter")
+def _datacenter_available(observation: Observation, state: AdaptiveState) -> bool:
+    names = observation.datacenter_names
+    used = not names or not set(names) <= set(state.excluded)
+    return used and observation.datacenter_ready and observation.open("datacenter")
 
 
 def _in_words(comparison: Comparison, model: str, reference: str) -> str:

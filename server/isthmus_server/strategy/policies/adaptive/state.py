@@ -95,6 +95,8 @@ class AdaptiveState:
     failed_probations: int = 0
     step_scale: float = 1.0
     """Factor on the devices' steps."""
+    excluded: tuple[str, ...] = ()
+    """Datacenters whose gradient a race has shown to do harm, while others are still used."""
     uses_gradient: bool = False
     """Whether devices apply the datacenter's gradient although the whole target is theirs."""
     race: Race = dataclasses.field(default_factory=Race)
@@ -104,7 +106,8 @@ class AdaptiveState:
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> AdaptiveState:
         """Restore the state from the last answer."""
-        return cls(**{**state, "race": Race(**state.get("race", {}))})
+        excluded = tuple(state.get("excluded", ()))
+        return cls(**{**state, "race": Race(**state.get("race", {})), "excluded": excluded})
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the next answer."""

@@ -15,6 +15,7 @@ from tests.server.strategy.observations import (
 )
 
 from isthmus_server.strategy import load_policy
+from isthmus_server.strategy.gradients import DatacenterGradient
 from isthmus_server.strategy.policies.adaptive import race
 from isthmus_server.strategy.policies.adaptive.estimates import gradient_divergence
 
@@ -77,6 +78,62 @@ def test_the_scale_of_the_loss_changes_no_decision(loss_scale):
     for plan, scaled in zip(plans(1.0), plans(loss_scale), strict=True):
         assert scaled.transfer_weight == pytest.approx(plan.transfer_weight)
         assert dataclasses.replace(scaled, transfer_weight=plan.transfer_weight) == plan
+
+
+def of_two(a, b, ratio=2.0):
+    """A measurement of the datacenters a and b; for each, its ratio and cosine."""
+    return dataclasses.replace(
+        gradients_of(ratio),
+        datacenters={
+            name: DatacenterGradient(norm=norm, cosine=cosine, examples=10)
+            for name, (norm, cosine) in {"a": a, "b": b}.items()
+        },
+    )
+
+
+TWO = {"datacenters": 2, "datacenter_names": ("a", "b")}
+
+
+def test_each_datacenter_has_the_weight_that_it_would_have_alone():
+    first = past_round(1, "federated", gradients=of_two((2.5, 0.5), (0.1, 0.2)))
+    state = {"phase": "edge", "edge_rounds": 1}
+    plan = load_policy(HALF).plan(observe(2, [first], state=state, **TWO))
+    assert plan.datacenter_weights == pytest.approx({"a": 0.5 / 2.5, "b": 0.33})
+    assert "by datacenter: a 0.2, b 0.33" in plan.reason
+    assert not plan.measure_gradients
+    alone = load_policy(HALF).plan(observe(2, [first], state=state, datacenter_names=("a",)))
+    assert alone.datacenter_weights == {}
+    late = observe(2, [first], state=state, datacenters=3, datacenter_names=("a", "b", "c"))
+    plan = load_policy(HALF).plan(late)
+    assert plan.datacenter_weights["c"] == plan.transfer_weight
+    assert plan.measure_gradients  # so that its own weight is known afterwards
+
+
+def test_a_harmful_race_excludes_the_most_opposed_datacenter_first():
+    policy = load_policy(strategy_of("adaptive"))
+    history = [
+        past_round(1, "hybrid", gradients=of_two((2.0, -0.5), (1.0, 0.4))),
+        past_round(2, "hybrid", gradients=of_two((2.0, 0.5), (1.0, 0.1))),
+    ]
+    state = {
+        "phase": "edge",
+        "edge_rounds": 12,
+        "probation_over": True,
+        "race": {"branch": "without", "rounds": 3},
+        "pending_comparison": "race",
+    }
+    harm = (comparison_of(("current", race.WITH), [0.3]),)
+    judged = policy.plan(observe(13, history, state=state, comparisons=harm, **TWO))
+    assert "the gradient of b, the most opposed one, is not used" in judged.reason
+    assert not judged.state["race"]["vetoed"]
+    again = {**state, "excluded": judged.state["excluded"], "race": {"branch": "fork"}}
+    plan = policy.plan(observe(14, history, state=again, **TWO))
+    assert plan.datacenter_weights == {"a": 0.25 / 2.0, "b": 0.0}
+    again = {**state, "excluded": ["b"]}
+    judged = policy.plan(observe(15, history, state=again, comparisons=harm, **TWO))
+    assert judged.state["race"]["vetoed"]  # only one was left
+    gone = observe(14, history, state={**again, "race": {}}, datacenter_names=("b",))
+    assert "no datacenter is available" in policy.plan(gone).reason
 
 
 def transfer_rounds(rounds, cosine, gradient=2.0, device_losses=()):

@@ -34,8 +34,8 @@ from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
-from isthmus_server.regimes.round_configs import AttemptUnmaskings
-from isthmus_server.regimes.step_limits import StepLimits
+from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings
+from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from isthmus_clients.training.history_files import LogEnd, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg import RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
-from isthmus_server.regimes.secure import SecureAggregationAttempt
-from isthmus_server.regimes.step_limits import StepLimits
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 
 MESSAGES = ("open", "train_local", "roster", "inbox", "survivors", "consistency_signatures")
 MESSAGE_OF_STEP = dict(

@@ -1,0 +1,1 @@
+"""Secure sums of updates and scores over the link."""
