@@ -7,6 +7,7 @@ The hierarchy::
     │   ├── JobError                    an invalid job file or key
     │   ├── StorageError                a disk that is full or fails
     │   ├── CannotContinue              a run that cannot continue now, and can later
+    │   │   └── ParticipantsMissing     too few participants are ready
     │   ├── TaskError                   the user's task cannot be loaded, or its code failed
     │   ├── DamagedError                stored data was changed, cut short or lost
     │   └── UpdateError                 an update or a model with wrong shapes or values
@@ -27,6 +28,8 @@ isthmus.errors.JobError: federated.quorum=9 is above federated.cohort=8; lower o
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 
 class IsthmusError(Exception):
@@ -52,6 +55,31 @@ class StorageError(UserError):
 
 class CannotContinue(UserError):
     """A run that cannot continue now; it can later, from its last committed round."""
+
+
+class ParticipantsMissing(CannotContinue):
+    """A run that cannot continue because too few participants are ready."""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        roles: Collection[int],
+        ready: Collection[str],
+        declined: Collection[str],
+    ) -> None:
+        """Say who is missing.
+
+        Args:
+            reason: the sentence for users.
+            roles: of the participants that are missing, as the link numbers them.
+            ready: names of those that were ready.
+            declined: names of those that were connected, and could not take part.
+        """
+        super().__init__(reason)
+        self.roles = frozenset(roles)
+        self.ready = frozenset(ready)
+        self.declined = frozenset(declined)
 
 
 class TaskError(UserError):

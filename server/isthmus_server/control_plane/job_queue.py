@@ -165,6 +165,17 @@ class JobQueue:
         self._write_head()
         return self._find("number=?", (entry.number,))[0]
 
+    def end_pause(self, number: int) -> None:
+        """Have a paused job tried after those that have waited for longer.
+
+        Its next pause is longer all the same, unless it progresses.
+        """
+        self._db.execute(
+            "UPDATE jobs SET next_try=min(next_try, ?) WHERE number=? AND state='paused'",
+            (time.time(), number),
+        )
+        self._write_head()
+
     def resume(self, entry: QueuedJob) -> None:
         """Have a paused or failed job tried as soon as it is its turn."""
         self._db.execute(

@@ -13,9 +13,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from isthmus.errors import AdmissionRefused, CannotContinue, IsthmusError, UserError
+from isthmus.errors import (
+    AdmissionRefused,
+    CannotContinue,
+    IsthmusError,
+    ParticipantsMissing,
+    UserError,
+)
 from isthmus.job import Job
 from isthmus.system.faults import is_transient
+from isthmus_server.control_plane.early_returns import EarlyReturns
 from isthmus_server.control_plane.job_checks import check_job
 from isthmus_server.control_plane.job_queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.control_plane.server import ControlPlaneServer
@@ -53,7 +60,8 @@ class JobRunner:
 
     Guarantees:
       * a job that cannot continue is paused with the reason, the next one runs, and it is tried
-        again later; only what is the user's mistake for certain fails it;
+        again later, or when a participant comes that it was missing; only what is the user's
+        mistake for certain fails it;
       * a cancelled job is never continued, also after a crash of the server;
       * `leave` lets the running round end, and begins nothing new;
       * a task is loaded only from the server's own directory of tasks: operators cannot
@@ -74,6 +82,7 @@ class JobRunner:
         self._waiting: WaitingForParticipants | Paused | None = None
         """What the running job waits for."""
         self._woken = asyncio.Event()
+        self._returns = EarlyReturns(self._woken.set)
 
     async def run(self) -> None:
         """Run jobs until cancelled, or until the running round has ended after `leave`.
@@ -83,9 +92,18 @@ class JobRunner:
         Raises:
             UserError: the queue's file cannot be used any more.
         """
+        self.server.link.listeners.attach(self._returns)
+        try:
+            await self._run_jobs()
+        finally:
+            self.server.link.listeners.detach(self._returns)
+
+    async def _run_jobs(self) -> None:
         while not self._leaving:
             self._woken.clear()
             try:
+                for number in self._returns.take():
+                    self.queue.end_pause(number)
                 entry = self.queue.next()
                 if entry is None:
                     await self._wait(self.queue.seconds_until_due())
@@ -109,7 +127,7 @@ class JobRunner:
             self._coordinator.drain.request()
 
     async def _wait(self, seconds: float | None) -> None:
-        """Wait until an operator changes the queue, or for that long."""
+        """Wait for an operator, for a participant that a job is missing, or for that long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
@@ -119,6 +137,7 @@ class JobRunner:
         rounds = await self.progress(entry)
         if self._leaving:
             return
+        self._returns.forget(entry.number)
         if entry.state != "running":
             self.queue.mark(entry, "running")
         task = asyncio.create_task(self._train(entry))
@@ -162,6 +181,9 @@ class JobRunner:
         progressed = await self.progress(entry) > rounds
         self._running = None  # from now on it can be cancelled like a queued job
         paused = self.queue.pause(entry, reason, progressed=progressed)
+        if isinstance(error, ParticipantsMissing):
+            connected = list(self.server.link.peers.values())
+            self._returns.await_missing(entry.number, error, connected, progressed=progressed)
         until = time.strftime("%H:%M:%S", time.localtime(paused.next_try))
         self._print(f"{entry.id} is paused until {until}: {reason}")
 
@@ -170,6 +192,7 @@ class JobRunner:
 
     def _mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
         """Record how a run has ended, unless an operator has cancelled it."""
+        self._returns.forget(entry.number, ended=True)
         if not self._cancelled:
             self.queue.mark(entry, state, reason)
 
@@ -266,6 +289,7 @@ class JobRunner:
                 raise AdmissionRefused(f"{id_} has ended just now")
             if self._coordinator is not None:
                 self._coordinator.abandon()
+        self._returns.forget(entry.number, ended=True)
         self.queue.mark(
             entry, "cancelled", _CANCELLED
         )  # recorded now, because the server may die before the run has ended

@@ -8,8 +8,9 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
-from isthmus.errors import CannotContinue, RoundFailed
+from isthmus.errors import RoundFailed
 from isthmus.job import Job
+from isthmus.wire import link_pb2
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.assignment import cohort_settings
 from isthmus_server.rounds.clock import Clock
@@ -56,7 +57,7 @@ class RoundReadiness:
         ends the run.
 
         Raises:
-            CannotContinue: participants are missing.
+            ParticipantsMissing: too few are ready in time, or those that are may not be summed.
         """
         while True:
             stop = await self._wait_for_limits(plan)
@@ -78,7 +79,7 @@ class RoundReadiness:
                 clients=settings.needed,
                 missing=refusal.missing,
             ):
-                raise CannotContinue(str(refusal))
+                raise self._roster.missing(str(refusal), [link_pb2.CLIENT])
 
     def _refusal(
         self, round_: int, plan: Plan, model_hash: Callable[[Plan], bytes | None]

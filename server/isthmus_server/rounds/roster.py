@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from isthmus.errors import CannotContinue
+from isthmus.errors import ParticipantsMissing
 from isthmus.job import Job, RegimeName
 from isthmus.job.section import Hours
 from isthmus.transport.blobs import describe
@@ -144,27 +144,34 @@ class ParticipantRoster(ParticipantListener):
         """Wait for the participants that a round of a regime needs at least.
 
         Raises:
-            CannotContinue: too few are ready in time.
+            ParticipantsMissing: too few are ready in time.
         """
         clients = 0 if regime == "datacenter" else self._job.federated.needed
         datacenters = 0 if regime == "federated" else 1
         in_time = await self._wait_for(clients, datacenters)
-        missing = []
+        missing: dict[link_pb2.Role, str] = {}
         available = len(self.available())
         if available < clients:
             unavailable = len(self.clients) - available
             rest = f", while {unavailable} may not be invited now" if unavailable else ""
-            missing.append(
+            missing[link_pb2.CLIENT] = (
                 f"{available} edge clients are ready and a {regime} round needs {clients} "
                 f"(federated.quorum){rest}"
             )
         if len(self.datacenters) < datacenters:
-            missing.append(f"no datacenter is ready and a {regime} round needs one")
+            missing[link_pb2.DATACENTER] = f"no datacenter is ready and a {regime} round needs one"
         if missing:
+            reasons = list(missing.values())
             if not in_time:
                 waited = f"waited up to {self._job.time.join_seconds:g} s (time.join_seconds)"
-                missing.append(waited)
-            raise CannotContinue("; ".join([*missing, *self._reasons_to_decline()[:3]]))
+                reasons.append(waited)
+            reason = "; ".join([*reasons, *self._reasons_to_decline()[:3]])
+            raise self.missing(reason, missing)
+
+    def missing(self, reason: str, roles: Collection[link_pb2.Role]) -> ParticipantsMissing:
+        """The error of a run that cannot continue without more participants of these roles."""
+        ready = [*self.clients, *self.datacenters]
+        return ParticipantsMissing(reason, roles=roles, ready=ready, declined=self._declined)
 
     def _reasons_to_decline(self) -> list[str]:
         """Each reason once, with up to three participants that gave it.

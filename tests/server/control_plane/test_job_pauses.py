@@ -5,6 +5,7 @@ import errno
 import sqlite3
 import time
 
+import grpc
 import pytest
 from tests.server.waiting import wait_until
 
@@ -15,6 +16,17 @@ from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.storage.events import JobPaused
 from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
+from isthmus_server.transport.peer import ParticipantListener
+
+
+class Joined(ParticipantListener):
+    """Lists the participants that have joined."""
+
+    def __init__(self):
+        self.names = []
+
+    def joined(self, peer):
+        self.names.append(peer.name)
 
 
 async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated):
@@ -33,12 +45,38 @@ async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated)
     assert isinstance(event, JobPaused)
 
     await operated.dial_device("d")
-    await wait_until(lambda: "d" in operated.link.peers)
-    reply = await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=paused))
-    assert reply.state == "paused"
     assert await operated.ended(paused) == "finished"
     with pytest.raises(AdmissionRefused, match="is neither paused nor failed: it is fin"):
         await operated.ask("Resume", pb.ResumeReply, pb.ResumeRequest(id=paused))
+
+
+async def test_a_returning_device_ends_a_pause_early_once(operated, monkeypatch):
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 300.0)
+    operated.gate.set()
+    await operated.dial_device("a")
+    await wait_until(lambda: "a" in operated.link.peers)
+    id_ = await operated.submit(operated.job("time.join_seconds=0.05"))
+    queue = operated.runner.queue
+
+    def pauses():
+        entry = queue.get(id_)
+        return entry.pauses if entry.state == "paused" else 0
+
+    await wait_until(lambda: pauses() == 1)
+    joined = Joined()
+    operated.link.listeners.attach(joined)
+    operated.link.disconnect("a", "it was there before", grpc.StatusCode.UNAVAILABLE)
+    await wait_until(lambda: joined.names == ["a"])
+    assert not operated.runner._woken.is_set()
+    await operated.dial_device("b")  # still too few: the next pause is longer
+    await wait_until(lambda: pauses() == 2)
+    assert queue.get(id_).next_try - time.time() > 400
+    operated.link.disconnect("b", "it comes and goes", grpc.StatusCode.UNAVAILABLE)
+    await wait_until(lambda: joined.names == ["a", "b", "b"])
+    assert not operated.runner._woken.is_set()
+    assert pauses() == 2
+    await operated.dial_device("c")
+    await wait_until(lambda: queue.get(id_).state != "paused" or pauses() == 3)
 
 
 async def test_a_failed_job_goes_on_when_its_damage_is_repaired(operated):
