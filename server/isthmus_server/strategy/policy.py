@@ -48,6 +48,10 @@ MAX_KEPT = 4
 """Models that plans may keep at a time, under names of their own."""
 
 
+TIGHTEST_DEVICES = 10
+"""Devices at which the interval of a comparison is the tightest: a usual number."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Scores of several models from the same devices, securely summed.
@@ -69,13 +73,36 @@ class Comparison:
     price: float
     """What the comparison cost, in the job's unit of price."""
 
-    def beats(self, model: str, z: float = 1.0) -> bool:
-        """Return whether a model is better than the first by more than `z` standard errors."""
-        return self.difference[model] < -z * self.standard_error[model]
+    def radius(self, model: str, error: float = 0.05) -> float:
+        """Half the length of the confidence interval of a model's difference from the first.
 
-    def loses(self, model: str, z: float = 1.0) -> bool:
-        """Return whether a model is worse than the first by more than `z` standard errors."""
-        return self.difference[model] > z * self.standard_error[model]
+        The interval belongs to an asymptotic confidence sequence: it holds at any number of
+        devices, so that asking more of them later, or asking again, does not make it wrong
+        (Waudby-Smith et al., "Time-uniform central limit theory and asymptotic confidence
+        sequences", Annals of Statistics 2024, theorem 2.2). It needs the mean and the standard
+        error only, which is what a secure sum reveals.
+
+        Args:
+            model: a model after the first.
+            error: probability, at each side and at any number of devices, that the interval misses
+                the difference.
+        """
+        shape = -2 * math.log(error) + math.log(1 - 2 * math.log(error))  # equation 22 of the paper
+        scaled = self.devices * shape / TIGHTEST_DEVICES
+        factor = 2 * (scaled + 1) / scaled * math.log(math.sqrt(scaled + 1) / error)
+        return self.standard_error[model] * math.sqrt(factor)
+
+    def beats(self, model: str, error: float = 0.05) -> bool:
+        """Return whether a model is better than the first one, with this probability of error."""
+        return self.difference[model] + self.radius(model, error) < 0
+
+    def loses(self, model: str, error: float = 0.05, margin: float = 0.0) -> bool:
+        """Return whether a model is worse than the first one by more than a margin of the score."""
+        return self.difference[model] - self.radius(model, error) > margin
+
+    def is_no_worse(self, model: str, margin: float, error: float = 0.05) -> bool:
+        """Return whether a model is at most `margin` worse than the first (non-inferiority)."""
+        return self.difference[model] + self.radius(model, error) < margin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
 from isthmus.job import StrategySection
-from isthmus_server.strategy.policies.adaptive import estimates, race
-from isthmus_server.strategy.policies.adaptive.state import AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policies.adaptive import budget_plan, evidence
+from isthmus_server.strategy.policies.adaptive.state import (
+    AdaptiveSettings,
+    AdaptiveState,
+    RaceState,
+)
 from isthmus_server.strategy.policy import Observation
 
 
@@ -52,7 +56,7 @@ class RoleChooser:
         devices that undo each other's work need it in every round.
         """
         settings = self._settings
-        ratios = estimates.gradient_ratios(observation)
+        ratios = evidence.gradient_ratios(observation)
         weight = settings.transfer_part * (1 - self._edge_share) / self._edge_share
         if not ratios:
             if observation.can_measure_gradients and not state.edge_rounds:
@@ -62,8 +66,8 @@ class RoleChooser:
             weight = min(weight, self._unmeasured_weight)
             reason = f", and take {weight:.3g} of the datacenter's gradient for the rest"
             return DatacenterRole(reason, weight, measures=observation.can_measure_gradients)
-        divergence = estimates.gradient_divergence(observation, ratios[0], 1 - self._edge_share)
-        loss_ratio = estimates.peak_device_loss_ratio(observation)
+        divergence = evidence.gradient_divergence(observation, ratios[0], 1 - self._edge_share)
+        loss_ratio = evidence.peak_device_loss_ratio(observation)
         undone = loss_ratio > settings.undone
         if divergence > settings.apart and (undone or state.edge_rounds % 2):
             reason = (
@@ -101,7 +105,8 @@ class RoleChooser:
         alike, forgotten = self._why_useful(observation, state)
         if not alike and not forgotten:
             return state, DatacenterRole("", measures=measures)
-        if not alike and self._settings.race_rounds and not estimates.has_device_hours(observation):
+        can_race = self._settings.race_rounds and not budget_plan.has_device_hours(observation)
+        if not alike and can_race:
             return self._test_or_not(observation, state, forgotten)
         state = dataclasses.replace(state, uses_gradient=True)
         return state, self.rehearsal(observation, state, alike or forgotten, measures=measures)
@@ -110,11 +115,11 @@ class RoleChooser:
         self, observation: Observation, state: AdaptiveState, why: str
     ) -> tuple[AdaptiveState, DatacenterRole]:
         """Begin a race if enough rounds are left for it."""
-        possible = estimates.rounds_with_devices(observation)[1]
+        possible = budget_plan.rounds_with_devices(observation)[1]
         if 2 * self._settings.race_rounds > self._settings.race_share * possible:
             reason = f"{why}, and {possible:.0f} rounds leave no room to test its gradient"
             return state, DatacenterRole(reason)
-        state = dataclasses.replace(state, race=race.Race("fork"))
+        state = dataclasses.replace(state, race=RaceState("fork"))
         return state, DatacenterRole(f"{why}: its gradient is tested next", measures=True)
 
     def _why_useful(self, observation: Observation, state: AdaptiveState) -> tuple[str, str]:
@@ -124,17 +129,17 @@ class RoleChooser:
         before, and later: training on other labels would have undone it by then.
         """
         settings = self._settings
-        if state.datacenter_excluded or state.race.vetoed:
+        if state.race.vetoed:
             return "", ""
-        rounds = settings.alike_rounds * (3 if state.warm_rounds else 1)
-        public_ratio = estimates.public_loss_ratio(observation, state.warm_accepted)
+        rounds = settings.alike_rounds * (3 if state.warm_accepted else 1)
+        public_ratio = evidence.public_loss_ratio(observation, state.warm_accepted)
         alike = forgotten = ""
         if state.edge_rounds >= rounds and public_ratio < settings.alike:
             alike = (
                 f"; public data are like theirs (the public loss fell to {public_ratio:.2g} of the "
                 f"first, the threshold is {settings.alike:g})"
             )
-        device_ratio = estimates.peak_device_loss_ratio(observation)
+        device_ratio = evidence.peak_device_loss_ratio(observation)
         if device_ratio > settings.forgotten and state.edge_rounds >= state.race.not_before:
             forgotten = (
                 f"; they forget what other devices taught (their loss rose to {device_ratio:.2g} "
@@ -151,7 +156,7 @@ class RoleChooser:
         measures: bool = False,
     ) -> DatacenterRole:
         """Return the role in which devices take the gradient though the whole target is theirs."""
-        pull, ratios = self._settings.rehearsal_pull, estimates.gradient_ratios(observation)
+        pull, ratios = self._settings.rehearsal_pull, evidence.gradient_ratios(observation)
         weight = pull / max(ratios) if ratios else self._unmeasured_weight
         reason = f"{why}, so they take {weight:.3g} of its gradient" if why else ""
         role = DatacenterRole(reason, weight, measures=measures)
@@ -181,7 +186,7 @@ class RoleChooser:
         """
         if len(observation.datacenter_names) < 2:
             return role
-        ratios = estimates.ratios_by_datacenter(observation)
+        ratios = evidence.ratios_by_datacenter(observation)
         bounds = {name: ratio_of(measured or [0.0]) for name, measured in ratios.items()}
         weights = {
             name: min(limit, pull / ratio) if ratio else role.transfer_weight
@@ -200,5 +205,5 @@ class RoleChooser:
     def _measurement_due(self, observation: Observation, state: AdaptiveState) -> bool:
         """Return whether to measure the gradients: in rounds 1, 2, 4, 8, ... with devices."""
         round_ = state.edge_rounds + 1
-        excluded = state.datacenter_excluded or state.race.vetoed
-        return observation.can_measure_gradients and not excluded and not round_ & (round_ - 1)
+        vetoed = state.race.vetoed
+        return observation.can_measure_gradients and not vetoed and not round_ & (round_ - 1)

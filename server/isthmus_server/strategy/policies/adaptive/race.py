@@ -1,65 +1,84 @@
-"""A race: two short branches from one model, after which devices compare their ends.
+"""A race of two short branches from one model, as a test whether the datacenter's gradient harms.
 
-It decides whether the datacenter's gradient may influence a model whose whole target is the
-devices'. One branch takes the gradient, the other does not. Only a gradient that is shown not to
-harm is used: the upper end of a confidence interval of the difference must lie below a margin.
-
-The interval belongs to an asymptotic confidence sequence, which holds at any number of devices, so
-that the same race may be judged early or late (Waudby-Smith et al., "Time-uniform central limit
-theory and asymptotic confidence sequences", Annals of Statistics 2024, theorem 2.2). It needs only
-the mean and the standard error, which is what a secure sum reveals.
+It is a veto, not a selector: a gain often appears only after more rounds than a branch has. So the
+gradient has to be found useful first (`datacenter_role.py`). The race decides for devices whose
+public data are not known to be alike and who forget what others taught: it is used only if it is
+shown to do no harm, and it is never used again after it is shown to do harm.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Literal
 
-from isthmus_server.strategy.policy import Comparison
+from isthmus_server.strategy.policies.adaptive import budget_plan, evidence
+from isthmus_server.strategy.policies.adaptive.comparisons import Comparisons, in_words
+from isthmus_server.strategy.policies.adaptive.datacenter_role import DatacenterRole, RoleChooser
+from isthmus_server.strategy.policies.adaptive.edge_rounds import EdgeRound
+from isthmus_server.strategy.policies.adaptive.state import (
+    FORK,
+    WITH_GRADIENT,
+    AdaptiveSettings,
+    AdaptiveState,
+    RaceState,
+)
+from isthmus_server.strategy.policy import CURRENT, Compare, Observation
 
-FORK = "fork"
-"""Name of the model from which both branches begin."""
-WITH = "with-gradient"
-"""Name of the model at the end of the branch that takes the gradient."""
 
-TIGHTEST_DEVICES = 10
-"""Number of devices for which the interval is the shortest: a usual comparison."""
-
-Verdict = Literal["harmless", "harmful", "open"]
-
-
-@dataclasses.dataclass(frozen=True)
 class Race:
-    """Progress of the races of a run."""
+    """Trains a branch with the gradient and one without it, and has devices compare them."""
 
-    branch: Literal["", "fork", "with", "without"] = ""
-    """The branch that trains now; fork: the next round is the first of a race."""
-    rounds: int = 0
-    """Rounds of that branch so far."""
-    not_before: int = 0
-    """The round with devices before which no race begins: after one without an answer."""
-    vetoed: bool = False
-    """Whether a race has shown that the gradient does harm."""
+    def __init__(
+        self, settings: AdaptiveSettings, roles: RoleChooser, comparisons: Comparisons
+    ) -> None:
+        self._settings = settings
+        self._roles = roles
+        self._comparisons = comparisons
+
+    def next(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Compare:
+        """Return the next round of the race, the comparison at its end, or what follows it."""
+        branch, rounds, length = state.race.branch, state.race.rounds, self._settings.race_rounds
+        if branch == "with" and rounds == length:
+            branch, rounds = "without", 0
+        if branch == "fork":
+            branch = "with"
+        if branch == "with" and not budget_plan.datacenter_available(observation, state.excluded):
+            return EdgeRound(_race_later(state), "the test has no datacenter")
+        if rounds == length:
+            return self._judge(observation, state)
+        start = FORK if not rounds else CURRENT
+        state = dataclasses.replace(state, race=RaceState(branch, rounds + 1))
+        why = f"round {rounds + 1} of {length} of the test {branch} the datacenter's gradient"
+        if branch == "without":
+            return EdgeRound(state, why, start, role=DatacenterRole(""))
+        keep = WITH_GRADIENT if rounds + 1 == length else ""
+        role = self._roles.rehearsal(observation, state)
+        return EdgeRound(state, why, start, keep, role)
+
+    def _judge(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Compare:
+        result = self._comparisons.result(observation, state, "race", (CURRENT, WITH_GRADIENT))
+        if isinstance(result, Compare):
+            return result
+        if isinstance(result, str):
+            return EdgeRound(_race_later(state), result)
+        outcome = in_words(result, WITH_GRADIENT, CURRENT)
+        margin, error = self._settings.margin, self._settings.error
+        if result.is_no_worse(WITH_GRADIENT, margin, error):
+            state = dataclasses.replace(state, race=RaceState(), uses_gradient=True)
+            return EdgeRound(state, outcome, start=WITH_GRADIENT)
+        if result.loses(WITH_GRADIENT, error):
+            used = set(observation.datacenter_names) - set(state.excluded)
+            worst = evidence.most_opposed(observation, used)
+            if len(used) > 1 and worst is not None:
+                left = dataclasses.replace(state, excluded=(*state.excluded, worst))
+                outcome += f": the gradient of {worst}, the most opposed one, is not used"
+                return EdgeRound(_race_later(left), outcome)
+            state = dataclasses.replace(state, race=RaceState(vetoed=True))
+            return EdgeRound(state, f"{outcome}: its gradient is not used")
+        later = f"{outcome}, which decides nothing: it is tested again later"
+        return EdgeRound(_race_later(state), later)
 
 
-def radius(comparison: Comparison, model: str, error: float) -> float:
-    """Half the length of the confidence interval of a model's difference, at one side.
-
-    Args:
-        comparison: the scores.
-        model: the model whose difference from the first one is judged.
-        error: probability, at any number of devices, that the interval misses the difference.
-    """
-    shape = -2 * math.log(error) + math.log(1 - 2 * math.log(error))  # equation 22 of the paper
-    scaled = comparison.devices * shape / TIGHTEST_DEVICES
-    factor = 2 * (scaled + 1) / scaled * math.log(math.sqrt(scaled + 1) / error)
-    return comparison.standard_error[model] * math.sqrt(factor)
-
-
-def verdict(comparison: Comparison, *, margin: float, error: float) -> Verdict:
-    """Judge the branch with the gradient, whose scores are compared with the other's."""
-    difference, half = comparison.difference[WITH], radius(comparison, WITH, error)
-    if difference + half < margin:
-        return "harmless"
-    return "harmful" if difference - half > 0 else "open"
+def _race_later(state: AdaptiveState) -> AdaptiveState:
+    """Ask again after as many rounds with devices as there were."""
+    later = RaceState(not_before=2 * max(state.edge_rounds, 1))
+    return dataclasses.replace(state, race=later)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from isthmus.job.section import Section
-from isthmus_server.strategy.policies.adaptive.race import Race
+
+WARM = "warm"
+"""Name under which the model at the end of a warm start is kept."""
+FORK = "fork"
+"""Name of the model from which both branches of a race begin."""
+WITH_GRADIENT = "with-gradient"
+"""Name of the model at the end of the branch that takes the gradient."""
 
 
 class AdaptiveSettings(Section):
     """`[strategy.settings]` of the adaptive policy."""
 
-    z: Annotated[float, Field(ge=0)] = 1.0
-    """Standard errors by which a comparison must be won or lost to count."""
+    error: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """Probability that a comparison decides wrongly: that a model which is not better is taken for
+    better, or a harmful gradient for harmless."""
+    margin: Annotated[float, Field(gt=0)] = 0.1
+    """The gradient does no harm if the score of the branch with it is at most this much worse."""
     devices: Annotated[int, Field(ge=2)] | None = None
     """Devices in a comparison. Default: the cohort."""
     warm_test: Annotated[int, Field(ge=1)] = 5
@@ -61,13 +70,23 @@ class AdaptiveSettings(Section):
     """Rounds of each branch of a race; 0: the gradient is used without one."""
     race_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Part of the rounds with devices that are left that both branches may take."""
-    race_margin: Annotated[float, Field(gt=0)] = 0.1
-    """The gradient does no harm if the score of the branch with it is at most this much worse."""
-    race_error: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """Probability that a harmful gradient passes, or that a harmless one is excluded."""
     parallel_share: Annotated[float, Field(gt=0)] = 0.33
     """Maximum price of the datacenter's training in such a round, as a part of what the devices
     cost; with expensive steps it makes fewer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RaceState:
+    """Progress of the races of a run."""
+
+    branch: Literal["", "fork", "with", "without"] = ""
+    """The branch that trains now; fork: the next round is the first of a race."""
+    rounds: int = 0
+    """Rounds of that branch so far."""
+    not_before: int = 0
+    """The round with devices before which no race begins: after one without an answer."""
+    vetoed: bool = False
+    """Whether a race has shown that the gradient does harm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +105,6 @@ class AdaptiveState:
     """Whether the warm start began before the devices' window; it ends when that opens."""
     warm_accepted: bool = False
     """Whether the warm model beat the initial one."""
-    datacenter_excluded: bool = False
-    """Whether the warm model lost, so that the datacenter is not used any more. A test without an
-    answer excludes nothing."""
     edge_rounds: int = 0
     """Rounds with devices since the phase began, or since training returned to the warm model."""
     probation_over: bool = False
@@ -99,7 +115,7 @@ class AdaptiveState:
     """Datacenters whose gradient a race has shown to do harm, while others are still used."""
     uses_gradient: bool = False
     """Whether devices apply the datacenter's gradient although the whole target is theirs."""
-    race: Race = dataclasses.field(default_factory=Race)
+    race: RaceState = dataclasses.field(default_factory=RaceState)
     pending_comparison: str = ""
     """The purpose of the requested comparison: warm, probation or race."""
 
@@ -107,7 +123,7 @@ class AdaptiveState:
     def from_json(cls, state: Mapping[str, Any]) -> AdaptiveState:
         """Restore the state from the last answer."""
         excluded = tuple(state.get("excluded", ()))
-        return cls(**{**state, "race": Race(**state.get("race", {})), "excluded": excluded})
+        return cls(**{**state, "race": RaceState(**state.get("race", {})), "excluded": excluded})
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the next answer."""

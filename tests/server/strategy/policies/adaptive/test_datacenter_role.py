@@ -16,8 +16,8 @@ from tests.server.strategy.observations import (
 
 from isthmus_server.strategy import load_policy
 from isthmus_server.strategy.gradients import DatacenterGradient
-from isthmus_server.strategy.policies.adaptive import race
-from isthmus_server.strategy.policies.adaptive.estimates import gradient_divergence
+from isthmus_server.strategy.policies.adaptive.evidence import gradient_divergence
+from isthmus_server.strategy.policies.adaptive.state import WITH_GRADIENT
 
 
 def second_plan(share, ratio, **more):
@@ -122,7 +122,7 @@ def test_a_harmful_race_excludes_the_most_opposed_datacenter_first():
         "race": {"branch": "without", "rounds": 3},
         "pending_comparison": "race",
     }
-    harm = (comparison_of(("current", race.WITH), [0.3]),)
+    harm = (comparison_of(("current", WITH_GRADIENT), [0.3]),)
     judged = policy.plan(observe(13, history, state=state, comparisons=harm, **TWO))
     assert "the gradient of b, the most opposed one, is not used" in judged.reason
     assert not judged.state["race"]["vetoed"]
@@ -278,19 +278,13 @@ def test_a_race_decides_whether_devices_that_forget_take_the_gradient(
     assert after.step_scale == 0.5
 
 
-def test_a_comparison_without_an_answer_excludes_nothing():
-    plans = adapt(judge=lambda models: "devices were busy")
-    assert not plans[5].state["datacenter_excluded"]
-    assert adapt(judge=lambda models: [0.2])[5].state["datacenter_excluded"]
-
-
 @pytest.mark.parametrize(("devices", "error"), [(6, 0.05), (40, 0.05), (40, 0.01)])
-def test_the_interval_of_a_race_is_wider_than_that_of_one_test(devices, error):
+def test_the_interval_of_a_comparison_is_wider_than_that_of_one_test(devices, error):
     """It holds at any number of devices; 1.64 standard errors hold at one, for 5 %."""
     result = dataclasses.replace(
-        comparison_of(("current", race.WITH), [0.0], error=1.0), devices=devices
+        comparison_of(("current", WITH_GRADIENT), [0.0], error=1.0), devices=devices
     )
-    assert 2.5 < race.radius(result, race.WITH, error) < 4.5
+    assert 2.5 < result.radius(WITH_GRADIENT, error) < 4.5
 
 
 def test_steps_stay_short_once_devices_have_forgotten():

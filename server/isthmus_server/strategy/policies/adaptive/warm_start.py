@@ -1,0 +1,100 @@
+"""A warm start: datacenter rounds before the rounds with devices, where these hold the target.
+
+It uses rounds that the budget leaves to no device, or the time before the devices' window, and
+ends if devices do not find the warm model better than the initial one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from isthmus_server.strategy.policies.adaptive import budget_plan, evidence
+from isthmus_server.strategy.policies.adaptive.comparisons import Comparisons, in_words
+from isthmus_server.strategy.policies.adaptive.edge_rounds import EdgeRound
+from isthmus_server.strategy.policies.adaptive.state import WARM, AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policy import CURRENT, INITIAL, Compare, Observation, Plan
+
+OUTSIDE_OF_HOURS = "it is outside of the devices' hours"
+
+
+class WarmStart:
+    """Decides whether a warm start fits, tests it, and ends it."""
+
+    def __init__(self, settings: AdaptiveSettings, comparisons: Comparisons) -> None:
+        self._settings = settings
+        self._comparisons = comparisons
+
+    def begin(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Plan | Compare:
+        """Begin a warm start if it fits: into spare rounds, or before the devices' window."""
+        edge = dataclasses.replace(state, phase="edge")
+        devices_open = observation.open("federated")
+        possible, affordable = budget_plan.rounds_with_devices(observation)
+        rounds_left = observation.rounds - observation.round + 1
+        slack = (possible if devices_open else rounds_left) - affordable
+        warm_budget = self._settings.warm_share * (observation.budget_left or 0)
+        warm_budget -= self._comparisons.price(observation)
+        warm_affordable = warm_budget / max(observation.price("datacenter"), 1e-9)
+        limit = int(min(slack, warm_affordable, self._settings.warm_length * affordable))
+        available = budget_plan.datacenter_available(observation, state.excluded)
+        if limit >= self._settings.warm_test and available:
+            warm = dataclasses.replace(
+                state,
+                phase="warm",
+                max_warm_rounds=limit,
+                min_warm_rounds=int(slack / 2) if devices_open else 0,
+                before_devices=not devices_open,
+            )
+            return self.next(observation, warm)
+        if not devices_open:
+            return EdgeRound(edge, OUTSIDE_OF_HOURS)
+        reason = (
+            f"the budget fills {affordable:.0f} of the {possible:.0f} rounds in which devices can "
+            "work, which leaves no room for a warm start worth its test"
+            if available
+            else "no datacenter is available for a warm start"
+        )
+        return EdgeRound(edge, reason)
+
+    def next(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Plan | Compare:
+        """Plan a datacenter round, and compare with the initial model early on."""
+        settings = self._settings
+        devices_open = observation.open("federated")
+        test_due = state.before_devices or state.warm_rounds >= settings.warm_test
+        if not state.warm_accepted and devices_open and test_due:
+            result = self._comparisons.result(observation, state, "warm", (INITIAL, CURRENT))
+            if isinstance(result, Compare):
+                return result
+            if isinstance(result, str) or not result.beats(CURRENT, settings.error):
+                outcome = result if isinstance(result, str) else in_words(result, CURRENT, INITIAL)
+                cold = dataclasses.replace(state, phase="edge")
+                why = f"after {state.warm_rounds} warm rounds {outcome}: it begins cold"
+                return EdgeRound(cold, why, start=INITIAL)
+            state = dataclasses.replace(state, warm_accepted=True, pending_comparison="")
+        flat = evidence.flat_rounds(observation)
+        plateau = flat >= settings.plateau and state.warm_rounds >= state.min_warm_rounds
+        ended = state.before_devices or WARM in observation.models
+        if devices_open and (ended or not observation.datacenter_ready):
+            why = f"the warm start ends after {state.warm_rounds} rounds"
+            return EdgeRound(dataclasses.replace(state, phase="edge"), why)
+        limit_reached = state.warm_rounds >= state.max_warm_rounds
+        if not devices_open and (limit_reached or (state.before_devices and plateau)):
+            return EdgeRound(state, OUTSIDE_OF_HOURS)
+        return self._round(state, flat if plateau else 0)
+
+    def _round(self, state: AdaptiveState, flat_rounds: int) -> Plan:
+        """Plan a warm round; `flat_rounds` is 0 unless the held-out loss has stopped to fall."""
+        round_ = state.warm_rounds + 1
+        last = state.warm_accepted and (flat_rounds or round_ >= state.max_warm_rounds)
+        why = (
+            "outside of the devices' hours"
+            if state.before_devices
+            else "which take nothing from the devices"
+        )
+        if flat_rounds:
+            why += f"; the held-out loss has been flat for {flat_rounds} rounds"
+        return Plan(
+            "datacenter",
+            f"warm round {round_} of at most {state.max_warm_rounds}, {why}",
+            dataclasses.replace(state, warm_rounds=round_).to_json(),
+            keep={WARM: CURRENT} if last else {},
+        )
