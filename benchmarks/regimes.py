@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness import figures
+from regime_simulation import leave_one_out
 from regime_simulation.contenders import PROBLEM_POLICIES, contenders, fixed
 from regime_simulation.curves import Curve, chart
 from regime_simulation.data_sets import DATA_SETS
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             problems = options.problems.split(",")
             named = load_problems(options.datasets.split(","), problems, options.eval_data)
             policies = policies or list(PROBLEM_POLICIES)
+            policies += list(leave_one_out.VARIANTS) if options.leave_one_out else []
         else:
             named = [load(HERE / "scenarios" / f"{name}.toml") for name in NAMED]
             family = [
@@ -83,6 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for policy, regret in regrets(scenario, rows).items():
             key = figure_key(scenario) if options.datasets else scenario.name
             results[f"regret/{key}/{policy}"] = statistics.mean(regret.values())
+    if options.leave_one_out:
+        choices = leave_one_out.chosen(named, lambda scenario: regrets(scenario, rows))
+        print(f"\nconstants chosen on the other data sets:\n\n{leave_one_out.table(choices)}")
+        keys = {scenario.name: figure_key(scenario) for scenario in named}
+        results |= {
+            f"regret/{keys[name]}/adaptive-left-out": regret
+            for _, by_scenario in choices.values()
+            for name, (regret, _) in by_scenario.items()
+        }
     if family:
         print(f"\nrandom: {len(family)} scenarios of {len(family[0].seeds)} seeds\n")
         random_figures, table = _family(family, rows)
@@ -124,6 +135,12 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         choices=("public", "target"),
         default="public",
         help="rows of the task's eval_data() in these problems",
+    )
+    parser.add_argument(
+        "--leave-one-out",
+        action="store_true",
+        help="with several --datasets: choose the constants of `adaptive` for each data set from "
+        "the other ones, and print its regret with them",
     )
     parser.add_argument(
         "--scenario",

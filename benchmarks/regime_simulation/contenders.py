@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from regime_simulation.leave_one_out import VARIANTS
 from regime_simulation.scenario import HOURS, Scenario, max_transfer_weight
 
 Changes = Mapping[str, Any]
@@ -74,6 +75,10 @@ def _choosers() -> dict[str, Changes]:
         "plateau": {"policy": "plateau"},
         "ucb": {"policy": "bandit", "settings": {"method": "ucb"}},
         "thompson": {"policy": "bandit", "settings": {"method": "thompson"}},
+        **{
+            name: {"policy": "adaptive", "settings": dict(settings)}
+            for name, settings in VARIANTS.items()
+        },
     }
 
 

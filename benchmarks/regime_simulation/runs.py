@@ -15,6 +15,7 @@ from typing import Any
 
 from regime_simulation.contenders import contenders
 from regime_simulation.data_sets import DATA_SETS
+from regime_simulation.leave_one_out import VARIANTS
 from regime_simulation.scenario import Scenario
 from regime_simulation.simulation import Outcome, Point, simulate
 
@@ -70,7 +71,7 @@ def measure(
         work += [
             (scenario, seed, name, folder)
             for seed in scenario.seeds
-            for name in policies or known
+            for name in policies or [each for each in known if each not in VARIANTS]
             if name in known and (scenario.name, name, seed) not in finished
         ]
     started = time.monotonic()

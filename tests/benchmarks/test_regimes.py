@@ -5,7 +5,7 @@ import random
 
 import pytest
 import regimes
-from regime_simulation import curves, runs, scenario
+from regime_simulation import curves, leave_one_out, runs, scenario
 from regime_simulation.runs import Row, measure
 from regime_simulation.scenario import Federated, Run, Scenario, Split, Zone
 from regime_simulation.simulation import Outcome, Point, simulate
@@ -176,6 +176,23 @@ def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
         "datacenter": {1: 30.0},
         "federated": {1: 0.0},
         "adaptive": {1: -1.0},
+    }
+
+
+def test_constants_are_chosen_on_the_other_data_sets():
+    """The variant that is best for a data set itself is not the one it gets."""
+    half = "adaptive-apart-0.3"
+    by_data = {"heart": (1.0, 5.0), "letters": (2.0, 0.0), "mnist": (3.0, 0.0)}
+    scenarios = [SMALL.model_copy(update={"name": f"{data}-A", "data": data}) for data in by_data]
+
+    def regrets(scenario):
+        default, other = by_data[scenario.data]
+        return {"adaptive": {1: default}, half: {1: other}}
+
+    assert leave_one_out.chosen(scenarios, regrets) == {
+        "heart": (half, {"heart-A": (5.0, 1.0)}),
+        "letters": ("adaptive", {"letters-A": (2.0, 2.0)}),
+        "mnist": ("adaptive", {"mnist-A": (3.0, 3.0)}),
     }
 
 
