@@ -7,9 +7,11 @@ import time
 
 import grpc
 import pytest
+from tests.server.deployment import SimulatedDatacenter
+from tests.server.rounds.results import LAYOUT
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused
+from isthmus.errors import AdmissionRefused, StorageError
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane import job_queue, job_runner
 from isthmus_server.control_plane.job_queue import JobQueue
@@ -162,6 +164,30 @@ def test_a_paused_job_is_due_if_the_clock_was_set_back(tmp_path, make_job, monke
         assert queue.next() is None
         now -= 86400
         assert queue.next().number == 1
+
+
+async def test_a_job_goes_on_when_its_datacenter_can_store_again(operated, monkeypatch):
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 0.01)
+    datacenter = SimulatedDatacenter(LAYOUT)
+    full = [StorageError("rank 1 could not write a checkpoint: No space left on device")] * 5
+
+    async def respond(participant, request, model):
+        if request.WhichOneof("work") == "train_steps" and full:
+            raise full.pop()
+        return await datacenter.respond(participant, request, model)
+
+    await operated.join("dc", respond, kind="datacenter")
+    job = operated.job("strategy.policy=datacenter", "attempts=2")
+    id_ = await operated.submit(job)
+    reasons = set()
+    async for event in operated.runner.events(id_, follow=True):
+        if isinstance(event, JobPaused):
+            reasons.add(event.reason)
+    assert event.state == "finished"
+    assert {reason.partition(": ")[2] for reason in reasons} <= {
+        "dc: rank 1 could not write a checkpoint: No space left on device"
+    }
+    assert operated.runner.queue.get(id_).pauses == 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
+from isthmus.task.paired_scores import comparisons_run_id
 from isthmus.wire import link_pb2
 from isthmus_clients.training.model_scores import score_each
 from isthmus_clients.virtual.fleet import VirtualFleet
@@ -114,7 +115,7 @@ async def test_a_policy_observes_its_past_comparisons(deployment, comparing):
     assert past[1].comparisons[0].models == MODELS
 
 
-@pytest.mark.parametrize("when", ["asked", "compared", "planned"])
+@pytest.mark.parametrize("when", ["asked", "unmasked", "compared", "planned"])
 async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
     deployment, comparing, when
 ):
@@ -137,6 +138,12 @@ async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
             raise Killed
 
         store.begin_comparison = die
+    if when == "unmasked":
+
+        def lose_record(record):
+            raise Killed
+
+        store.end_comparison = lose_record
     with pytest.raises(Killed):
         await coordinator.run()
     again = deployment.reopen(store)
@@ -149,7 +156,31 @@ async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
     ]
     assert resumed.state.spent == pytest.approx(sum(row["cost"]["price"] for row in expected_rows))
     attempts = [comparison["attempt"] for comparison in rows[1]["comparisons"]]
-    assert attempts == ([2] if when == "asked" else [1])
+    assert attempts == ([2] if when in ("asked", "unmasked") else [1])
+
+
+async def test_a_run_goes_on_without_a_device_that_has_unmasked_a_comparison(deployment, comparing):
+    """The others may not unmask another sum over these models; the policy decides without one."""
+    await deployment.start(names=tuple("abcde"))
+    settings = ("federated.clients=5", "time.join_seconds=1", "attempts=2", *comparing())
+    store = deployment.create_run("killed", *settings)
+
+    def lose_record(record):
+        raise Killed
+
+    store.end_comparison = lose_record
+    coordinator = Coordinator(store, deployment.link)
+    with pytest.raises(Killed):
+        await coordinator.run()
+    again = deployment.reopen(store)
+    (unmasked,) = again.unmaskings.about(comparisons_run_id(again.run_id), 1, None)
+    deployment.link.disconnect(min(unmasked.devices), "its owner removed it")
+    await Coordinator(again, deployment.link).run()
+    report = read_report(again).to_json()
+    assert report["status"] == "finished"
+    row = report["rounds"][1]
+    assert "could not compare the models" in row["reason"]
+    assert min(unmasked.devices) in row["comparisons"][-1]["error"]
 
 
 async def test_a_failed_comparison_is_repeated_and_paid_for(deployment, comparing, network):
