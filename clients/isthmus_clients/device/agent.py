@@ -185,11 +185,11 @@ class Agent:
             async with self._working:
                 return await asyncio.to_thread(self._open, request.open, model), None
         if kind == "train_local":
-            assert model is not None
+            model = self._received(request, model)
             async with self._working:
                 return await self._throttled(self._train, request, model, progress)
         if kind == "score":
-            assert model is not None
+            model = self._received(request, model)
             async with self._working:
                 return await self._throttled(self._score, request, model), None
         if kind == "flower":
@@ -215,6 +215,14 @@ class Agent:
             self._secure.forget_kept()
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise AdmissionRefused(f"an edge client does not support the request {kind!r}")
+
+    def _received(self, request: link_pb2.Request, model: Buffer | None) -> Buffer:
+        """The model of a request; one of no bytes was not announced to `buffer`, and is refused."""
+        if model is None:
+            kind = request.WhichOneof("work")
+            self._run(getattr(request, kind).run_id)
+            raise UpdateError(f"the request {kind!r} came without a model")
+        return model
 
     async def _throttled(
         self, work: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs

@@ -144,7 +144,8 @@ class VirtualDevice:
             )
             return link_pb2.Reply(opened=link_pb2.Opened(examples=examples)), None
         if kind == "train_local":
-            assert model is not None
+            if model is None:
+                raise UpdateError("the request 'train_local' came without a model")
             _check_plain(request.train_local.secure)
             run = self.fleet.run(request.train_local.run_id)
             check_gradient_scale(request.train_local.gradient_scale, kept=request.train_local.keep)
@@ -153,7 +154,8 @@ class VirtualDevice:
             trained = await self.fleet.train(training, request.train_local)
             return link_pb2.Reply(trained=trained), training.payload
         if kind == "score":
-            assert model is not None
+            if model is None:
+                raise UpdateError("the request 'score' came without a model")
             _check_plain(request.score.secure)
             run = self.fleet.run(request.score.run_id)
             candidates = [list(mean.of) for mean in request.score.candidates]

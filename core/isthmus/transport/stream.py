@@ -29,9 +29,10 @@ GONE = (
     grpc.aio.AioRpcError,
     grpc.aio.InternalError,
     grpc.aio.UsageError,
+    grpc.aio.AbortError,
     asyncio.InvalidStateError,
 )
-"""Exceptions of gRPC for a stream that is closed or whose peer is gone."""
+"""Exceptions of gRPC for a stream that is closed or aborted, or whose peer is gone."""
 
 
 class Call(Protocol):

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from isthmus.errors import AdmissionRefused, TaskError, UpdateError
+from isthmus.errors import AdmissionRefused, IsthmusError, TaskError, UpdateError
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
@@ -59,6 +59,19 @@ async def test_open_train_close(agent, opening):
     assert reply.WhichOneof("outcome") == "closed"
     with pytest.raises(UpdateError, match=r"^the run 'run' is not open on this device$"):
         agent.buffer(train(), LAYOUT.nbytes)
+
+
+@pytest.mark.parametrize("kind", ["train_local", "score"])
+async def test_work_without_a_model_is_refused_by_name(agent, opening, kind):
+    """The server did not announce a model, so no memory was asked for."""
+    request = link_pb2.Request()
+    getattr(request, kind).run_id = "run"
+    await agent.work(opening(), None, ignore)
+    with pytest.raises(UpdateError, match=f"^the request '{kind}' came without a model$"):
+        await agent.work(request, None, ignore)
+    await agent.work(link_pb2.Request(close=link_pb2.CloseRun(run_id="run")), None, ignore)
+    with pytest.raises(IsthmusError):
+        await agent.work(request, None, ignore)
 
 
 async def test_memory_is_allocated_for_exactly_one_model_of_an_open_run(agent, opening):

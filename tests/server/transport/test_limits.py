@@ -1,6 +1,7 @@
 """Admission to the link, and limits on what each participant may send."""
 
 import asyncio
+import contextlib
 
 import grpc
 import grpc.aio
@@ -110,6 +111,26 @@ async def test_invalid_bytes_end_only_their_own_stream(network, timeouts):
         await timeouts.expire(LEASE)
         assert "raw" not in link.peers
     assert (await link.ask("a", training_request(link))).trained.examples == 4
+
+
+async def test_a_message_to_an_aborted_stream_is_kept_for_the_next_one(network, monkeypatch):
+    """A receipt that was sent while a stream was refused raised an error that nothing handled."""
+    link = await network.listen()
+    sent = asyncio.get_running_loop().create_future()
+
+    async def refuse(stream, context):
+        with contextlib.suppress(grpc.aio.AbortError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "rubbish")
+        receipt = link_pb2.Envelope(receipt=link_pb2.Receipt(id="1"))
+        await stream.spawn(stream.send(receipt))
+        await stream.send_quietly(receipt)
+        sent.set_result(None)
+
+    monkeypatch.setattr(link, "_serve", refuse)
+    async with network.raw_stream() as (call, _, _):
+        assert (await refusal(call))[0] == grpc.StatusCode.INVALID_ARGUMENT
+        async with asyncio.timeout(10):
+            await sent
 
 
 async def test_a_new_stream_of_a_process_replaces_its_older_ones(network):
