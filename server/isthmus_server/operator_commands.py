@@ -174,10 +174,10 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
             json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
         )
         return
-    table = Table("job", "state", "round", "by", "since", box=None)
+    table = Table("job", "state", "round", "by", "since (UTC)", box=None)
     table.add_column("reason", overflow="fold")
     for job in reply.jobs:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted_at))
+        since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(job.submitted_at))
         rounds = f"{job.round} of {job.rounds}"
         reason = job.reason
         if job.next_try:
@@ -239,5 +239,5 @@ def resume(job: str, state: Path) -> None:
 
 
 def _time_of_day(timestamp: float) -> str:
-    """Local time of a next try, which is at most minutes away."""
-    return time.strftime("%H:%M:%S", time.localtime(timestamp))
+    """When a next try is, which is at most minutes away."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(timestamp))

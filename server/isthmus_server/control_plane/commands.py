@@ -149,7 +149,7 @@ def participants(state: Path) -> None:
     """List the participants that have joined."""
     with _registry(state) as registry:
         entries = registry.participants()
-    table = Table("name", "kind", "joined", "certificate until", box=None)
+    table = Table("name", "kind", "joined (UTC)", "certificate until (UTC)", box=None)
     for entry in entries:
         if entry.revoked is not None or entry.not_after is None:
             until = "revoked"
@@ -280,4 +280,4 @@ def _seconds(text: str) -> float:
 
 
 def _date(timestamp: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(timestamp))

@@ -184,7 +184,7 @@ class JobRunner:
         if isinstance(error, ParticipantsMissing):
             connected = list(self.server.link.peers.values())
             self._returns.await_missing(entry.number, error, connected, progressed=progressed)
-        until = time.strftime("%H:%M:%S", time.localtime(paused.next_try))
+        until = time.strftime("%H:%M:%S UTC", time.gmtime(paused.next_try))
         self._print(f"{entry.id} is paused until {until}: {reason}")
 
     def _print(self, line: str) -> None:

@@ -1,9 +1,11 @@
 import contextlib
+import datetime
 import errno
 import io
 import os
 import socket
 import stat
+import time
 
 import grpc
 import grpc.aio
@@ -294,6 +296,26 @@ def test_the_last_port_is_refused_because_joining_needs_the_next(fleet):
     assert str(result.exception) == (
         "--address '127.0.0.1:65535' has no next port, which is needed for joining"
     )
+
+
+@pytest.fixture
+def tokyo(monkeypatch):
+    """A local time nine hours ahead of UTC."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+async def test_participants_are_listed_in_utc(fleet, tokyo):
+    await fleet.listen()
+    await fleet.member("phone-0")
+    (entry,) = fleet.registry().participants()
+    output = CliRunner().invoke(server, ["participants", str(fleet.state)]).output
+    joined = datetime.datetime.fromtimestamp(entry.joined, datetime.UTC)
+    assert "joined (UTC)" in output
+    assert f"{joined:%Y-%m-%d %H:%M}" in output
 
 
 @pytest.mark.parametrize(
