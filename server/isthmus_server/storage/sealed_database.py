@@ -137,10 +137,14 @@ class SealedDatabase:
         database = cls(file, schema)
         if not database.head.exists():
             database.write_head()
-        else:  # after a crash it is one commit behind; otherwise this writes nothing
-            with contextlib.suppress(OSError):
-                database.write_head()
+        else:
+            database.catch_up_head()
         return database
+
+    def catch_up_head(self) -> None:
+        """Bring the head up to date after a crash left it a commit behind, if the disk allows."""
+        with contextlib.suppress(OSError):
+            self.write_head()
 
     def _prepare(self, schema: str) -> None:
         db = self.connection

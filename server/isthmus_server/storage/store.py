@@ -148,7 +148,9 @@ class Store:
         with contextlib.closing(cls.open(directory, check=True)) as checked:
             description = checked.description
         with errors_named(directory):
-            return cls(directory, description, SealedDatabase(directory / "run.sqlite", SCHEMA))
+            log = SealedDatabase(directory / "run.sqlite", SCHEMA)
+            log.catch_up_head()
+            return cls(directory, description, log)
 
     def close(self) -> None:
         """Close the log."""
