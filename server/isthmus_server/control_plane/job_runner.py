@@ -39,7 +39,7 @@ from isthmus_server.storage.events import (
 )
 from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
-from isthmus_server.views.progress import ProgressView
+from isthmus_server.views.progress import ProgressView, waiting_for
 
 _FOLLOW_SECONDS = 0.5
 """Interval in which the log of a followed run is read."""
@@ -340,12 +340,20 @@ class JobRunner:
                         yield attempt_event(record)
             if entry.state in ENDED:
                 yield JobEnded(state=entry.state, reason=entry.reason)
-            if (now := self._hindrance(entry)) is not None and now != shown:
+            now = self._hindrance(entry)
+            if now is not None and not _is_same_wait(now, shown):
                 yield now
             shown = now
             if entry.state in ENDED or not follow:
                 return
             await asyncio.sleep(_FOLLOW_SECONDS)
+
+    def waiting_for(self, entry: QueuedJob) -> str:
+        """What a running job waits for at the moment, in words; empty if for nothing."""
+        now = None if entry.state == "paused" else self._hindrance(entry)
+        if isinstance(now, WaitingForParticipants):
+            return waiting_for(now)
+        return f"waiting: {now.reason}" if isinstance(now, Paused) else ""
 
     def _hindrance(self, entry: QueuedJob) -> Event | None:
         """Why a job does not go on at the moment."""
@@ -365,3 +373,12 @@ class JobRunner:
         finally:
             if store is not None:
                 store.close()
+
+
+def _is_same_wait(now: Event, shown: Event | None) -> bool:
+    """Whether a log has said it already: that more participants are ready is not said again."""
+    if isinstance(now, WaitingForParticipants) and isinstance(shown, WaitingForParticipants):
+        return (now.clients, now.datacenters) == (shown.clients, shown.datacenters)
+    if isinstance(now, Paused) and isinstance(shown, Paused):
+        return (now.round, now.reason) == (shown.round, shown.reason)
+    return now == shown

@@ -88,7 +88,7 @@ class OperatorService:
             reply.jobs.add(
                 id=entry.id,
                 state=entry.state,
-                reason=entry.reason,
+                reason=entry.reason if entry.state != "running" else self.runner.waiting_for(entry),
                 submitted_by=entry.submitted_by,
                 submitted_at=entry.submitted_at,
                 round=await self.runner.progress(entry),

@@ -1,5 +1,6 @@
 """Jobs that cannot go on are paused and tried again; the queue goes on."""
 
+import asyncio
 import contextlib
 import errno
 import sqlite3
@@ -15,7 +16,7 @@ from isthmus.errors import AdmissionRefused, StorageError
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane import job_queue, job_runner
 from isthmus_server.control_plane.job_queue import JobQueue
-from isthmus_server.storage.events import JobPaused
+from isthmus_server.storage.events import JobPaused, RoundCommitted, WaitingForParticipants
 from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.peer import ParticipantListener
@@ -79,6 +80,26 @@ async def test_a_returning_device_ends_a_pause_early_once(operated, monkeypatch)
     assert pauses() == 2
     await operated.dial_device("c")
     await wait_until(lambda: queue.get(id_).state != "paused" or pauses() == 3)
+
+
+async def test_a_running_job_says_what_it_waits_for(operated):
+    await operated.dial_device("a")
+    id_ = await operated.submit(operated.job())
+    events = operated.runner.events(id_, follow=True)
+    assert isinstance(await anext(events), WaitingForParticipants)
+    second = asyncio.create_task(anext(events))
+    await wait_until(lambda: operated.runner._waiting.ready == 1)
+    (job,) = (await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())).jobs
+    assert (job.state, job.round) == ("running", 0)
+    assert "waiting for 3 edge clients" in job.reason
+    assert "1 edge clients are ready" in job.reason
+    operated.gate.set()
+    for name in "bc":
+        await operated.dial_device(name)
+    assert isinstance(await second, RoundCommitted)  # who came meanwhile is not in the log
+    await wait_until(lambda: operated.runner.queue.get(id_).state == "finished")
+    (job,) = (await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())).jobs
+    assert job.reason in ("", "all rounds are done")
 
 
 async def test_a_failed_job_goes_on_when_its_damage_is_repaired(operated):
