@@ -133,7 +133,11 @@ def compare(
     seeds: int,
     json_file: Path | None,
 ) -> None:
-    """Train JOB under several policies and print the results at the same cost."""
+    """Train JOB under several policies and print the results at the same cost.
+
+    Ctrl-C or SIGTERM ends it after the running round, for which it waits up to 30 s. The same
+    command with its --run-dir continues it.
+    """
     from isthmus_server.local.fork_server import ParticipantForkServer
 
     loaded = _loaded(job, overrides)
@@ -147,14 +151,19 @@ def compare(
     # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(ranks=loaded.datacenter.ranks > 0) as fork_server:
         prepare()
-        from isthmus_server.local.compare import compare_policies
+        from isthmus_server.local.compare import PolicyComparison
 
         names = [loaded.strategy.policy]
         names += [name for name in policies.split(",") if name and name not in names]
         base = job.resolve().parent
-        figures = run_until_stopped(
-            compare_policies(loaded, base, directory, names, seeds, Console(), fork_server)
-        )
+        comparison = PolicyComparison(loaded, base, directory, names, seeds)
+        try:
+            figures = run_until_stopped(comparison.run(Console(), fork_server), comparison.leave)
+        except click.Abort:
+            click.echo(
+                f"stopped; the same command with  --run-dir {directory}  continues", err=True
+            )
+            raise
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
 

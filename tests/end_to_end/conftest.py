@@ -114,11 +114,11 @@ lease_seconds = 60
 
 
 class RunProcess:
-    """One `isthmus run` process."""
+    """One process of `isthmus run`, or of another command that trains on this machine."""
 
-    def __init__(self, *arguments: str, cwd: Path) -> None:
+    def __init__(self, *arguments: str, cwd: Path, command: str = "run") -> None:
         environment = {**os.environ, "COLUMNS": "400"}
-        self.process, pipe = forked.start(("run", *arguments), cwd, environment)
+        self.process, pipe = forked.start((command, *arguments), cwd, environment)
         self.stdout = os.fdopen(os.dup(pipe.fileno()), encoding="utf-8")
         pipe.close()
         self.output = ""
@@ -178,8 +178,8 @@ def start(folder: Path) -> Iterator[Any]:
     """Start `isthmus run` processes, which are killed at the end of the test."""
     started: list[RunProcess] = []
 
-    def start_run(*arguments: str) -> RunProcess:
-        started.append(RunProcess(*arguments, cwd=folder))
+    def start_run(*arguments: str, command: str = "run") -> RunProcess:
+        started.append(RunProcess(*arguments, cwd=folder, command=command))
         return started[-1]
 
     yield start_run

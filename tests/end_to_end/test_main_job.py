@@ -55,6 +55,38 @@ def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(
     }
 
 
+def test_an_interrupted_comparison_is_continued_by_the_same_command(
+    folder: Path, start: Any
+) -> None:
+    """It is interrupted in its first round, and gives the figures of one that was not."""
+    gate = folder / "gate"
+    keys = ("budget=8", "strategy.policy=federated", "strategy.schedule=[]", "datacenter.ranks=0")
+    keys += ("task.settings.hold=client-0", f"task.settings.gate={gate}")
+    sets = [word for key in keys for word in ("--set", key)]
+    arguments = ("job.toml", "--policies", "", "--seeds", "2", *sets)
+
+    def compare(name: str) -> Any:
+        where = ("--run-dir", name, "--json", f"{name}.json")
+        return start(*arguments, *where, command="compare")
+
+    whole = compare("whole")
+    assert whole.finish() == 0, whole.output
+    os.mkfifo(gate)
+    parked = compare("parked")
+    with gate.open("w"):  # as soon as client-0 waits in round 1
+        gate.unlink()
+        parked.interrupt()
+        parked.wait_for_line(r"stopping: a running round has 30 s to end")
+    assert parked.finish() == 130
+    assert "stopped; the same command with  --run-dir parked  continues" in parked.output
+    again = compare("parked")
+    assert again.finish() == 0, again.output
+    assert (folder / "parked.json").read_text() == (folder / "whole.json").read_text()
+    other = start(*arguments, "--set", "budget=4", "--run-dir", "parked", command="compare")
+    assert other.finish() == 1
+    assert "has a run of another job; give another directory with --run-dir" in other.output
+
+
 def test_a_device_killed_during_a_round_is_reported_and_rejoins(
     folder: Path, start: Any, report_of: Any
 ) -> None:

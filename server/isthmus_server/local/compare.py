@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.session import running_participants
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
@@ -25,57 +25,85 @@ _UNLIMITED = 1_000_000
 """Maximum number of rounds of a compared run, which ends when its budget is used up."""
 
 
-async def compare_policies(
-    job: Job,
-    base: Path,
-    directory: Path,
-    policies: Sequence[str],
-    seeds: int,
-    console: Console,
-    fork_server: ParticipantForkServer,
-) -> dict[str, Any]:
-    """Run the job under each policy and seed; print and return the results.
+class PolicyComparison:
+    """Runs of one job under several policies and seeds, in a directory each.
 
-    All runs use the same processes, one run after the other.
-
-    Raises:
-        UserError: the job has no budget to compare at.
+    Every run is one that can be continued: the same comparison in the same directory skips runs
+    that are finished, and continues the one that was interrupted.
     """
-    if job.budget is None:
-        raise UserError("a comparison needs a budget: set one in the job, or --set budget=...")
-    torch.set_num_threads(1)
-    link = Link(job.time.lease_seconds)
-    results: dict[str, list[Mapping[str, Any]]] = {policy: [] for policy in policies}
-    current = _CurrentRoster()
-    async with running_participants(job, link, None, directory, fork_server, current.decline):
-        for seed in range(1, seeds + 1):
-            for policy in policies:
-                changes: dict[str, Any] = {"strategy.policy": policy, "seed": seed}
-                if policy != job.strategy.policy:
-                    changes["rounds"] = _UNLIMITED
-                variant = with_changes(job, changes)
-                store = Store.create(directory / f"{policy}-{seed}", variant, base)
-                try:
-                    coordinator = Coordinator(store, link)
-                    current.roster = coordinator.roster
-                    final = await coordinator.run()
-                    spent, rounds = coordinator.state.spent, coordinator.state.round
-                finally:
-                    store.close()
-                results[policy].append({"rounds": rounds, "cost": spent, **final.metrics})
-    console.print(_table(job, results), soft_wrap=False)
-    return {"budget": job.budget, "seeds": seeds, "policies": results}
 
+    def __init__(
+        self, job: Job, base: Path, directory: Path, policies: Sequence[str], seeds: int
+    ) -> None:
+        """Prepare a comparison.
 
-class _CurrentRoster:
-    """Reports failed processes to the roster of the run in progress; processes outlive runs."""
+        Raises:
+            UserError: the job has no budget to compare at.
+        """
+        if job.budget is None:
+            raise UserError("a comparison needs a budget: set one in the job, or --set budget=...")
+        self.job = job
+        self.base = base
+        self.directory = directory
+        self.policies = policies
+        self.seeds = seeds
+        self._coordinator: Coordinator | None = None
+        self._leaving = False
 
-    def __init__(self) -> None:
-        self.roster: ParticipantRoster | None = None
+    async def run(self, console: Console, fork_server: ParticipantForkServer) -> dict[str, Any]:
+        """Run the job under each policy and seed; print and return the results.
 
-    def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
-        if self.roster is not None:
-            self.roster.decline(name, role, reason)
+        All runs use the same processes, one run after the other.
+
+        Raises:
+            UserError: the directory has runs of another job.
+        """
+        torch.set_num_threads(1)
+        job, link = self.job, Link(self.job.time.lease_seconds)
+        results: dict[str, list[Mapping[str, Any]]] = {policy: [] for policy in self.policies}
+        async with running_participants(
+            job, link, None, self.directory, fork_server, self._decline
+        ):
+            for seed in range(1, self.seeds + 1):
+                for policy in self.policies:
+                    results[policy].append(await self._run_one(policy, seed, link))
+        console.print(_table(job, results), soft_wrap=False)
+        return {"budget": job.budget, "seeds": self.seeds, "policies": results}
+
+    def leave(self) -> None:
+        """End `run` after the running round, or at once if there is none."""
+        self._leaving = True
+        if self._coordinator is not None:
+            self._coordinator.drain.request()
+
+    async def _run_one(self, policy: str, seed: int, link: Link) -> Mapping[str, Any]:
+        changes: dict[str, Any] = {"strategy.policy": policy, "seed": seed}
+        if policy != self.job.strategy.policy:
+            changes["rounds"] = _UNLIMITED
+        with contextlib.closing(self._open(f"{policy}-{seed}", changes)) as store, store.locked():
+            coordinator = self._coordinator = Coordinator(store, link)
+            if self._leaving:
+                coordinator.drain.request()
+            final = await coordinator.run()
+            state = coordinator.state
+            return {"rounds": state.round, "cost": state.spent, **final.metrics}
+
+    def _open(self, name: str, changes: Mapping[str, Any]) -> Store:
+        directory, variant = self.directory / name, with_changes(self.job, changes)
+        if not (directory / "job.json").exists():
+            return Store.create(directory, variant, self.base)
+        store = Store.open_to_continue(directory)
+        if store.job != variant:
+            store.close()
+            raise UserError(
+                f"{directory} has a run of another job; give another directory with --run-dir"
+            )
+        return store
+
+    def _decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
+        """Report a failed process to the run in progress; processes outlive runs."""
+        if self._coordinator is not None:
+            self._coordinator.roster.decline(name, role, reason)
 
 
 def _table(job: Job, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
