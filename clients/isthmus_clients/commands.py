@@ -197,6 +197,7 @@ def start(
             tasks=tasks,
             guard=guard,
             host=host,
+            group=limits.privacy.group or "",
         )
         asyncio.run(_serve_until_stopped(server or member.server, agent, member))
 

@@ -35,6 +35,7 @@ from isthmus_privacy.crypto.canonical import (
     nested,
     row,
     tagged_hash,
+    text,
 )
 
 MAX_STARTS = 1 << 12
@@ -100,7 +101,12 @@ class TrainingPurpose(_Purpose):
     """Updates of devices that train from the model of the configuration."""
 
     TAG = "training-purpose"
-    FIELDS = {"run": nested(RunPurpose), "with_gradient": FLAG, "gradient_scale": REAL}
+    FIELDS = {
+        "run": nested(RunPurpose),
+        "with_gradient": FLAG,
+        "gradient_scale": REAL,
+        "group": text(64),
+    }
 
     run: RunPurpose
     with_gradient: bool
@@ -108,6 +114,38 @@ class TrainingPurpose(_Purpose):
     gradient_scale: float = 0.0
     """Factor of the device's mean gradient at the model, which is summed with the update; 0 for
     the update alone."""
+    group: str = ""
+    """The group whose devices alone are in the sum; empty for any devices."""
+
+
+def check_group(group: str, *, own: str, clients_min: int, minimum: int | None) -> None:
+    """Refuse the sum of a group that the device is not in, or of too few devices.
+
+    Args:
+        group: that of the request; empty for a sum of any devices, which other checks bound.
+        own: the group that the device's owner has declared; empty for none.
+        clients_min: least number of devices in the sum, see `RoundConfig`.
+        minimum: `federated.groups.minimum` of the job; None for a job without groups.
+
+    Raises:
+        PeerMisbehaved: the group is another one, or the number is below the minimum.
+    """
+    if not group:
+        return
+    if group != own:
+        declared = f"is in {own!r}" if own else "has declared none"
+        refusal.refuse(
+            "group-differs",
+            f"this request is for the sum of the group {group!r}, and this device {declared} (its "
+            "owner sets [privacy] group in policy.toml)",
+        )
+    if minimum is None or clients_min < minimum:
+        allowed = "has no groups" if minimum is None else f"requires {minimum} (groups.minimum)"
+        refusal.refuse(
+            "group-below-minimum",
+            f"the sum of the group {group!r} may be of {clients_min} devices, and the job that "
+            f"this device has opened {allowed}",
+        )
 
 
 def check_gradient_scale(scale: float, *, kept: bool) -> None:

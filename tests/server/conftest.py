@@ -1,7 +1,7 @@
 """Participants on a real link over loopback, and whole runs with them."""
 
 import pytest
-from tests.server.deployment import Deployment, SimulatedDatacenter
+from tests.server.deployment import NAMES, Deployment, SimulatedDatacenter
 from tests.server.loopback import LoopbackNetwork
 from tests.server.waiting import Timeouts
 
@@ -35,9 +35,9 @@ def deployment(network, make_job, write_task, tmp_path):
 def run_with_datacenter(deployment, network):
     """A run with three devices and a simulated datacenter: its store, coordinator, datacenter."""
 
-    async def run_with_datacenter(*overrides):
-        await deployment.start()
-        settings = ("federated.clients=3", "datacenter.ranks=1", *overrides)
+    async def run_with_datacenter(*overrides, names=NAMES):
+        await deployment.start(names=names)
+        settings = (f"federated.clients={len(names)}", "datacenter.ranks=1", *overrides)
         store = deployment.create_run("run", *settings)
         coordinator = Coordinator(store, deployment.link)
         datacenter = SimulatedDatacenter(coordinator.model.layout)

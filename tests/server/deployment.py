@@ -35,10 +35,10 @@ class FaultyDevice:
     time. Before it trains each device awaits `before_training()`.
     """
 
-    def __init__(self, name, training_lock, faults, before_training, signing_key=None):
+    def __init__(self, name, training_lock, faults, before_training, signing_key=None, group=""):
         """`faults`: the reason of the failure by (round, attempt)."""
         participant = Participant(name=name, regime="federated")
-        self.agent = Agent(participant, None, signing_key=signing_key)
+        self.agent = Agent(participant, None, signing_key=signing_key, group=group)
         self.training_lock = training_lock
         self.faults = faults
         self.before_training = before_training
@@ -128,6 +128,8 @@ class Deployment:
         self._write_task = write_task
         self._folder = folder
         self._training_lock = asyncio.Lock()
+        self.groups = {}
+        """The group of a device by its name, for devices that have declared one."""
         self._signing_keys = {}
         self._stores = []
 
@@ -143,7 +145,8 @@ class Deployment:
         """A device that is not connected; a second one of the name has the key of the first."""
         faults = self.faults.setdefault(name, {})
         key = self._signing_keys.setdefault(name, Ed25519PrivateKey.generate())
-        return FaultyDevice(name, self._training_lock, faults, lambda: self.before_training(), key)
+        wait, group = (lambda: self.before_training()), self.groups.get(name, "")
+        return FaultyDevice(name, self._training_lock, faults, wait, key, group)
 
     def create_run(self, name, *overrides):
         """The store of a new run: three rounds on three devices, with secure aggregation."""

@@ -33,6 +33,8 @@ class ActiveRun:
     purpose: RunPurpose | None = None
     """What the device's sums are for, as far as all requests have it in common; None for a run
     without secure aggregation."""
+    group: str = ""
+    """The group that the device has declared; empty for none."""
 
     @classmethod
     def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
@@ -125,6 +127,18 @@ class ActiveRun:
                 "request is for a secure sum"
             )
         return self.purpose
+
+    def check_group(self, group: str, clients_min: int) -> None:
+        """Refuse a sum of a group, unless it is the device's own and large enough.
+
+        Raises:
+            PeerMisbehaved: see `isthmus_privacy.purpose.check_group`.
+        """
+        from isthmus_privacy.purpose import check_group
+
+        groups = self.job.federated.groups
+        minimum = None if groups is None else groups.minimum
+        check_group(group, own=self.group, clients_min=clients_min, minimum=minimum)
 
     def check_buffered(self) -> None:
         """Refuse a request of the mode `buffered` in a run of another mode.

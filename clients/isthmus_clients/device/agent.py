@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -11,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, JobError, UpdateError
 from isthmus.identity.membership import Membership
-from isthmus.job import read_job
+from isthmus.job import Job, read_job
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.uplink import Uplink
@@ -53,6 +54,7 @@ class Agent:
         tasks: Path | None = None,
         guard: LimitsGuard | None = None,
         host: TaskHost | None = None,
+        group: str = "",
         log_file: Path | None = None,
     ) -> None:
         """Create a device.
@@ -68,12 +70,14 @@ class Agent:
                 path in the request, for a server that started this device itself.
             guard: checks requests against the owner's limits; None allows everything.
             host: runs the task's code; None runs it in this process.
+            group: the group of devices that the owner has declared; empty for none.
             log_file: where this process logs, for failures to name; only for a server that started
                 this device itself.
         """
         self.participant = participant
         self.hours = hours
         self.tasks = tasks
+        self._group = group
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -305,6 +309,7 @@ class Agent:
         self._active = None
         task_delivery.admit_job(work, package, self.tasks, self._guard)
         run = ActiveRun.of(work, self.tasks)
+        run = dataclasses.replace(run, group=self._group_in(run.job))
         self._secure.run_opened(work.run_id)
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):
@@ -313,7 +318,16 @@ class Agent:
         if run.has_app:
             return link_pb2.Reply(opened=link_pb2.Opened())
         opened = link_pb2.Opened(examples=0 if secure else examples, hours=self.hours)
+        if run.job.federated.groups is not None:
+            opened.group = run.group
         return link_pb2.Reply(opened=opened)
+
+    def _group_in(self, job: Job) -> str:
+        """The group that the owner has declared; without an owner's limits, by the job."""
+        groups = job.federated.groups
+        if self._guard is not None or self._group or groups is None:
+            return self._group
+        return groups.of_shard(self.participant.shard)
 
 
 async def serve(uplink: Uplink, agent: Agent) -> None:

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job
+from isthmus.job.federated import GroupName
 from isthmus.job.section import DAYS, Hours, Section, sentences
 from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus_clients.device.package_versions import PackageVersions
@@ -52,6 +53,9 @@ class PrivacyLimits(Section):
     """Let the server select from at most this many times as many of the enrolled devices as the sum
     needs. Fewer protect better against a server that selects colluding devices, and require more
     of the enrolled devices to be available at a time."""
+    group: GroupName | None = None
+    """The group that this device is in: it may take part in secure sums of this group only, over at
+    least `clients_min` honest devices. Default: none, and only in sums of any devices."""
     participations_per_run: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of secure sums of one run that this device begins to take part in. A run's
     comparisons of models are counted apart from its updates."""

@@ -119,16 +119,18 @@ class SecureSessions:
                 cancelled it.
         """
         from isthmus_privacy.purpose import TrainingPurpose
-        from isthmus_privacy.secagg import MEASURING_SLOTS, TRAINING_SLOTS
+        from isthmus_privacy.secagg import MEASURING_SLOTS, TRAINING_SLOTS, RoundConfig
 
         work = request.train_local
         about = (work.run_id, work.round, work.attempt)
-        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient, work.gradient_scale)
-        slots = MEASURING_SLOTS if work.gradient_scale else TRAINING_SLOTS
+        run.check_group(work.group, RoundConfig.from_bytes(work.secure).clients_min)
+        scale, group = work.gradient_scale, work.group
+        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient, scale, group)
+        slots = MEASURING_SLOTS if scale else TRAINING_SLOTS
         attempt = self._propose(about, work.secure, work.model, purpose.hash, slots)
         result = _train_silently(host, request, payload)
         _check_wanted(wanted)
-        layout = run.layout.gradient_and_update if work.gradient_scale else run.layout
+        layout = run.layout.gradient_and_update if scale else run.layout
         return self._join_with_update(attempt, run, layout, result)
 
     def keep(

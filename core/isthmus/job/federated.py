@@ -70,6 +70,33 @@ class Buffer(Section):
         return float((1.0 + stale) ** -self.staleness_exponent)
 
 
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""Name of a group of devices, with the characters of a participant's name."""
+
+
+class Groups(Section):
+    """Groups of devices, whose updates a plan can have summed by group."""
+
+    minimum: Annotated[int, Field(ge=3)] = 10
+    """Least number of devices in the sum of a group; each device checks it. The devices of smaller
+    groups are summed with those without a group."""
+    names: Annotated[tuple[GroupName, ...], Field(max_length=32)] = ()
+    """Groups to sum by themselves. Default: all that owners of devices declare. The devices that
+    `isthmus run` starts are in these groups in turn."""
+
+    def of_shard(self, shard: tuple[int, int] | None) -> str:
+        """The group of a device that `isthmus run` starts, by its index; empty for none.
+
+        >>> Groups(names=("north", "south")).of_shard((3, 8))
+        'south'
+        """
+        return "" if shard is None or not self.names else self.names[shard[0] % len(self.names)]
+
+    def accepts(self, name: str) -> bool:
+        """Whether a declared group may be summed by itself."""
+        return bool(name) and (not self.names or name in self.names)
+
+
 MAX_SECURE_COHORT = 1400
 """Devices of a secure round: the keys of all of them, at most 2.9 KB each, are one message to each
 device, and messages have at most 4 MiB."""
@@ -148,6 +175,8 @@ class FederatedSection(Section):
     """With secure aggregation, the largest weight of a device, in examples."""
     flower: FlowerSection | None = None
     """Aggregate with a strategy of Flower."""
+    groups: Groups | None = None
+    """Let plans have the updates summed by group of devices."""
 
     @model_validator(mode="after")
     def _work_and_quorum_fit(self) -> FederatedSection:
@@ -213,6 +242,23 @@ class FederatedSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_can_be_summed(self) -> FederatedSection:
+        """Sums by group are secure sums of one round's updates."""
+        if self.groups is None:
+            return self
+        if not self.secure_aggregation or self.mode != "rounds" or self.flower is not None:
+            raise ValueError(
+                "groups needs secure_aggregation = true, mode = 'rounds' and no flower; remove "
+                "groups, or change these"
+            )
+        if self.groups.minimum > self.cohort:
+            raise ValueError(
+                f"groups.minimum={self.groups.minimum} is above cohort={self.cohort}, so that no "
+                "group could be summed; lower one or raise the other"
+            )
+        return self
+
     @property
     def concurrency(self) -> int:
         """Devices at work at the same time with mode = "buffered"."""
@@ -244,6 +290,20 @@ class FederatedSection(Section):
             quorum = max(quorum, self._min_secure_quorum(cohort))
         if cohort < quorum:
             raise JobError(f"a cohort of {cohort} devices is below the quorum of {quorum}")
+        return self.model_copy(update={"cohort": cohort, "quorum": quorum})
+
+    def for_group(self, invited: int, *, exact: bool = False) -> FederatedSection | None:
+        """The same for one group of which that many devices are invited.
+
+        The quorum is the same part of the cohort, and at least `groups.minimum`. None if the group
+        is too small to be summed by itself. With `exact`, all of them are to be summed.
+        """
+        assert self.groups is not None
+        cohort = invited if exact else math.floor(invited / self.over_selection + 1e-9)
+        share = -(-self.needed * cohort // self.cohort)
+        quorum = max(share, self.groups.minimum, self._min_secure_quorum(cohort))
+        if cohort < quorum:
+            return None
         return self.model_copy(update={"cohort": cohort, "quorum": quorum})
 
     @staticmethod

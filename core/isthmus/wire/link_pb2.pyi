@@ -184,7 +184,7 @@ class Package(_message.Message):
     def __init__(self, blob: _Optional[_Union[Blob, _Mapping]] = ..., digest: _Optional[bytes] = ..., author: _Optional[bytes] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class TrainLocal(_message.Message):
     WITH_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_SCALE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -201,7 +202,8 @@ class TrainLocal(_message.Message):
     with_gradient: bool
     keep: bool
     gradient_scale: float
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ...) -> None: ...
+    group: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Agree(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "secure", "starts")
@@ -358,12 +360,14 @@ class Reply(_message.Message):
     def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., flower_replied: _Optional[_Union[FlowerReply, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("examples", "hours")
+    __slots__ = ("examples", "hours", "group")
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     HOURS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     examples: int
     hours: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, examples: _Optional[int] = ..., hours: _Optional[_Iterable[str]] = ...) -> None: ...
+    group: str
+    def __init__(self, examples: _Optional[int] = ..., hours: _Optional[_Iterable[str]] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Trained(_message.Message):
     __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile")

@@ -37,6 +37,8 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-model-differs",
     "config-purpose-differs",
     "gradient-scale-invalid",
+    "group-differs",
+    "group-below-minimum",
     "buffered-mode-differs",
     "buffered-starts-invalid",
     "buffered-start-differs",

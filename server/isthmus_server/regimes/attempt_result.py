@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 
 from isthmus_privacy.secagg import GRADIENT_LOST
+from isthmus_server.model import merge
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.base import DatacenterResult, FederatedResult
 from isthmus_server.storage.records import Receipt
-from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 
 
 @dataclasses.dataclass
@@ -34,6 +36,8 @@ class TrainingResult:
     """The same of each datacenter, with its examples; only of plans that need them."""
     gradients: GradientMeasurement | None = None
     """Norms and cosine of the gradients at the round's model, if they were requested."""
+    groups: dict[str, GroupSum] = dataclasses.field(default_factory=dict)
+    """The sum of each group of devices, in a round that was summed by group."""
     earlier: Sequence[Receipt] = ()
     """Receipts of the gradients of datacenters that trained afterwards."""
 
@@ -91,6 +95,25 @@ def vectors_by_name(results: Sequence[DatacenterResult]) -> dict[str, tuple[torc
         for result in results
         if result.vector is not None
     }
+
+
+def group_sums(results: TrainingResult) -> dict[str, GroupSum]:
+    """The figures of each group's sum; empty for a round of one sum."""
+    groups = {} if results.federated is None else results.federated.groups
+    sums = {}
+    for name, result in groups.items():
+        alone = dataclasses.replace(results, federated=result, gradient_by_datacenter={})
+        measured = measured_gradients(alone)
+        update = result.pseudo_gradient
+        sums[name] = GroupSum(
+            devices=sum(receipt.status == "accepted" for receipt in result.receipts),
+            examples=int(result.training["examples"]),
+            loss=result.training.get("loss"),
+            norm=math.sqrt(merge.dot(update, update)),
+            gradient_norm=None if measured is None else measured.devices_norm,
+            cosine=None if measured is None else measured.cosine,
+        )
+    return sums
 
 
 def measured_gradients(results: TrainingResult) -> GradientMeasurement | None:

@@ -53,6 +53,8 @@ class FederatedResult:
     gradient_scale: float = 0.0
     rounding: float = 0.0
     """Bound on the standard deviation of the error of an element, with secure aggregation."""
+    groups: Mapping[str, FederatedResult] = dataclasses.field(default_factory=dict)
+    """The sum of each group by itself, in a round that was summed by group."""
     extension_state: Any = None
     """State of the extension after this attempt; it becomes current when the round commits."""
 
@@ -96,6 +98,10 @@ class AttemptSpec:
     gradient_scale: float = 0.0
     """Factor of the devices' gradients at the start model, which are summed with the updates; 0 for
     the updates alone."""
+    groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Devices of each group, `REST` included, where the cohort is summed by group; else empty."""
+    group_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Factors of the groups' examples in the mean."""
     draw: int = 0
     """Draw in which the devices were selected by their tickets; 0 without tickets."""
     selected_ppm: int = 1_000_000

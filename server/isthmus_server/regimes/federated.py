@@ -17,8 +17,10 @@ from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.round_configs import training_config
 from isthmus_server.storage.records import Receipt
+from isthmus_server.strategy.gradients import REST
 
 
 class FederatedRegime:
@@ -47,6 +49,11 @@ class FederatedRegime:
         result = await self._attempt.run()
         if not spec.gradient_scale:
             return result
+        groups = {name: self._split(one, spec) for name, one in result.groups.items()}
+        return dataclasses.replace(self._split(result, spec), groups=groups)
+
+    def _split(self, result: FederatedResult, spec: AttemptSpec) -> FederatedResult:
+        """The result with the gradient apart from the update."""
         both, size = result.pseudo_gradient, self.context.layout.size
         gradient, update = both[:size], both[size:]
         return dataclasses.replace(
@@ -58,12 +65,24 @@ class FederatedRegime:
             return self.buffered.attempt(spec)
         spec.check_quorum()
         if spec.settings.secure_aggregation:
-            return self._secure_attempt(spec)
+            return self._grouped_attempt(spec) if spec.groups else self._secure_attempt(spec)
         if self.extension is not None:
             return self.extension.attempt(self.context, spec)
         return PlaintextAttempt(self.context, spec, WeightedMeanAggregator(self.context, spec))
 
-    def _secure_attempt(self, spec: AttemptSpec) -> SecureAggregationAttempt:
+    def _grouped_attempt(self, spec: AttemptSpec) -> GroupedAttempt:
+        needed = spec.settings.needed
+        sums = {}
+        for name, devices in spec.groups.items():
+            settings = spec.settings.for_group(len(devices), exact=spec.exact)
+            assert settings is not None  # others are not summed by themselves
+            cohort = {device: spec.cohort[device] for device in devices}
+            part = dataclasses.replace(spec, cohort=cohort, settings=settings, groups={})
+            sums[name] = self._secure_attempt(part, "" if name == REST else name)
+        gate = UnmaskingGate(self.context.unmaskings, len(sums), needed)
+        return GroupedAttempt(sums, spec.group_weights, gate, needed)
+
+    def _secure_attempt(self, spec: AttemptSpec, group: str = "") -> SecureAggregationAttempt:
         def first_request(config: bytes) -> link_pb2.Request:
             work = link_pb2.TrainLocal(
                 run_id=self.context.run_id,
@@ -73,10 +92,13 @@ class FederatedRegime:
                 secure=config,
                 with_gradient=spec.with_gradient,
                 gradient_scale=spec.gradient_scale,
+                group=group,
             )
             return link_pb2.Request(train_local=work)
 
-        purpose = TrainingPurpose(self.context.purpose, spec.with_gradient, spec.gradient_scale)
+        purpose = TrainingPurpose(
+            self.context.purpose, spec.with_gradient, spec.gradient_scale, group
+        )
         config = training_config(self.context, spec, spec.model, purpose.hash)
         return SecureAggregationAttempt(
             self.context, config, spec.model, spec.cohort, first_request, exact=spec.exact

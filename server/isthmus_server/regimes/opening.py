@@ -8,12 +8,14 @@ from pathlib import Path
 from isthmus.errors import IsthmusError, JobError, UpdateError
 from isthmus.job import Job, write_job
 from isthmus.job.section import Hours
+from isthmus.names import is_name
 from isthmus.task import packages
 from isthmus.task.code_digest import code_digest
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.strategy.gradients import REST
 from isthmus_server.transport.peer import Peer
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,18 @@ def check_examples(peer: Peer, opened: link_pb2.Opened) -> None:
     """
     if peer.role == link_pb2.CLIENT and opened.examples > MAX_EXAMPLES:
         raise UpdateError(f"it has {opened.examples} examples; the maximum is {MAX_EXAMPLES}")
+
+
+def group_of(opened: link_pb2.Opened, job: Job) -> str:
+    """The group of a device in a job, `REST` if it is in none.
+
+    Raises:
+        UpdateError: what it declared is not a name.
+    """
+    if opened.group and not is_name(opened.group):
+        raise UpdateError("its group is not 1 to 63 letters, digits, dots, dashes or underscores")
+    groups = job.federated.groups
+    return opened.group if groups is not None and groups.accepts(opened.group) else REST
 
 
 def hours_of(opened: link_pb2.Opened) -> tuple[Hours, ...]:

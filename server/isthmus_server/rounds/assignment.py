@@ -54,6 +54,8 @@ def resolve_plan(
     selected = SelectedCohort({})
     if not datacenter_only:
         selected = cohorts.select(round_, federated, model_hash, busy)
+        if plan.by_group:
+            selected = cohorts.by_group(selected, federated)
     single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
     steps = plan.datacenter_steps or job.datacenter.steps
@@ -67,6 +69,7 @@ def resolve_plan(
         round=round_,
         attempt=attempt,
         cohort=selected.examples,
+        groups=selected.groups,
         draw=selected.draw,
         selected_ppm=selected.selected_ppm,
         shortage=selected.shortage,

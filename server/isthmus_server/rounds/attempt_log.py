@@ -80,6 +80,7 @@ class AttemptLog:
             norms=results.norms,
             cosine=results.cosine,
             gradients=results.gradients,
+            groups=results.groups,
             profile=results.profile,
         )
         state = state.after_round(spec, record, averaged, saved)

@@ -27,7 +27,11 @@ from isthmus_server.storage.records import PlannedAttempt
 from isthmus_server.storage.store import Store
 from isthmus_server.storage.unmasking_log import Unmasking
 from isthmus_server.strategy.device_selection import select_devices
+from isthmus_server.strategy.gradients import REST
 from isthmus_server.transport.enrolment import Enrolments
+
+MAX_GROUPS = 32
+"""Groups in one round: each takes memory for a model, and a row in the log of unmaskings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,9 @@ class SelectedCohort:
     shortage: str = ""
     """Why these are fewer than the round needs, if tickets are the reason."""
     exact: bool = False
-    """Whether only the sum of all of them is allowed."""
+    """Whether only the sum of all of them is allowed, or of all in each group."""
+    groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Devices of each group that is summed by itself, and of the rest; empty for one sum."""
 
 
 class NoAllowedCohort(RoundFailed):
@@ -124,10 +130,40 @@ class CohortSelector:
             return self._usual(round_, ready, settings.invited)
         unmasked = self._unmaskings.about(self._run_id, round_, model_hash)
         return (
-            self._survivors_again(round_, unmasked, ready, settings)
+            self._groups_again(round_, unmasked, ready, settings)
+            or self._survivors_again(round_, unmasked, ready, settings)
             or self._interrupted_again(round_, unmasked, ready, settings)
             or self._secure(round_, unmasked, ready, settings, settings.invited)
         )
+
+    def by_group(self, selected: SelectedCohort, settings: FederatedSection) -> SelectedCohort:
+        """Split a cohort into the groups that are large enough, and the rest.
+
+        Unchanged, with one sum of all devices, if there would be one part only, if the rest is too
+        small to be summed, or if the sum of all has to be repeated.
+        """
+        if selected.exact:
+            return selected
+        parts: dict[str, list[str]] = {}
+        for name in sorted(selected.examples):
+            parts.setdefault(self._roster.clients[name].group, []).append(name)
+        rest = parts.pop(REST, [])
+        by_size = sorted(parts, key=lambda group: (-len(parts[group]), group))
+        for at, group in enumerate(by_size):
+            if at >= MAX_GROUPS or not self._can_be_summed(parts[group], selected, settings):
+                rest += parts.pop(group)
+        if rest and not self._can_be_summed(rest, selected, settings):
+            return selected
+        groups = dict(sorted(parts.items())) | ({REST: sorted(rest)} if rest else {})
+        return dataclasses.replace(selected, groups=groups if len(groups) > 1 else {})
+
+    def _can_be_summed(
+        self, names: Collection[str], selected: SelectedCohort, settings: FederatedSection
+    ) -> bool:
+        part = settings.for_group(len(names))
+        if part is None or self._lottery is None:
+            return part is not None
+        return self._lottery.accepts(names, selected.selected_ppm, part.needed)
 
     def select_for_comparison(
         self, number: int, settings: FederatedSection, models_hash: bytes
@@ -161,6 +197,32 @@ class CohortSelector:
         return waits[needed - 1]
 
     # -- the three cases ---------------------------------------------------------------------------
+
+    def _groups_again(
+        self,
+        round_: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort | None:
+        """Exactly the survivors of the groups that the last attempt has summed."""
+        groups = {} if settings.groups is None else _last_groups(unmasked)
+        names = sorted(_devices_of(list(groups.values())))
+        if not settings.needed <= len(names) or not set(names) <= set(ready):
+            return None
+        draw, selected_ppm = 0, MILLION
+        if self._lottery is not None:
+            sizes = (len(entry.devices) for entry in groups.values())
+            parts = [settings.for_group(size, exact=True) for size in sizes]
+            needed = min(1 if part is None else part.needed for part in parts)
+            draw = unmasked[0].draw
+            again = self._lottery.repeat(round_, names, draw, needed, now=self._clock.utc())
+            if again is None:
+                return None
+            draw, selected_ppm = again.draw, again.selected_ppm
+        devices = {name: sorted(entry.devices) for name, entry in groups.items()}
+        cohort = self._cohort(names, draw, selected_ppm, exact=True)
+        return dataclasses.replace(cohort, groups=devices)
 
     def _survivors_again(
         self,
@@ -218,6 +280,8 @@ class CohortSelector:
         allowed = set(ready) - _devices_of(unmasked)
         if unmasked and len(allowed) < settings.needed:
             absent = [entry.devices - set(ready) for entry in _repeatable(unmasked, settings)]
+            if together := _devices_of(list(_last_groups(unmasked).values())):
+                absent.append(frozenset(together - set(ready)))
             missing = min(absent, key=len, default=())  # the fewest that would allow a cohort
             raise NoAllowedCohort(missing, len(allowed), settings.needed)
         if self._lottery is None:
@@ -256,6 +320,23 @@ class CohortSelector:
 
 def _devices_of(unmasked: Sequence[Unmasking]) -> set[str]:
     return {name for entry in unmasked for name in entry.devices}
+
+
+def _last_groups(unmasked: Sequence[Unmasking]) -> dict[str, Unmasking]:
+    """The sums of the groups of the last attempt, if their devices are in no other sum."""
+    if not unmasked or not unmasked[0].group:
+        return {}
+    last = unmasked[0]
+    groups = {
+        entry.group: entry
+        for entry in unmasked
+        if (entry.round, entry.attempt) == (last.round, last.attempt) and entry.group
+    }
+    for other in unmasked:
+        for entry in groups.values():
+            if other.devices & entry.devices and (other.refused or other.devices != entry.devices):
+                return {}
+    return groups
 
 
 def _repeatable(unmasked: Sequence[Unmasking], settings: FederatedSection) -> list[Unmasking]:

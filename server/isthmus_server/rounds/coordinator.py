@@ -284,6 +284,7 @@ class Coordinator:
             clients_ineligible=len(self.roster.clients) - available,
             seconds_until_quorum=self._cohorts.seconds_until_quorum(),
             datacenters=self.roster.datacenters,
+            groups=self.roster.groups(),
             model_bytes=self.model.layout.nbytes,
             now=self.clock.utc(),
             elapsed=self.clock.now() - self._began,

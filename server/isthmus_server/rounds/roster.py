@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from isthmus.job.section import Hours
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.call import CallFailed, call
-from isthmus_server.regimes.opening import check_examples, hours_of, installed_package
+from isthmus_server.regimes.opening import check_examples, group_of, hours_of, installed_package
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.storage.events import (
     Event,
@@ -27,6 +28,7 @@ from isthmus_server.storage.events import (
     ParticipantReady,
     WaitingForParticipants,
 )
+from isthmus_server.strategy.gradients import REST
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import ParticipantListener, Peer
 
@@ -43,6 +45,8 @@ class ReadyParticipant:
     """Size of its own training data."""
     hours: tuple[Hours, ...] = ()
     """When it accepts invitations; empty for always."""
+    group: str = REST
+    """The group that its owner has declared, if the job sums that by itself."""
 
 
 class ParticipantRoster(ParticipantListener):
@@ -129,6 +133,12 @@ class ParticipantRoster(ParticipantListener):
     def available(self) -> list[str]:
         """Ready devices that may be invited now."""
         return [name for name in self.clients if self.seconds_until_available(name) <= 0]
+
+    def groups(self) -> dict[str, int]:
+        """Ready devices that may be invited now, by group; empty for a job without groups."""
+        if self._job.federated.groups is None:
+            return {}
+        return dict(sorted(Counter(self.clients[name].group for name in self.available()).items()))
 
     def seconds_until_available(self, name: str) -> float:
         """Seconds until a ready device may be invited: 0 now, infinity never."""
@@ -328,13 +338,14 @@ class ParticipantRoster(ParticipantListener):
             async with call(self._link, peer.name, request, "opened") as reply:
                 check_examples(peer, reply.opened)
                 hours = hours_of(reply.opened)
+                group = group_of(reply.opened, self._job)
         except CallFailed as failed:
             if failed.status == "rejected":  # a participant that was lost is asked when it returns
                 self.decline(peer.name, peer.role, failed.reason)
             return
-        ready = ReadyParticipant(peer.name, peer.instance, reply.opened.examples, hours)
-        group = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
-        group[peer.name] = ready
+        ready = ReadyParticipant(peer.name, peer.instance, reply.opened.examples, hours, group)
+        side = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
+        side[peer.name] = ready
         self._publish(ParticipantReady(participant=peer.name, examples=ready.examples))
         self._changed.set()
 

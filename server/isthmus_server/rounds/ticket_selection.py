@@ -84,6 +84,13 @@ class TicketLottery:
                 break
         return selection
 
+    def accepts(self, names: Collection[str], selected_ppm: int, needed: int) -> bool:
+        """Whether devices accept that share of all for a sum over at least `needed` of them."""
+        enrolments = self._enrolments.current
+        found = [enrolments[name].population for name in names if name in enrolments]
+        population = max(found, default=1)
+        return selected_ppm <= largest_share(SELECTION_SLACK, needed, population)
+
     def restate(self, names: Collection[str], draw: int, needed: int) -> TicketSelection | None:
         """The selection of exactly these devices in an earlier draw, or None if it is not valid."""
         selection = self._draw(draw, names, len(names), needed)

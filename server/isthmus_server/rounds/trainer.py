@@ -25,6 +25,7 @@ from isthmus_server.model.mmap_buffer import LARGE_BYTES
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.attempt_result import (
     TrainingResult,
+    group_sums,
     measured_gradients,
     vectors_by_name,
     with_earlier,
@@ -178,6 +179,8 @@ class Trainer:
             start=None if self._federated.extension is None else self._model.vector,
             with_gradient=spec.transfers,
             gradient_scale=scale,
+            groups=spec.groups,
+            group_weights=spec.plan.group_weights,
             draw=spec.draw,
             selected_ppm=spec.selected_ppm,
             shortage=spec.shortage,
@@ -272,6 +275,7 @@ class Trainer:
         """
         plan, model = spec.plan, self._model
         results.gradients = measured_gradients(results)
+        results.groups = group_sums(results)
         extension = self._federated.extension
         state = None if results.federated is None else results.federated.extension_state
         if extension is not None and state is not None:

@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 from isthmus.errors import DamagedError
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
-from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import Comparison, Kind, PastRound
 
 Status = Literal["accepted", "rejected", "dropped"]
@@ -269,6 +269,8 @@ class RoundRecord(AttemptRecord):
     """Cosine between the two pseudo-gradients of a hybrid round."""
     gradients: GradientMeasurement | None = None
     """Gradients at the model that the round started from, if the plan requested them."""
+    groups: Mapping[str, GroupSum] = dataclasses.field(default_factory=dict)
+    """The sum of each group of devices, if the round was summed by group."""
     profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Rates and memory of each datacenter's ranks, by its name."""
 
@@ -307,6 +309,7 @@ class RoundRecord(AttemptRecord):
             norms=dict(self.norms),
             cosine=self.cosine,
             gradients=self.gradients,
+            groups=dict(self.groups),
             comparisons=[
                 comparison.result
                 for comparison in self.comparisons

@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS unmaskings (
     run_id TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL,
     model_hash TEXT NOT NULL, draw INTEGER NOT NULL, devices TEXT NOT NULL,
-    refused INTEGER NOT NULL
+    sum_group TEXT NOT NULL, refused INTEGER NOT NULL
 );
 """
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sqlite3
+from collections.abc import Sequence
 
 from isthmus_server.storage.sealed_database import SealedDatabase
 
@@ -30,6 +32,8 @@ class Unmasking:
     """Draw of the lottery in which they were selected; 0 without one."""
     devices: frozenset[str]
     """The survivors; after a refusal, the device that refused."""
+    group: str = ""
+    """The group that they were summed as; empty for a sum of any devices."""
     refused: bool = False
     """A device refused because of a sum that is not in this log; its survivors are unknown."""
 
@@ -48,8 +52,8 @@ class UnmaskingLog:
         if self._known is None:
             assert self._db is not None
             rows = self._db.execute(
-                "SELECT run_id, round, attempt, model_hash, draw, devices, refused FROM unmaskings "
-                "ORDER BY rowid"
+                "SELECT run_id, round, attempt, model_hash, draw, devices, sum_group, refused "
+                "FROM unmaskings ORDER BY rowid"
             )
             self._known = [
                 Unmasking(
@@ -59,23 +63,38 @@ class UnmaskingLog:
                     model_hash=bytes.fromhex(model_hash),
                     draw=draw,
                     devices=frozenset(json.loads(devices)),
+                    group=group,
                     refused=bool(refused),
                 )
-                for run_id, round_, attempt, model_hash, draw, devices, refused in rows
+                for run_id, round_, attempt, model_hash, draw, devices, group, refused in rows
             ]
         return self._known
 
-    def add(self, entry: Unmasking) -> None:
-        """Store an entry; it is on disk when this returns.
+    def add(self, *entries: Unmasking) -> None:
+        """Store entries, all or none; they are on disk when this returns.
 
         Raises:
-            OSError, sqlite3.Error: it cannot be stored.
+            OSError, sqlite3.Error: they cannot be stored.
         """
-        if entry in self._entries:
+        new = [entry for entry in entries if entry not in self._entries]
+        if not new:
             return
         if self._log is not None and self._db is not None:
-            self._db.execute(
-                "INSERT INTO unmaskings VALUES (?, ?, ?, ?, ?, ?, ?)",
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._insert(self._db, new)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            self._log.write_head()
+        self._known = [*self._entries, *new][-KEPT:]
+
+    def _insert(self, db: sqlite3.Connection, entries: Sequence[Unmasking]) -> None:
+        for entry in entries:
+            db.execute(
+                "INSERT INTO unmaskings VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     entry.run_id,
                     entry.round,
@@ -83,16 +102,15 @@ class UnmaskingLog:
                     entry.model_hash.hex(),
                     entry.draw,
                     json.dumps(sorted(entry.devices)),
+                    entry.group,
                     entry.refused,
                 ),
             )
-            if len(self._entries) >= KEPT:
-                self._db.execute(
-                    "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
-                    (KEPT,),
-                )
-            self._log.write_head()
-        self._known = [*self._entries[-KEPT + 1 :], entry]
+        if len(self._entries) + len(entries) > KEPT:
+            db.execute(
+                "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
+                (KEPT,),
+            )
 
     def about(self, run_id: str, round_: int, model_hash: bytes | None) -> list[Unmasking]:
         """Entries for the model in any round, or for the round with any model; newest first."""

@@ -11,6 +11,7 @@ import json
 import math
 
 from isthmus.errors import JobError
+from isthmus_server.strategy.gradients import REST
 from isthmus_server.strategy.policy import (
     CURRENT,
     INITIAL,
@@ -105,7 +106,29 @@ def _problem_with_plan(plan: Plan, observation: Observation) -> str:
             'which measures gradients, and with federated.mode="buffered" or federated.flower '
             "devices cannot do that (Observation.can_measure_gradients)"
         )
-    return _problem_with_kept_models(plan, observation)
+    return _problem_with_groups(plan, observation) or _problem_with_kept_models(plan, observation)
+
+
+def _problem_with_groups(plan: Plan, observation: Observation) -> str:
+    if not isinstance(plan.by_group, bool):
+        return "whose by_group is neither True nor False"
+    if plan.by_group and plan.regime == "datacenter":
+        return "which sums devices by group in a round without devices"
+    if plan.by_group and not observation.can_sum_by_group:
+        return "which sums devices by group, and the job has no [federated.groups]"
+    weights = plan.group_weights
+    if weights and not plan.by_group:
+        return "which weighs groups in a round that is not summed by group"
+    unknown = sorted(set(weights) - set(observation.groups) - {REST})
+    if unknown:
+        known = ", ".join(observation.groups) or "none"
+        return f"which weighs the group {unknown[0]!r}, where devices have declared: {known}"
+    for name, weight in weights.items():
+        if not _is_number(weight, minimum=0.0):
+            return f"whose weight of the group {name!r} is not a number from 0"
+    if weights and not any(weights.get(name, 1.0) > 0 for name in (*observation.groups, REST)):
+        return "which gives the weight 0 to each group"
+    return ""
 
 
 def _problem_with_datacenter_weights(plan: Plan, observation: Observation) -> str:

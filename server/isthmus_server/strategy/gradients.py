@@ -1,9 +1,30 @@
-"""Measured gradients at the model that a round starts from, as policies and reports see them."""
+"""Measured gradients and sums of groups of devices, as policies and reports see them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+
+REST = "*"
+"""Name of the sum of the devices whose group is not summed by itself, or that have none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupSum:
+    """The sum of one group of devices."""
+
+    devices: int
+    """Updates in it, at least `federated.groups.minimum`."""
+    examples: int
+    """Its weight in the mean, unless the plan weighs the groups."""
+    loss: float | None
+    """Mean training loss over its examples."""
+    norm: float
+    """2-norm of its mean update."""
+    gradient_norm: float | None = None
+    """2-norm of its mean gradient at the round's model, if that was measured with a small error."""
+    cosine: float | None = None
+    """Cosine of that with the datacenters' mean gradient; None if one is missing or zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ def observe(
     state: Mapping[str, Any],
     clients_ready: int,
     datacenters: Collection[str],
+    groups: Mapping[str, int] | None = None,
     clients_ineligible: int = 0,
     seconds_until_quorum: float | None = None,
     model_bytes: int,
@@ -51,6 +52,7 @@ def observe(
         seconds_until_quorum: seconds until enough of both for a quorum may be invited; None if
             never.
         datacenters: names of the datacenters that have opened the run.
+        groups: devices that may be invited, by group.
         model_bytes: size of the encoded model.
         now: seconds since 1970, UTC.
         elapsed: duration of the run in seconds.
@@ -77,6 +79,8 @@ def observe(
         datacenter_steps=job.datacenter.steps,
         merge=job.strategy.merge,
         can_measure_gradients=job.federated.mode == "rounds" and job.federated.flower is None,
+        can_sum_by_group=job.federated.groups is not None,
+        groups=dict(groups or {}),
         client_price=job.prices.client_update,
         step_price=job.prices.datacenter_step,
         comparison_price=job.prices.client_evaluation,
@@ -132,6 +136,7 @@ def _copy_of(past: PastRound) -> PastRound:
         training={name: dict(figures) for name, figures in past.training.items()},
         norms=dict(past.norms),
         gradients=copy.deepcopy(past.gradients),
+        groups=dict(past.groups),
         comparisons=copy.deepcopy(past.comparisons),
     )
 

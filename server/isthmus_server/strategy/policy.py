@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol
 
 from isthmus.job import StrategySection, parse_settings
 from isthmus.job.section import S, Section
-from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 
 Kind = Literal["datacenter", "federated", "hybrid"]
 KINDS: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
@@ -135,6 +135,9 @@ class PastRound:
     """Cosine between the two pseudo-gradients of a hybrid round."""
     gradients: GradientMeasurement | None = None
     """Gradients at the model that the round started from; None unless the plan requested them."""
+    groups: Mapping[str, GroupSum] = dataclasses.field(default_factory=dict)
+    """The sum of each group of devices, if the plan was `by_group` and they could be summed so;
+    `REST` is that of all other devices."""
     comparisons: Sequence[Comparison] = ()
     """Comparisons that the policy requested before it planned the round."""
     elapsed: float = 0.0
@@ -194,6 +197,10 @@ class Observation:
     """How a hybrid round merges the two sides, unless the plan overrides it."""
     can_measure_gradients: bool = True
     """Whether a plan may set `measure_gradients`: not in buffered mode, nor with Flower."""
+    can_sum_by_group: bool = False
+    """Whether a plan may set `by_group`: the job has `federated.groups`."""
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Devices that may be invited now, by the group that they have declared; `REST` for none."""
     client_price: float = 1.0
     """Price of one device taking part in a round."""
     step_price: float = 0.01
@@ -296,6 +303,11 @@ class Plan:
     """Have devices send their mean gradient at the round's model, summed like their updates, and
     datacenters compute theirs over `datacenter_steps` batches; see `PastRound.gradients`. It
     doubles the devices' uploads."""
+    by_group: bool = False
+    """Have the devices of each group summed by themselves; see `PastRound.groups`. Groups that are
+    too small are summed with `REST`, and if that is too small, there is one sum of all devices."""
+    group_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Factor of a group's examples in the mean of the groups, by its name; 1 for the others."""
     keep: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Models to keep when the round is committed: a name of the policy's choice, mapped to current
     or served. At most four are kept; a repeated name replaces its model, and "" drops it."""

@@ -20,6 +20,8 @@ class RoundSpec:
     attempt: int
     cohort: Mapping[str, int]
     """Invited devices, with the examples they declared; empty in a datacenter round."""
+    groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Devices of each group that is summed by itself, and of the rest; empty for one sum."""
     draw: int = 0
     """Draw of the lottery in which the devices were selected; 0 without one."""
     selected_ppm: int = 1_000_000

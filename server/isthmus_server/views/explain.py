@@ -20,7 +20,7 @@ from isthmus_server.storage.records import (
 )
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision
-from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import Kind
 
 RECENT = 5
@@ -38,6 +38,7 @@ class RecentRound(Record):
     norms: Mapping[str, float]
     cosine: float | None
     gradients: GradientMeasurement | None
+    groups: Mapping[str, GroupSum]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,7 @@ def _recent(committed: Sequence[RoundRecord]) -> list[RecentRound]:
             norms=record.norms,
             cosine=record.cosine,
             gradients=record.gradients,
+            groups=record.groups,
         )
         for record in committed[-RECENT:]
     ]

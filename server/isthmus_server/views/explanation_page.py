@@ -11,7 +11,7 @@ from rich.text import Text
 
 from isthmus_server.storage.records import FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
-from isthmus_server.strategy.gradients import GradientMeasurement
+from isthmus_server.strategy.gradients import REST, GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,
@@ -92,6 +92,9 @@ def _observed(explained: ExplainedDecision) -> Iterator[tuple[str, str]]:
         ready += f" ({observation.clients_ineligible} more may not be asked now)"
     cohort = f"a federated round invites {observation.invited()} and needs {observation.quorum}"
     yield "here", f"{ready}; {cohort}"
+    if observation.groups:
+        counts = observation.groups.items()
+        yield "groups", ", ".join(f"{_group(name)}: {count}" for name, count in counts)
     yield from _labelled("forecast", [_window(side, observation) for side in _SIDES])
     kinds: tuple[Kind, ...] = ("datacenter", "federated", "hybrid")
     prices = ", ".join(f"{kind} {observation.price(kind):g}" for kind in kinds)
@@ -140,6 +143,7 @@ def _past(explained: ExplainedDecision) -> list[str]:
         cosine = "" if past.cosine is None else f", cosine of both sides {past.cosine:.2f}"
         lines.append(f"round {past.round}, {past.regime}: held-out {metrics}{cosine}")
         lines += [f"  {_gradients(past.gradients)}"] if past.gradients is not None else []
+        lines += [f"  {line}" for line in _groups(past.groups)]
     return lines
 
 
@@ -223,6 +227,12 @@ def _planned(explained: ExplainedDecision) -> list[str]:
         f"the weight of {name} is {weight:.3g}" if weight else f"{name} is left out"
         for name, weight in sorted(plan.datacenter_weights.items())
     ]
+    if plan.by_group:
+        lines.append("each group of devices is summed by itself, if it is large enough")
+    lines += [
+        f"the weight of {_group(name)} is {weight:.3g} times its examples"
+        for name, weight in sorted(plan.group_weights.items())
+    ]
     if plan.measure_gradients:
         lines.append("both sides measure their gradients at the model that the round starts from")
     if plan.start != CURRENT:
@@ -254,6 +264,7 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
         lines.append(", ".join([*parts, duration, moved]))
         lines += [record.unusable] if record.unusable else []
         lines += [_gradients(record.gradients)] if record.gradients is not None else []
+        lines += _groups(record.groups)
         if record.metrics:
             change = _change(before, record.metrics)
             lines.append(f"held-out {format_metrics(record.metrics)}{change}")
@@ -287,6 +298,27 @@ def _gradients(measured: GradientMeasurement) -> str:
         for name, figures in sorted(measured.datacenters.items())
     )
     return f"{sentence}; of the datacenters {', '.join(each)}"
+
+
+def _groups(sums: Mapping[str, GroupSum]) -> list[str]:
+    """A line for the sum of each group.
+
+    >>> _groups({REST: GroupSum(devices=5, examples=60, loss=1.25, norm=2.0, cosine=0.5)})
+    ['the other devices: 5 updates, 60 examples, loss 1.25, update 2, cosine 0.50']
+    """
+    lines = []
+    for name, one in sums.items():
+        parts = [f"{one.devices} updates", f"{one.examples} examples"]
+        parts += [f"loss {one.loss:.4g}"] if one.loss is not None else []
+        parts.append(f"update {one.norm:.4g}")
+        parts += [f"gradient {one.gradient_norm:.4g}"] if one.gradient_norm is not None else []
+        parts += [f"cosine {one.cosine:.2f}"] if one.cosine is not None else []
+        lines.append(f"{_group(name)}: {', '.join(parts)}")
+    return lines
+
+
+def _group(name: str) -> str:
+    return "the other devices" if name == REST else f"group {name}"
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:

@@ -79,6 +79,21 @@ def test_a_wrong_key_or_value_is_one_sentence(override, sentence):
             "job: federated: quorum=9 is above cohort=8; lower one or raise the other",
         ),
         (
+            ["federated.groups={minimum=9}"],
+            "job: federated: groups.minimum=9 is above cohort=8, so that no group could be summed; "
+            "lower one or raise the other",
+        ),
+        (
+            ["federated.groups={}", "federated.cohort=20", "federated.secure_aggregation=false"],
+            "job: federated: groups needs secure_aggregation = true, mode = 'rounds' and no "
+            "flower; remove groups, or change these",
+        ),
+        (
+            ["federated.groups={}", "federated.cohort=20", "federated.mode=buffered"],
+            "job: federated: groups needs secure_aggregation = true, mode = 'rounds' and no "
+            "flower; remove groups, or change these",
+        ),
+        (
             ["federated.local_epochs=1", "federated.local_steps=1"],
             "job: federated: set local_epochs or local_steps, not both",
         ),
@@ -210,6 +225,22 @@ def test_a_secure_cohort_that_no_message_holds_is_refused_when_the_job_is_loaded
     with pytest.raises(JobError, match=f"cohort={limit + 1} is above {limit}"):  # of a policy
         secure.for_cohort(limit + 1)
     assert parse_job(SMALLEST, [f"federated.cohort={limit + 1}", PLAIN])
+
+
+@pytest.mark.parametrize(
+    ("invited", "exact", "expected"),
+    [
+        (39, False, (30, 24)),  # the same part of the cohort as the job's quorum
+        (13, False, (10, 10)),  # the minimum
+        (12, False, None),  # 9 would be summed
+        (12, True, (12, 10)),
+    ],
+)
+def test_a_group_has_a_quorum_of_its_own(invited, exact, expected):
+    settings = ("federated.cohort=100", "federated.quorum=80", "federated.over_selection=1.3")
+    job = parse_job(SMALLEST, [*settings, "federated.groups={minimum=10}"])
+    part = job.federated.for_group(invited, exact=exact)
+    assert (None if part is None else (part.cohort, part.needed)) == expected
 
 
 def test_with_changes_does_not_modify_the_original():

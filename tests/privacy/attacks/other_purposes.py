@@ -14,6 +14,7 @@ from isthmus_privacy.purpose import (
     RunPurpose,
     TrainingPurpose,
     check_gradient_scale,
+    check_group,
 )
 
 
@@ -83,6 +84,31 @@ def a_gradient_times_a_negative_number():
 @expect_refusal("gradient-scale-invalid")
 def a_gradient_that_is_not_bound_with_a_kept_update():
     check_gradient_scale(1.0, kept=True)
+
+
+@expect_refusal("config-purpose-differs")
+def all_others_are_a_group():
+    sum_with(TrainingPurpose(RUN, with_gradient=False, group="north"))
+
+
+@expect_refusal("group-differs")
+def the_sum_of_a_group_that_the_device_is_not_in():
+    check_group("north", own="south", clients_min=20, minimum=10)
+
+
+@expect_refusal("group-differs")
+def the_sum_of_a_group_without_having_declared_one():
+    check_group("north", own="", clients_min=20, minimum=10)
+
+
+@expect_refusal("group-below-minimum")
+def a_group_of_fewer_devices_than_the_job_says():
+    check_group("north", own="north", clients_min=9, minimum=10)
+
+
+@expect_refusal("group-below-minimum")
+def a_group_in_a_job_without_groups():
+    check_group("north", own="north", clients_min=20, minimum=None)
 
 
 @expect_refusal("config-purpose-differs")

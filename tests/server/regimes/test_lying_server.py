@@ -253,6 +253,69 @@ async def test_a_device_refuses_a_buffer_of_updates_that_are_too_old(buffer, rem
     )
 
 
+# -- groups ----------------------------------------------------------------------------------------
+
+
+GROUPS = {"federated.groups": {"minimum": 4}}
+
+
+def sum_of_group(server, opening, blob, group, clients_min):
+    """A request for the sum of a group, with a configuration that fits it."""
+    context = FederatedContext(server.link, server.run.job, opening, LAYOUT, server.run.directory)
+    config = RoundConfig(
+        run_id="run",
+        round=1,
+        attempt=1,
+        model_hash=blob.sha256,
+        purpose=TrainingPurpose(context.purpose, with_gradient=False, group=group).hash,
+        size=LAYOUT.size,
+        slots=TRAINING_SLOTS,
+        clients_max=5,
+        clients_min=clients_min,
+    )
+    return link_pb2.TrainLocal(
+        run_id="run", round=1, attempt=1, model=blob, secure=config.to_bytes(), group=group
+    )
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.parametrize(
+    ("declared", "group", "clients_min", "code", "sentence"),
+    [
+        ("south", "north", 4, "group-differs", "'north', and this device is in 'south'"),
+        ("", "north", 4, "group-differs", "this device has declared none"),
+        (
+            "north",
+            "north",
+            3,
+            "group-below-minimum",
+            "that this device has opened requires 4",
+        ),
+    ],
+)
+async def test_a_device_is_summed_in_its_own_group_only_and_with_the_minimum(
+    server, declared, group, clients_min, code, sentence, removed
+):
+    server.run.devices[VICTIM].agent._group = declared
+    opening = await server.open(VICTIM, with_changes(server.run.job, GROUPS))
+    blob = server.published(torch.zeros(LAYOUT.size))
+    work = sum_of_group(server, opening, blob, group, clients_min)
+    await expect_refusal(code, sentence, lambda: server.ask(VICTIM, train_local=work), removed)
+
+
+async def test_a_group_of_one_job_is_not_one_of_a_job_without_the_same_minimum(server):
+    """The minimum is in the job, whose hash all devices of a sum sign."""
+    openings = {}
+    for name in NAMES:
+        server.run.devices[name].agent._group = "north"
+        groups = GROUPS if name == VICTIM else {"federated.groups": {"minimum": 3}}
+        openings[name] = await server.open(name, with_changes(server.run.job, groups))
+    blob = server.published(torch.zeros(LAYOUT.size))
+    work = sum_of_group(server, openings["a" if VICTIM != "a" else "b"], blob, "north", 4)
+    reply = await server.ask(VICTIM, train_local=work)
+    assert "this sum is for other work" in reply.failure.reason
+
+
 # -- owners' limits --------------------------------------------------------------------------------
 
 

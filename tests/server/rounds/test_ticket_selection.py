@@ -117,3 +117,11 @@ def test_in_a_small_fleet_everyone_is_eligible(devices):
     selection = select(TicketLottery(fleet), available=NAMES[:devices], needed=devices)
     assert selection.names == NAMES[:devices]
     assert time.time() > NOW or selection.draw == NOW
+
+
+def test_a_share_is_accepted_for_the_sum_of_a_group_only_if_it_holds_few_enough():
+    lottery = TicketLottery(LargeFleet(10_000))
+    allowed = largest_share(10, 20, 10_000)
+    assert lottery.accepts(NAMES, allowed, 20)
+    assert not lottery.accepts(NAMES, allowed + 1, 20)
+    assert not lottery.accepts(NAMES, allowed, 19)

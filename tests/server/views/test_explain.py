@@ -116,6 +116,7 @@ def test_comparisons_windows_waits_and_the_parts_of_a_plan_are_shown(make_job, t
         seconds_left=7200.0,
         bytes_left=3e6,
         models=("current", "served", "initial", "warm", "cold"),
+        groups={"north": 6, "*": 2},
     )
     plan = Plan(
         "hybrid",
@@ -124,6 +125,9 @@ def test_comparisons_windows_waits_and_the_parts_of_a_plan_are_shown(make_job, t
         start="warm",
         reset_optimizer=True,
         step_scale=0.5,
+        datacenter_weights={"dc": 0.25, "east": 0.0},
+        by_group=True,
+        group_weights={"north": 2.0, "*": 0.5},
         keep={"best": "served", "warm": ""},
     )
     planned = planned_attempt(
@@ -149,7 +153,11 @@ def test_comparisons_windows_waits_and_the_parts_of_a_plan_are_shown(make_job, t
         "waited 10 min: the devices sleep",
         "kept models warm, cold",
         "what the job's limits changed waited 2 h: the window is closed",
-        "merged by merge='projected' from the model 'warm' the server optimizer begins anew "
+        "groups group north: 6, the other devices: 2",
+        "merged by merge='projected' the weight of dc is 0.25 east is left out each group of "
+        "devices is summed by itself, if it is large enough the weight of the other devices is 0.5 "
+        "times its examples the weight of group north is 2 times its examples",
+        "from the model 'warm' the server optimizer begins anew "
         "the step is scaled by 0.5 'served' is kept as 'best' 'warm' is not kept on",
         "what came of it it was not finished",
     ):

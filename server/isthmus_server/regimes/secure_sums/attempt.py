@@ -37,6 +37,7 @@ from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
+from isthmus_server.storage.unmasking_log import Unmasking
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -101,11 +102,17 @@ class SecureAggregationAttempt:
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._adding = asyncio.Lock()
 
-    async def run(self, deadline: float | None = None) -> FederatedResult:
+    async def run(
+        self,
+        deadline: float | None = None,
+        *,
+        before_unmasking: Callable[[Unmasking], Awaitable[None]] | None = None,
+    ) -> FederatedResult:
         """Run all steps; returns the mean of the survivors' vectors.
 
         `deadline` (loop time) is the end of the round, which limits the training; without one, a
         round's time from now. `StepLimits` has the limits of the steps after training.
+        `before_unmasking` stores the entry for the log of unmaskings; None stores it at once.
 
         Raises:
             AttemptFailed: too few devices were left at some step, or had a usable vector.
@@ -137,7 +144,10 @@ class SecureAggregationAttempt:
             names = session.missing  # all survivors: none has signed yet
             await self._short_step("signing", {"survivors": survivors}, self._take_signature)
             signatures = session.finish_consistency_check().to_bytes()
-            self._unmaskings.note(names)
+            if before_unmasking is None:
+                self._unmaskings.note(names)
+            else:
+                await before_unmasking(self._unmaskings.entry(names))
             await self._short_step(
                 "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
             )

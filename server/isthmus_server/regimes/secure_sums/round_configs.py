@@ -75,16 +75,17 @@ class AttemptUnmaskings:
 
     def note(self, survivors: Collection[str]) -> None:
         """Store that these devices may unmask the sum; called before they are asked to."""
-        self._log.add(self._entry(survivors))
+        self._log.add(self.entry(survivors))
 
     def note_refusal(self, name: str) -> None:
         """Store that a device has unmasked a sum of this model, unless the log has that sum."""
         config = self._config
         known = self._log.about(config.run_id, config.round, config.model_hash)
         if not any(name in entry.devices for entry in known):
-            self._log.add(dataclasses.replace(self._entry([name]), refused=True))
+            self._log.add(dataclasses.replace(self.entry([name]), refused=True))
 
-    def _entry(self, devices: Collection[str]) -> Unmasking:
+    def entry(self, devices: Collection[str]) -> Unmasking:
+        """The entry for a sum that these devices may unmask."""
         return Unmasking(
             run_id=self._config.run_id,
             round=self._config.round,

@@ -1,0 +1,217 @@
+"""A federated attempt that sums the updates of each group of devices by itself.
+
+Each group is a secure sum of its own: its masks, its survivors, its quorum. All groups have the
+same attempt number, and a device is in one of them, so the rule of one survivor set for each model
+holds for every device as it does for a single sum.
+
+No group is unmasked before all have signed their survivors or have failed, and enough devices are
+left for the round. An attempt that fails earlier has revealed no sum, and every device may take
+part in the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from isthmus.errors import AggregationAborted
+from isthmus_privacy.secagg import UNUSABLE
+from isthmus_server.model import merge
+from isthmus_server.regimes.base import AttemptFailed, FederatedResult
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.storage.records import Receipt
+from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
+
+_SUMMED = ("examples", UNUSABLE.name)
+"""Figures of a sum that are totals; all others are means over examples."""
+
+
+class UnmaskingGate:
+    """Lets the sums of several groups be unmasked together, or none of them."""
+
+    def __init__(self, log: UnmaskingLog, groups: int, needed: int) -> None:
+        """Wait for that many groups; fewer than `needed` devices in all of them are too few."""
+        self._log = log
+        self._undecided = groups
+        self._needed = needed
+        self._entries: list[Unmasking] = []
+        self._decided = asyncio.Event()
+
+    async def agree(self, entry: Unmasking) -> None:
+        """Wait until the sum of a group may be unmasked; it is in the log then.
+
+        Raises:
+            AggregationAborted: the groups that are left have too few devices.
+            OSError, sqlite3.Error: it cannot be noted in the log.
+        """
+        self._entries.append(entry)
+        self.decide()
+        await self._decided.wait()
+        if self._devices < self._needed:
+            raise AggregationAborted(
+                f"the groups that are left have {self._devices} devices and the quorum of the "
+                f"round is {self._needed}; nothing was unmasked"
+            )
+
+    def decide(self) -> None:
+        """Note that one more group has signed its survivors, or has failed."""
+        self._undecided -= 1
+        if self._undecided:
+            return
+        if self._devices >= self._needed:
+            self._log.add(*self._entries)
+        self._decided.set()
+
+    @property
+    def _devices(self) -> int:
+        return sum(len(entry.devices) for entry in self._entries)
+
+
+class GroupedAttempt:
+    """One attempt with a secure sum for each group.
+
+    Guarantees:
+      * the result is the mean of the groups' sums by examples times weight: with equal weights, the
+        mean over the devices of all groups;
+      * it needs the quorum of the round in all groups together, and of each group in its own sum.
+    """
+
+    def __init__(
+        self,
+        sums: Mapping[str, SecureAggregationAttempt],
+        weights: Mapping[str, float],
+        gate: UnmaskingGate,
+        needed: int,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            sums: the attempt of each group, with `gate` before it is unmasked.
+            weights: factor of each group's examples in the mean; 1 where there is none.
+            gate: of all groups.
+            needed: quorum of the round.
+        """
+        self._sums = sums
+        self._weights = weights
+        self._gate = gate
+        self._needed = needed
+        self._signed: set[str] = set()
+        """Groups whose survivors have signed."""
+        self._unmasked: set[str] = set()
+        """Those of them that were then let through."""
+
+    async def run(self) -> FederatedResult:
+        """Run the sums of all groups at the same time.
+
+        Raises:
+            AttemptFailed: the groups that were summed have too few devices, or no weight.
+        """
+        running = {name: asyncio.create_task(self._run(name)) for name in self._sums}
+        try:
+            await asyncio.gather(*running.values())
+        finally:
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+        results: dict[str, FederatedResult] = {}
+        failures: dict[str, AttemptFailed] = {}
+        for name, task in running.items():
+            outcome = task.result()
+            if isinstance(outcome, AttemptFailed):
+                failures[name] = outcome
+            else:
+                results[name] = outcome
+        self._check_quorum(results, failures)
+        return self._combined(results, _sorted_receipts(results, failures))
+
+    async def _run(self, name: str) -> FederatedResult | AttemptFailed:
+        async def before_unmasking(entry: Unmasking) -> None:
+            self._signed.add(name)
+            await self._gate.agree(dataclasses.replace(entry, group=name))
+            self._unmasked.add(name)
+
+        try:
+            return await self._sums[name].run(before_unmasking=before_unmasking)
+        except AttemptFailed as failed:
+            if name not in self._signed:
+                self._gate.decide()
+            return failed
+
+    def cancelled(self, reason: str) -> list[Receipt]:
+        """Receipts of all invited devices after `run` was cancelled for `reason`."""
+        receipts = [r for attempt in self._sums.values() for r in attempt.cancelled(reason)]
+        return sorted(receipts, key=lambda receipt: receipt.participant)
+
+    def _check_quorum(
+        self, results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
+    ) -> None:
+        summed = [r for one in results.values() for r in one.receipts if r.status == "accepted"]
+        weight = sum(self._weights.get(name, 1.0) for name in results)
+        if len(summed) >= self._needed and weight > 0:
+            return
+        # A group that signed and was not let through has failed because of the others only.
+        causes = [name for name in failures if name not in self._signed - self._unmasked]
+        reasons = [f"group {name}: {failure}" for name, failure in failures.items()]
+        few = (
+            f"{len(summed)} devices are in the sums of {len(results)} groups and the quorum is "
+            f"{self._needed}"
+        )
+        unused = "the groups that were summed have the weight 0"
+        reason = "too few groups could be summed"
+        receipts = [
+            dataclasses.replace(receipt, status="rejected", reason=reason)
+            if receipt.status == "accepted"
+            else receipt
+            for receipt in _sorted_receipts(results, failures)
+        ]
+        raise AttemptFailed(
+            "; ".join([unused if len(summed) >= self._needed else few, *reasons]),
+            receipts,
+            excused=bool(causes) and all(failures[name].excused for name in causes),
+        )
+
+    def _combined(
+        self, results: Mapping[str, FederatedResult], receipts: Sequence[Receipt]
+    ) -> FederatedResult:
+        examples = {name: int(result.training["examples"]) for name, result in results.items()}
+        parts = {name: (result.pseudo_gradient, examples[name]) for name, result in results.items()}
+        first = next(iter(parts))  # the mean is computed in the memory of the first
+        parts[first] = parts[first][0].clone(), examples[first]
+        weights = {name: self._weights.get(name, 1.0) for name in results}
+        mean, _ = merge.weighted_mean(parts, weights)
+        mass = {name: weights[name] * count for name, count in examples.items()}
+        total = math.fsum(mass.values())
+        return FederatedResult(
+            pseudo_gradient=mean,
+            training=_figures(results, examples),
+            receipts=receipts,
+            rounding=math.hypot(
+                *(result.rounding * mass[name] / total for name, result in results.items())
+            ),
+            groups=dict(results),
+        )
+
+
+def _sorted_receipts(
+    results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
+) -> list[Receipt]:
+    receipts = [receipt for result in results.values() for receipt in result.receipts]
+    receipts += [receipt for failure in failures.values() for receipt in failure.receipts]
+    return sorted(receipts, key=lambda receipt: receipt.participant)
+
+
+def _figures(
+    results: Mapping[str, FederatedResult], examples: Mapping[str, int]
+) -> dict[str, float]:
+    """The figures of all groups together, as those of one sum of all devices would be."""
+    names = next(iter(results.values())).training
+    total = sum(examples.values())
+    return {
+        name: math.fsum(
+            result.training[name] * (1 if name in _SUMMED else examples[group] / total)
+            for group, result in results.items()
+        )
+        for name in names
+    }
