@@ -262,7 +262,10 @@ class Trainer:
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
                 receipts += task.result().receipts
-        return AttemptFailed("; ".join(reasons), receipts)
+        excused = all(
+            isinstance(error, AttemptFailed) and error.excused for error in failures.exceptions
+        )
+        return AttemptFailed("; ".join(reasons), receipts, excused=excused)
 
     # -- merge -------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """A lying server that composes the cohort itself, and devices as processes of their own."""
 
+import asyncio
 import contextlib
 import os
 import time
@@ -10,12 +11,12 @@ from tests.conftest import TABLE
 from tests.server.control_plane.conftest import Fleet
 from tests.server.waiting import wait_until
 
-from isthmus.errors import UserError
 from isthmus_privacy.secagg import client_messages
 from isthmus_privacy.secagg.lottery import MILLION, largest_share, ticket
 from isthmus_server.control_plane.members import Members
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.ticket_selection import TicketLottery, TicketSelection
+from isthmus_server.storage.events import RoundAttemptFailed
 from isthmus_server.storage.records import UNREACHABLE
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import read_report
@@ -47,20 +48,26 @@ async def devices(fleet: Fleet, monkeypatch):
 
 
 async def attempt(fleet, make_job, run):
-    """One attempt at a secure round on the three devices; the reasons in the receipts."""
+    """One attempt at a secure round on the three devices: why it failed, and their reasons."""
     (fleet.folder / "task.py").write_text(TABLE + "    pass\n")
     job = make_job(
         "strategy.policy=federated",
         "federated.secure_aggregation=true",
         "federated.cohort=3",
         "rounds=1",
-        "attempts=1",
     )
     with contextlib.closing(Store.create(fleet.folder / run, job, fleet.folder)) as store:
-        with pytest.raises(UserError) as failed:
-            await Coordinator(store, fleet.link).run()
+        coordinator = Coordinator(store, fleet.link)
+
+        def end_after_it(event):
+            if isinstance(event, RoundAttemptFailed):
+                coordinator.drain.request()
+
+        coordinator.events.subscribe(end_after_it)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.create_task(coordinator.run())
         (failure,) = read_report(store).to_json()["failed_attempts"]
-    return str(failed.value), {row["participant"]: row["reason"] for row in failure["receipts"]}
+    return failure["error"], {row["participant"]: row["reason"] for row in failure["receipts"]}
 
 
 async def test_a_cohort_that_the_server_composed_is_refused(devices, make_job, monkeypatch):
