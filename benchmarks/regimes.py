@@ -27,6 +27,7 @@ from pathlib import Path
 
 from harness import figures
 from regime_simulation import leave_one_out
+from regime_simulation.changes import changed
 from regime_simulation.contenders import PROBLEM_POLICIES, contenders, fixed
 from regime_simulation.curves import Curve, chart
 from regime_simulation.data_sets import DATA_SETS
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.datasets:
             problems = options.problems.split(",")
             named = load_problems(options.datasets.split(","), problems, options.eval_data)
+            named += [changed(each, change) for change in options.change for each in named]
             policies = policies or list(PROBLEM_POLICIES)
             policies += list(leave_one_out.VARIANTS) if options.leave_one_out else []
         else:
@@ -135,6 +137,14 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         choices=("public", "target"),
         default="public",
         help="rows of the task's eval_data() in these problems",
+    )
+    parser.add_argument(
+        "--change",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="with --datasets: run each problem once more with loss=10 (and the inverse learning "
+        "rate), steps=3 (at a third of it) or dropout=0.3; may be repeated",
     )
     parser.add_argument(
         "--leave-one-out",
@@ -255,6 +265,7 @@ def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
         "comparisons",
         "cost",
         "seconds",
+        "decisions",
     )
     lines = []
     regret = regrets(scenario, rows)
@@ -278,6 +289,7 @@ def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
                 f"{statistics.mean(outcome.comparisons for outcome in outcomes):.1f}",
                 f"{statistics.mean(outcome.cost for outcome in outcomes):.1f}",
                 f"{statistics.mean(outcome.seconds for outcome in outcomes):.1f}",
+                outcomes[0].decisions,
             )
         )
     return figures.table(header, lines)

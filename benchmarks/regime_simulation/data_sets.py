@@ -191,9 +191,10 @@ class Simulated(Task):
         return self._data_set.model(self.settings["hidden"])
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scale = self.settings["loss_scale"]
         if self._data_set.labels:
-            return nn.functional.cross_entropy(output, target, reduction="none")
-        return (output.squeeze(-1) - target).square()
+            return scale * nn.functional.cross_entropy(output, target, reduction="none")
+        return scale * (output.squeeze(-1) - target).square()
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         if self._data_set.labels:

@@ -91,6 +91,12 @@ class Federated(Section):
     """Its momentum, for policies that do not set another one."""
     served_average: Annotated[float, Field(ge=0, lt=1)] = 0.85
     """See the job's `strategy.served_average`."""
+    loss_scale: Positive = 1.0
+    """Factor on the loss; the devices' learning rate is divided by it."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the requests to devices that they do not answer."""
+    over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """See the job's `federated.over_selection`."""
 
 
 class Datacenter(Section):
@@ -140,7 +146,7 @@ class Run(Section):
 class Scenario(Section):
     """A scenario."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,31}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,47}$")]
     """Part of the figures' keys."""
     title: str = ""
     """Title in tables and charts."""
@@ -326,7 +332,8 @@ def job_for(scenario: Scenario, seed: int, folder: Path, changes: dict[str, Any]
                 "data": scenario.data,
                 "eval_data": scenario.eval_data,
                 "hidden": list(scenario.model.hidden),
-                "client_lr": federated.lr,
+                "client_lr": federated.lr / federated.loss_scale,
+                "loss_scale": federated.loss_scale,
                 "datacenter_lr": datacenter.lr,
                 "split": scenario.split.model_dump(),
                 "split_seed": seed,
@@ -351,6 +358,7 @@ def job_for(scenario: Scenario, seed: int, folder: Path, changes: dict[str, Any]
             "cohort": federated.cohort,
             "local_steps": federated.steps,
             "batch_size": federated.batch_size,
+            "over_selection": federated.over_selection,
             "secure_aggregation": False,
         },
         "datacenter": {"steps": datacenter.steps, "batch_size": datacenter.batch_size},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import hashlib
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -17,11 +19,13 @@ import torch
 from regime_simulation import data_sets
 from regime_simulation.scenario import HOUR, Scenario, job_for
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, TaskError
 from isthmus.job import Job
 from isthmus.task.scoring import build_model
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_clients.virtual.fleet import VirtualDevice, VirtualFleet
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
@@ -60,6 +64,8 @@ class Outcome:
     """Committed rounds by regime."""
     comparisons: int
     """Number of model comparisons on devices."""
+    decisions: str
+    """Digest of the regime and the reason of each round; the reasons contain the numbers."""
     cost: float
     ended: str
     """Reason for the end of the run."""
@@ -82,6 +88,27 @@ class SynchronousExecutor(ThreadPoolExecutor):
         return future
 
 
+class Unreliable:
+    """A virtual device that fails a share of its requests, the same ones in every run."""
+
+    def __init__(self, device: VirtualDevice, dropout: float) -> None:
+        self._device = device
+        self._draw = random.Random(f"dropout/{device.participant.name}")
+        self._dropout = dropout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    async def work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """Do what the device does, or fail."""
+        is_training = request.WhichOneof("work") in ("train_local", "score")
+        if is_training and self._draw.random() < self._dropout:
+            raise TaskError("the device is switched off")
+        return await self._device.work(request, model, progress)
+
+
 class SimulatedClock(Clock):
     """Virtual time, in which devices connect and disconnect at their hours; also counts the work.
 
@@ -95,6 +122,7 @@ class SimulatedClock(Clock):
         self.fleet = _fleet(scenario.split.clients)
         self.rounds: dict[str, int] = {}
         self.comparisons = 0
+        self.decisions = hashlib.sha256()
         self.transfers = 0
         self.cost = 0.0
         self.ended = ""
@@ -119,6 +147,7 @@ class SimulatedClock(Clock):
             record = event.record
             self.elapsed += HOUR
             self.rounds[record.regime] = self.rounds.get(record.regime, 0) + 1
+            self.decisions.update(f"{record.regime}: {record.reason}\n".encode())
             results = [
                 comparison.result
                 for comparison in record.comparisons
@@ -137,7 +166,9 @@ class SimulatedClock(Clock):
             name = device.participant.name
             if index % self.scenario.split.zones in available:
                 if name not in self.link.peers:
-                    self.link.join(name, link_pb2.CLIENT, device)
+                    dropout = self.scenario.federated.dropout
+                    peer = Unreliable(device, dropout) if dropout else device
+                    self.link.join(name, link_pb2.CLIENT, peer)
             elif name in self.link.peers:
                 self.link.leave(name, "its window has closed")
 
@@ -210,6 +241,7 @@ async def _simulate(
         score=final,
         rounds=dict(clock.rounds),
         comparisons=clock.comparisons,
+        decisions=clock.decisions.hexdigest()[:16],
         cost=coordinator.state.spent,
         ended=clock.ended,
         seconds=time.monotonic() - started,

@@ -189,7 +189,7 @@ def test_the_regret_of_a_regression_is_in_per_cent_of_the_lowest_error():
     split = Split(public_classes=3)
     measured = Scenario(name="d", data="diabetes", seeds=(1,), split=split)
     outcome = Outcome(
-        score=0.0, rounds={}, comparisons=0, cost=1.0, ended="", seconds=0.0, trace=()
+        score=0.0, rounds={}, comparisons=0, decisions="", cost=1.0, ended="", seconds=0.0, trace=()
     )
     rows = [
         Row("d", policy, 1, Outcome(**{**vars(outcome), "score": error}))

@@ -6,11 +6,12 @@ import random
 import pytest
 import regimes
 from regime_simulation import curves, leave_one_out, runs, scenario
+from regime_simulation.changes import changed
 from regime_simulation.runs import Row, measure
 from regime_simulation.scenario import Federated, Run, Scenario, Split, Zone
 from regime_simulation.simulation import Outcome, Point, simulate
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 
 SMALL = Scenario(
     name="small",
@@ -136,7 +137,14 @@ def test_random_scenarios_are_reproducible_and_distinct():
 
 def a_row(policy, score, points=(), name="small"):
     outcome = Outcome(
-        score=score, rounds={}, comparisons=0, cost=8.0, ended="", seconds=0.0, trace=points
+        score=score,
+        rounds={},
+        comparisons=0,
+        decisions="",
+        cost=8.0,
+        ended="",
+        seconds=0.0,
+        trace=points,
     )
     return Row(name, policy, 1, outcome)
 
@@ -177,6 +185,41 @@ def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
         "federated": {1: 0.0},
         "adaptive": {1: -1.0},
     }
+
+
+FREE = SMALL.model_copy(
+    update={
+        "split": Split(clients=6, public_rows=400, public_classes=13, dirichlet=1.0),
+        "windows": (),
+        "run": Run(ticks=28, budget=20.0),
+    }
+)
+"""Devices are always there, and the budget leaves rounds for a warm start."""
+
+
+def test_the_scale_of_the_loss_changes_no_decision(data):
+    """The learning rate is divided by it, so the training is the same."""
+    whole = simulate(FREE, 1, data, {"policy": "adaptive"}, 0)
+    assert whole.rounds["datacenter"] >= 5
+    assert whole.comparisons == 1
+    for factor in ("0.1", "10"):
+        scaled = simulate(changed(FREE, f"loss={factor}"), 1, data, {"policy": "adaptive"}, 0)
+        assert (scaled.rounds, scaled.decisions) == (whole.rounds, whole.decisions)
+        assert scaled.score == pytest.approx(whole.score, abs=0.2)
+
+
+def test_a_run_goes_on_although_devices_do_not_answer(data):
+    scenario = changed(FREE, "dropout=0.3")
+    outcome = simulate(scenario, 1, data, {"policy": "federated"}, 0)
+    assert scenario.name == "small-dropout-0.3"
+    assert outcome.rounds["federated"] >= 6
+    assert outcome.ended
+
+
+@pytest.mark.parametrize("change", ["loss", "loss=0", "size=2", "steps=1.5", "dropout=1"])
+def test_an_unknown_change_is_refused(change):
+    with pytest.raises(UserError, match="is no change of a scenario; give loss=FACTOR"):
+        changed(FREE, change)
 
 
 def test_constants_are_chosen_on_the_other_data_sets():
