@@ -138,12 +138,17 @@ class JobQueue:
 
         A paused job waits from its next try on: jobs that never go on would otherwise take turns
         in front of all later ones. One later than the longest pause is due, for the clock was set
-        back since.
+        back since; it comes first, because nobody knows for how long it has waited.
         """
         due = "state='queued' OR (state='paused' AND NOT next_try BETWEEN ? AND ?)"
         now = time.time()
         jobs = self._find("state='running'") or self._find(due, (now, now + LONGEST_PAUSE))
-        return min(jobs, key=lambda job: max(job.submitted_at, job.next_try), default=None)
+
+        def waits_since(job: QueuedJob) -> float:
+            since = job.next_try or job.submitted_at
+            return since if since <= now else 0.0
+
+        return min(jobs, key=waits_since, default=None)
 
     def seconds_until_due(self) -> float | None:
         """Seconds until the next paused job is tried again; None if none is paused."""

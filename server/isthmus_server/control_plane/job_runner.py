@@ -21,6 +21,7 @@ from isthmus.errors import (
     UserError,
 )
 from isthmus.job import Job
+from isthmus.printable import in_lines
 from isthmus.system.faults import is_transient
 from isthmus_server.control_plane.early_returns import EarlyReturns
 from isthmus_server.control_plane.job_checks import check_job
@@ -135,7 +136,7 @@ class JobRunner:
     async def _run_job(self, entry: QueuedJob) -> None:
         self._print(f"{entry.id}, submitted by {entry.submitted_by}")
         rounds = await self.progress(entry)
-        if self._leaving:
+        if self._leaving or self.queue.get(entry.id).state in ENDED:  # cancelled meanwhile
             return
         self._returns.forget(entry.number)
         if entry.state != "running":
@@ -168,14 +169,14 @@ class JobRunner:
         `rounds` had been committed when it began.
         """
         transient = isinstance(error, CannotContinue) or is_transient(error)
+        reason = in_lines(str(error))  # the queue and the console take only what is UTF-8
         if isinstance(error, UserError) and not transient:
-            self._mark(entry, "failed", str(error))
-            self._print(f"{entry.id} failed: {error}")
+            self._mark(entry, "failed", reason)
+            self._print(f"{entry.id} failed: {reason}")
             return
-        reason = str(error)
         if not isinstance(error, IsthmusError):
             log.error("%s is interrupted", entry.id, exc_info=error)
-            reason = f"internal error: {type(error).__name__}: {error}"
+            reason = f"internal error: {type(error).__name__}: {reason}"
         if self._cancelled:
             return
         progressed = await self.progress(entry) > rounds
@@ -318,7 +319,7 @@ class JobRunner:
             try:
                 with self._store(entry) as store:
                     return 0 if store is None else store.last_round()
-            except UserError as error:
+            except (UserError, OSError, sqlite3.Error) as error:
                 log.warning("%s: %s", entry.id, error)
                 return 0
 
