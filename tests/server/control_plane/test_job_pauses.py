@@ -58,7 +58,8 @@ async def test_a_returning_device_ends_a_pause_early_once(operated, monkeypatch)
     operated.gate.set()
     await operated.dial_device("a")
     await wait_until(lambda: "a" in operated.link.peers)
-    id_ = await operated.submit(operated.job("time.join_seconds=0.05"))
+    # Long enough for a device to be ready on a busy machine.
+    id_ = await operated.submit(operated.job("time.join_seconds=3"))
     queue = operated.runner.queue
 
     def pauses():
