@@ -20,6 +20,8 @@ SLOWEST_FIRST = (
     "datacenter",
     "examples",
     "privacy",
+    "benchmarks",
+    "server/control_plane",
 )
 """Files and folders that take long: begun last, one of them would have to be waited for."""
 

@@ -18,7 +18,6 @@ from isthmus.task.scoring import (
     count_examples,
     evaluate,
     losses,
-    score,
 )
 
 CPU = torch.device("cpu")
@@ -201,24 +200,3 @@ def test_a_model_must_be_a_module(write_task, tmp_path):
 def test_losses_are_one_per_scored_unit_of_any_shape():
     output, values = losses(Echo({}), nn.Identity(), torch.ones(2, 3), None)
     assert values.shape == output.shape == (2, 3)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_the_score_of_cross_entropy_is_one_minus_the_probability_of_the_target(batch_size):
-    class Classes(Echo):
-        def loss(self, output, target):
-            return nn.functional.cross_entropy(output, target, reduction="none")
-
-    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    target = torch.tensor([0, 1, 2, 0, 1])
-    model = nn.Identity().train()
-    found = score(Classes({}), model, TensorDataset(logits, target), batch_size)
-    right = logits.softmax(1)[torch.arange(5), target]
-    assert found == pytest.approx(float((1 - right).mean()), rel=1e-5)
-    assert model.training
-
-
-def test_a_score_is_bounded_for_any_loss():
-    values = torch.tensor([float("nan"), float("inf"), -9.0, 0.0])
-    data = TensorDataset(values, torch.zeros(4))
-    assert score(Echo({}), nn.Identity(), data, 4) == 0.5

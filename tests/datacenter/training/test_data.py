@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from torch.utils.data import IterableDataset, TensorDataset
 
 from isthmus.errors import TaskError
@@ -81,10 +83,21 @@ def test_an_empty_stream_is_refused() -> None:
         batch_inputs(BatchSource(Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
 
 
-def test_reader_processes_do_not_change_the_batches() -> None:
+def send_batches(to: Connection) -> None:
+    """Send what is read without and with processes that read."""
     order = ExampleOrder(examples=9, replicas=2, batch_size=2, seed=3)
     data = TensorDataset(torch.arange(9), torch.arange(9))
-    without, with_readers = (
-        BatchSource(data, order, 1, torch.device("cpu"), count) for count in (0, 2)
-    )
-    assert batch_inputs(without, 1, 6) == batch_inputs(with_readers, 1, 6)
+    for readers in (0, 2):
+        source = BatchSource(data, order, 1, torch.device("cpu"), readers)
+        to.send(batch_inputs(source, 1, 6))
+
+
+def test_reader_processes_do_not_change_the_batches() -> None:
+    """In a process that has not used gRPC: its threads do not survive the fork of a reader."""
+    ours, theirs = forked.context().Pipe(duplex=False)
+    process = forked.context().Process(target=send_batches, args=(theirs,))
+    process.start()
+    theirs.close()
+    without = ours.recv()
+    assert (len(without), ours.recv()) == (5, without)
+    process.join()
