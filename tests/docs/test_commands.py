@@ -80,7 +80,7 @@ class Terminal:
         while not condition():
             assert time.monotonic() < end
             assert [process.poll() for process in self.own] == [None] * len(self.own)
-            time.sleep(0.05)
+            time.sleep(0.05)  # what other programs leave on disk can only be polled
 
     def close(self) -> None:
         for process in self.own:

@@ -196,7 +196,7 @@ class CohortSelector:
             return None
         return waits[needed - 1]
 
-    # -- the three cases ---------------------------------------------------------------------------
+    # -- the cases ---------------------------------------------------------------------------------
 
     def _groups_again(
         self,
@@ -210,19 +210,12 @@ class CohortSelector:
         names = sorted(_devices_of(list(groups.values())))
         if not settings.needed <= len(names) or not set(names) <= set(ready):
             return None
-        draw, selected_ppm = 0, MILLION
-        if self._lottery is not None:
-            sizes = (len(entry.devices) for entry in groups.values())
-            parts = [settings.for_group(size, exact=True) for size in sizes]
-            needed = min(1 if part is None else part.needed for part in parts)
-            draw = unmasked[0].draw
-            again = self._lottery.repeat(round_, names, draw, needed, now=self._clock.utc())
-            if again is None:
-                return None
-            draw, selected_ppm = again.draw, again.selected_ppm
+        sizes = (len(entry.devices) for entry in groups.values())
+        parts = [settings.for_group(size, exact=True) for size in sizes]
+        needed = min(1 if part is None else part.needed for part in parts)
+        cohort = self._again(round_, names, unmasked[0].draw, needed, exact=True)
         devices = {name: sorted(entry.devices) for name, entry in groups.items()}
-        cohort = self._cohort(names, draw, selected_ppm, exact=True)
-        return dataclasses.replace(cohort, groups=devices)
+        return None if cohort is None else dataclasses.replace(cohort, groups=devices)
 
     def _survivors_again(
         self,
@@ -236,13 +229,9 @@ class CohortSelector:
             if not entry.devices <= set(ready):
                 continue
             names = sorted(entry.devices)
-            if self._lottery is None:
-                return self._cohort(names, exact=True)
-            again = self._lottery.repeat(
-                number, names, entry.draw, settings.needed, now=self._clock.utc()
-            )
-            if again is not None:
-                return self._cohort(names, again.draw, again.selected_ppm, exact=True)
+            cohort = self._again(number, names, entry.draw, settings.needed, exact=True)
+            if cohort is not None:
+                return cohort
         return None
 
     def _interrupted_again(
@@ -259,14 +248,18 @@ class CohortSelector:
         names = sorted(interrupted.invited)
         if not set(names) <= set(ready) - _devices_of(unmasked):
             return None
+        return self._again(round_, names, interrupted.draw, settings.needed)
+
+    def _again(
+        self, round_: int, names: Sequence[str], draw: int, needed: int, *, exact: bool = False
+    ) -> SelectedCohort | None:
+        """A cohort once more, in the same draw; None if devices do not accept that any longer."""
         if self._lottery is None:
-            return self._cohort(names)
-        again = self._lottery.repeat(
-            round_, names, interrupted.draw, settings.needed, now=self._clock.utc()
-        )
+            return self._cohort(names, exact=exact)
+        again = self._lottery.repeat(round_, names, draw, needed, now=self._clock.utc())
         if again is None:
             return None
-        return self._cohort(names, again.draw, again.selected_ppm)
+        return self._cohort(names, again.draw, again.selected_ppm, exact=exact)
 
     def _secure(
         self,

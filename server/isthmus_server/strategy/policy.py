@@ -96,9 +96,9 @@ class Comparison:
         """Return whether a model is better than the first one, with this probability of error."""
         return self.difference[model] + self.radius(model, error) < 0
 
-    def loses(self, model: str, error: float = 0.05, margin: float = 0.0) -> bool:
-        """Return whether a model is worse than the first one by more than a margin of the score."""
-        return self.difference[model] - self.radius(model, error) > margin
+    def loses(self, model: str, error: float = 0.05) -> bool:
+        """Return whether a model is worse than the first one, with this probability of error."""
+        return self.difference[model] - self.radius(model, error) > 0
 
     def is_no_worse(self, model: str, margin: float, error: float = 0.05) -> bool:
         """Return whether a model is at most `margin` worse than the first (non-inferiority)."""
