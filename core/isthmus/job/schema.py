@@ -75,6 +75,40 @@ class Phase(Section):
     """Only in these hours; outside of them later phases are used."""
 
 
+class TargetMetric(Section):
+    """A value of a central held-out metric at which the run ends."""
+
+    name: str
+    """The metric: `loss`, or one that the task returns."""
+    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The value, for a metric that rises, such as an accuracy."""
+    at_most: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The value, for a metric that falls, such as a loss."""
+
+    @model_validator(mode="after")
+    def _one_value(self) -> TargetMetric:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(
+                "set at_least for a metric that rises or at_most for one that falls, and not both"
+            )
+        return self
+
+    @property
+    def rises(self) -> bool:
+        """Whether higher is better."""
+        return self.at_least is not None
+
+    def missing(self, value: float) -> float:
+        """How far a value is from the target; 0 or less if the target is reached."""
+        return self.at_least - value if self.at_least is not None else value - (self.at_most or 0.0)
+
+    def __str__(self) -> str:
+        """In words."""
+        if self.at_least is not None:
+            return f"{self.name} of at least {self.at_least:g}"
+        return f"{self.name} of at most {self.at_most:g}"
+
+
 class StrategySection(Section):
     """The choice of each round's regime, and the computation of the next model."""
 
@@ -86,6 +120,11 @@ class StrategySection(Section):
     hours; after all phases the last one continues."""
     settings: dict[str, Any] = Field(default={})
     """Settings of the policy, see docs/strategy.md."""
+    objective: Literal["quality", "time", "cost"] = "quality"
+    """`quality`: the best model within the limits. `time`, `cost`: `target_metric` in the shortest
+    time, or at the lowest price. Only the policy `adaptive` uses it to choose regimes."""
+    target_metric: TargetMetric | None = None
+    """The run ends after the round that reaches it, with any policy."""
     target_edge_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the target distribution that is on the devices; the rest is the datacenter's."""
     windows: tuple[Window, ...] = ()
@@ -104,6 +143,15 @@ class StrategySection(Section):
     0 serves the last model."""
     server_optimizer: ServerOptimizer = ServerOptimizer()
     """The optimizer that applies the merged pseudo-gradient to the model."""
+
+    @model_validator(mode="after")
+    def _has_target(self) -> StrategySection:
+        if self.objective != "quality" and self.target_metric is None:
+            raise ValueError(
+                f"objective={self.objective!r} needs a target_metric, such as "
+                '{ name = "accuracy", at_least = 0.9 }'
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> StrategySection:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus_server.strategy.answer_checks import checked_answer
+from isthmus_server.strategy.forecast import RoundForecast, forecast_round
 from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
 from isthmus_server.strategy.policy import (
     Compare,
@@ -58,6 +59,8 @@ class Decision:
     answer: Plan | Stop
     observation: Observation
     """The last one, without the history, which is in the log anyway."""
+    forecast: RoundForecast | None = None
+    """What the planned round will take and achieve; None for a stop."""
     requested: Sequence[RequestedComparison] = ()
     """Comparisons that the policy requested, in order."""
     waits: Sequence[DecidedWait] = ()
@@ -138,6 +141,7 @@ async def decide(
             return Decision(
                 answer=answer,
                 observation=dataclasses.replace(observation, history=()),
+                forecast=forecast_round(answer, observation) if isinstance(answer, Plan) else None,
                 requested=requested,
                 waits=waits,
                 adjustments=constrained.adjustments,

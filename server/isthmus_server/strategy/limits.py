@@ -3,13 +3,16 @@
 `enforce_limits` checks an answer before it takes effect. An answer within the limits is returned
 unchanged. Otherwise the smallest correction is applied: a round waits until a window opens, a
 cohort below the quorum is raised to it, a comparison is refused, and if none of these is possible
-the run ends. Limits are never relaxed, and no limit creates a plan.
+the run ends. The run also ends at `strategy.target_metric`.
+Limits are never relaxed, and no limit creates a plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from isthmus.errors import JobError
+from isthmus_server.strategy.forecast import planned_bytes, planned_price
 from isthmus_server.strategy.policy import (
     Answer,
     Compare,
@@ -50,6 +53,9 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
     """
     if isinstance(answer, Stop):
         return ConstrainedAnswer(answer)
+    reached = _reached_target(observation)
+    if reached:
+        return _stop(reached)
     if observation.seconds_left is not None and observation.seconds_left <= 0:
         return _stop(f"the run has gone on for {observation.elapsed:.0f} s, its limit")
     if isinstance(answer, Wait):
@@ -93,27 +99,39 @@ def _stop(reason: str) -> ConstrainedAnswer:
     return ConstrainedAnswer(Stop(reason), (reason,))
 
 
+def _reached_target(observation: Observation) -> str:
+    """Return that the last evaluated round reached the target; empty if it did not.
+
+    Raises:
+        JobError: the target is a metric that the task does not have.
+    """
+    target = observation.target
+    evaluated = next((past for past in reversed(observation.history) if past.metrics), None)
+    if target is None or evaluated is None:
+        return ""
+    if target.name not in evaluated.metrics:
+        raise JobError(
+            f"strategy.target_metric.name={target.name!r} is not a held-out metric of the task; it "
+            f"has {', '.join(sorted(evaluated.metrics))}"
+        )
+    value = evaluated.metrics[target.name]
+    if not target.missing(value) <= 0:  # also for a value that is not a number
+        return ""
+    return f"round {evaluated.round} reached the target, {target}: {target.name} {value:.4g}"
+
+
 # -- limits that end the run or refuse a comparison ------------------------------------------------
 
 
 def _exceeded_limit(plan: Plan, observation: Observation) -> str:
     """Return which limit a round would exceed; empty if none."""
-    transfers = plan.regime == "hybrid" and (plan.merge or observation.merge) == "transfer"
-    price = observation.price(
-        plan.regime,
-        plan.cohort,
-        plan.datacenter_steps,
-        measured=plan.measure_gradients and not transfers,
-    )
+    price = planned_price(plan, observation)
     if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
         return (
             f"the budget of {observation.budget:g} is used up: {observation.spent:g} is spent and "
             f"a {plan.regime} round costs {price:g}"
         )
-    if plan.regime == "datacenter":
-        return ""
-    each = observation.client_bytes + plan.measure_gradients * observation.model_bytes
-    transferred = observation.invited(plan.cohort) * each
+    transferred = planned_bytes(plan, observation)
     if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (
             f"a {plan.regime} round moves about {transferred / 1e6:.3g} MB to and from devices, "

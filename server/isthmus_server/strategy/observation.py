@@ -94,6 +94,7 @@ def observe(
             "datacenter": forecast(job.strategy.windows, "datacenter", now, seconds_left),
             "federated": forecast(job.strategy.windows, "federated", now, seconds_left),
         },
+        target=job.strategy.target_metric,
         models=tuple(models),
         comparisons=tuple(comparisons),
     )

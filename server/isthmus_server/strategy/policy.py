@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from isthmus.job import StrategySection, parse_settings
+from isthmus.job import StrategySection, TargetMetric, parse_settings
 from isthmus.job.section import S, Section
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 
@@ -222,6 +222,8 @@ class Observation:
     """Rest of the job's limit on bytes to and from devices; None without one."""
     forecast: Mapping[Side, Forecast] = dataclasses.field(default_factory=dict)
     """Availability of each side by the job's windows, whether it is connected or not."""
+    target: TargetMetric | None = None
+    """The held-out metric at which the run ends; None without one."""
     models: Sequence[str] = (CURRENT,)
     """Models to compare and start from: current, served, initial, and what plans have kept."""
     comparisons: Sequence[Comparison] = ()

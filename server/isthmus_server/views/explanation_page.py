@@ -21,7 +21,9 @@ from isthmus_server.strategy.policy import (
     Plan,
     Side,
 )
+from isthmus_server.views.durations import duration
 from isthmus_server.views.explain import ExplainedDecision, Explanation
+from isthmus_server.views.forecasts import compared, in_words
 from isthmus_server.views.report import format_metrics
 
 _SIDES: dict[Side, str] = {"federated": "devices", "datacenter": "datacenter"}
@@ -121,7 +123,7 @@ def _limits(decision: Decision) -> list[str]:
 
 def _waits(decision: Decision, *, by_limit: bool) -> list[str]:
     return [
-        f"{_duration(wait.seconds)}: {wait.reason}"
+        f"{duration(wait.seconds)}: {wait.reason}"
         for wait in decision.waits
         if wait.by_limit == by_limit
     ]
@@ -154,7 +156,7 @@ def _window(side: Side, observation: Observation) -> str:
         return f"{name}: {'always' if forecast.ready else 'never'} within a window"
     position = "within their hours for" if forecast.ready else "outside of their hours for"
     share = f"{forecast.share:.0%} of the time that is left is within"
-    return f"{name}: {position} another {_duration(forecast.changes_in)}; {share}"
+    return f"{name}: {position} another {duration(forecast.changes_in)}; {share}"
 
 
 def _left(observation: Observation) -> list[str]:
@@ -163,10 +165,12 @@ def _left(observation: Observation) -> list[str]:
     if observation.budget is not None and observation.budget_left is not None:
         lines.append(f"{max(observation.budget_left, 0):g} of the budget of {observation.budget:g}")
     if observation.seconds_left is not None:
-        lines.append(f"{_duration(observation.seconds_left)} of the run's time")
+        lines.append(f"{duration(observation.seconds_left)} of the run's time")
     if observation.bytes_left is not None:
         lines.append(f"{max(observation.bytes_left, 0) / 1e6:.3g} MB to and from devices")
     lines.append(f"{_count(observation.rounds - observation.round + 1, 'round')} with this one")
+    if observation.target is not None:
+        lines.append(f"until the target, {observation.target}")
     return lines
 
 
@@ -243,31 +247,35 @@ def _planned(explained: ExplainedDecision) -> list[str]:
         lines.append(f"the step is scaled by {plan.step_scale:g}")
     for name, model in plan.keep.items():
         lines.append(f"{model!r} is kept as {name!r}" if model else f"{name!r} is not kept on")
-    return lines
+    forecast = explained.decision.forecast
+    return [*lines, in_words(forecast)] if forecast is not None else lines
 
 
 def _outcome(explained: ExplainedDecision) -> list[str]:
-    """The outcome of each attempt, in up to three lines."""
+    """The outcome of each attempt, in a few lines."""
     lines = []
     evaluated = [past.metrics for past in explained.recent if past.metrics]
     before = evaluated[-1] if evaluated else {}
     for record in explained.attempts:
-        duration = f"{record.seconds:.2f} s, cost {record.cost.price:g}"
+        took = f"{record.seconds:.2f} s, cost {record.cost.price:g}"
         if isinstance(record, FailedAttempt):
-            lines.append(f"try {record.attempt} failed after {duration}: {record.error}")
+            lines.append(f"try {record.attempt} failed after {took}: {record.error}")
             continue
         counts = record.participants
         parts = [f"{counts.accepted} of {counts.invited} took part"]
         parts += [f"{counts.rejected} rejected"] if counts.rejected else []
         parts += [f"{counts.dropped} dropped"] if counts.dropped else []
         moved = f"{record.cost.device_bytes / 1e6:.3g} MB to and from devices"
-        lines.append(", ".join([*parts, duration, moved]))
+        lines.append(", ".join([*parts, took, moved]))
         lines += [record.unusable] if record.unusable else []
         lines += [_gradients(record.gradients)] if record.gradients is not None else []
         lines += _groups(record.groups)
         if record.metrics:
             change = _change(before, record.metrics)
             lines.append(f"held-out {format_metrics(record.metrics)}{change}")
+        forecast = explained.decision.forecast
+        comparison = compared(forecast, record) if forecast is not None else ""
+        lines += [comparison] if comparison else []
     return lines
 
 
@@ -330,18 +338,3 @@ def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _duration(seconds: float) -> str:
-    """Format a duration in words.
-
-    >>> _duration(12), _duration(3600 * 3 + 1200), _duration(-1)
-    ('12 s', '3 h 20 min', '0 s')
-    """
-    minutes, hours = seconds / 60, seconds / 3600
-    if minutes < 2:
-        return f"{max(seconds, 0):.0f} s"
-    if hours < 2:
-        return f"{minutes:.0f} min"
-    whole, rest = divmod(round(minutes), 60)
-    return f"{whole} h {rest} min" if rest else f"{whole} h"

@@ -59,6 +59,11 @@ def test_the_smallest_job_has_a_name_and_a_task():
         ),
         ("name=../escape", "job: name='../escape': string should match pattern"),
         (
+            "strategy.target_metric={name='loss'}",
+            "job: strategy.target_metric: set at_least for a metric that rises or at_most for one "
+            "that falls, and not both",
+        ),
+        (
             "strategy.schedule=[{regime='edge', rounds=1}]",
             "job: strategy.schedule.0.regime='edge': input should be 'datacenter', 'federated'",
         ),
@@ -100,6 +105,11 @@ def test_a_wrong_key_or_value_is_one_sentence(override, sentence):
         (
             ["strategy.policy=schedule"],
             "job: strategy: policy='schedule' needs at least one phase in strategy.schedule",
+        ),
+        (
+            ["strategy.objective=time"],
+            "job: strategy: objective='time' needs a target_metric, such as "
+            '{ name = "accuracy", at_least = 0.9 }',
         ),
         (
             ["time.lease_seconds=60", "time.round_seconds=60"],

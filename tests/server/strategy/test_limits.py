@@ -6,10 +6,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.server.strategy.observations import MODELS, comparison_of, observe
+from tests.server.strategy.observations import MODELS, comparison_of, observe, past_round
 
 from isthmus.errors import JobError
-from isthmus.job import StrategySection
+from isthmus.job import StrategySection, TargetMetric
 from isthmus_server.strategy import Compare, Plan, Stop, Wait, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
@@ -279,3 +279,33 @@ def test_a_measurement_of_gradients_is_left_out_where_only_it_exceeds_a_limit():
         assert constrained.answer == unmeasured
         assert "gradients are not measured" in constrained.adjustments[0]
     assert isinstance(enforce_limits(plan, dataclasses.replace(wide, budget=0.0)).answer, Stop)
+
+
+# -- the target ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "metrics", "ends"),
+    [
+        ({"at_least": 0.9}, {"accuracy": 0.9}, True),
+        ({"at_least": 0.9}, {"accuracy": 0.89}, False),
+        ({"at_most": 0.9}, {"accuracy": 0.91}, False),
+        ({"at_most": 0.9}, {"accuracy": 0.9}, True),
+        ({"at_least": 0.9}, {"accuracy": math.nan}, False),
+        ({"at_least": 0.9}, {}, False),
+    ],
+)
+def test_a_run_ends_after_the_round_that_reaches_the_target(target, metrics, ends):
+    history = [past_round(1, "federated", **metrics)]
+    goal = TargetMetric(name="accuracy", **target)
+    answer = enforce_limits(Plan("federated", "x"), observe(2, history, target=goal)).answer
+    assert isinstance(answer, Stop) == ends
+    if ends:
+        assert answer.reason.startswith("round 1 reached the target, accuracy of at ")
+
+
+def test_a_target_that_the_task_does_not_measure_ends_the_run_with_a_sentence():
+    goal = TargetMetric(name="acuracy", at_least=0.9)
+    observation = observe(2, [past_round(1, "federated", accuracy=0.5, loss=1.0)], target=goal)
+    with pytest.raises(JobError, match=r"'acuracy' is not a held-out metric .* accuracy, loss"):
+        enforce_limits(Plan("federated", "x"), observation)

@@ -23,10 +23,14 @@ open::
                           half steps, and only if a race shows that it does no harm
     edge, devices closed  the round waits for their window
 
+With `objective = "time"` or `"cost"` and pi = 1 there is no warm start and no probation:
+`target_planner` has the datacenter alone and rounds with devices take turns, by the rates at which
+they approach the target metric.
+
 The parts: `warm_start`, `datacenter_role` (weight of the gradient), `race` (veto), `probation`,
 `edge_rounds` (step size, and the plan), over `budget_plan` and `evidence`. Phases only move
-forward, so the policy cannot oscillate. Greedy gain per cost is not a criterion (docs/strategy.md
-says why).
+forward, so the policy cannot oscillate. For the best quality, greedy gain per cost is not a
+criterion (docs/strategy.md says why).
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from isthmus_server.strategy.policies.adaptive.edge_rounds import EdgePlanner, E
 from isthmus_server.strategy.policies.adaptive.probation import Probation
 from isthmus_server.strategy.policies.adaptive.race import Race
 from isthmus_server.strategy.policies.adaptive.state import AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policies.adaptive.target_planner import TargetPlanner
 from isthmus_server.strategy.policies.adaptive.warm_start import OUTSIDE_OF_HOURS, WarmStart
 from isthmus_server.strategy.policy import Answer, Observation, Plan, settings_of
 
@@ -56,6 +61,8 @@ class Adaptive:
         self._race = Race(settings, roles, comparisons)
         self._probation = Probation(settings, comparisons)
         self._edge = EdgePlanner(settings, roles, self.edge_share)
+        objective = strategy.objective
+        self._target = TargetPlanner(settings, objective) if objective != "quality" else None
 
     def plan(self, observation: Observation) -> Answer:
         """Make one step of the state machine in the module's docstring."""
@@ -67,6 +74,8 @@ class Adaptive:
         return self._edge.plan(observation, step) if isinstance(step, EdgeRound) else step
 
     def _step(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Answer:
+        if self._target is not None and self.edge_share == 1 and not state.race.branch:
+            return self._towards_target(self._target, observation, state)
         if state.phase == "start":
             if self.edge_share == 1:
                 return self._warm_start.begin(observation, state)
@@ -80,3 +89,12 @@ class Adaptive:
         if self._probation.is_due(state):
             return self._probation.next(observation, state)
         return EdgeRound(state)
+
+    def _towards_target(
+        self, planner: TargetPlanner, observation: Observation, state: AdaptiveState
+    ) -> EdgeRound | Plan:
+        target, why = planner.choose(observation, state)
+        state = dataclasses.replace(state, phase="edge", target=target)
+        if target.side == "datacenter":
+            return Plan("datacenter", why, state.to_json())
+        return EdgeRound(state, why)

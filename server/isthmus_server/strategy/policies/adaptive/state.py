@@ -70,9 +70,33 @@ class AdaptiveSettings(Section):
     """Rounds of each branch of a race; 0: the gradient is used without one."""
     race_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Part of the rounds with devices that are left that both branches may take."""
+    trial_rounds: Annotated[int, Field(ge=1)] = 2
+    """Evaluated rounds of a trial, with `objective = "time"` or `"cost"`."""
+    trial_share: Annotated[float, Field(gt=0)] = 0.2
+    """Maximum time or price of a trial, as a part of what the side on which training goes on took
+    since it began."""
     parallel_share: Annotated[float, Field(gt=0)] = 0.33
     """Maximum price of the datacenter's training in such a round, as a part of what the devices
     cost; with expensive steps it makes fewer."""
+
+
+TrainingSide = Literal["datacenter", "devices"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetState:
+    """Progress towards a target metric, with `objective = "time"` or `"cost"`."""
+
+    side: TrainingSide
+    """The side that trains now."""
+    since: int
+    """The last round before it began to."""
+    trial: bool = False
+    """Whether it is on trial."""
+    trials: int = 0
+    """Trials so far, this one included."""
+    progress: float = 0.0
+    """Part of what was missing that a round of the other side closed just before the trial."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +140,23 @@ class AdaptiveState:
     uses_gradient: bool = False
     """Whether devices apply the datacenter's gradient although the whole target is theirs."""
     race: RaceState = dataclasses.field(default_factory=RaceState)
+    target: TargetState | None = None
+    """None before the first round, and without a target metric."""
     pending_comparison: str = ""
     """The purpose of the requested comparison: warm, probation or race."""
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> AdaptiveState:
         """Restore the state from the last answer."""
-        excluded = tuple(state.get("excluded", ()))
-        return cls(**{**state, "race": RaceState(**state.get("race", {})), "excluded": excluded})
+        target = state.get("target")
+        return cls(
+            **{
+                **state,
+                "race": RaceState(**state.get("race", {})),
+                "excluded": tuple(state.get("excluded", ())),
+                "target": None if target is None else TargetState(**target),
+            }
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the next answer."""

@@ -1,0 +1,140 @@
+"""Reach a target metric in the shortest time or at the lowest price.
+
+The run alternates between two sides: rounds of the datacenter alone, and rounds with devices as the
+rest of the policy plans them. Each has a rate: the part of what is missing to the target that a
+round closes, per second or per price. The rates change during training, so only rates that were
+measured close to each other are compared:
+
+    stay     on a side while its rate reaches the target within the limits
+    trial    of the other side, for a few evaluated rounds: when the rounds on this side are
+             `trial_rounds` x 2^(trials so far) and a trial would take at most `trial_share` of
+             what they took, or when the target is out of reach at this rate
+    compare  after the trial: the side with the higher rate goes on
+
+So trials cost a bounded part of the run, and their number grows with the logarithm of its length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from isthmus_server.strategy.forecast import (
+    mean_progress,
+    progress_by_round,
+    round_seconds,
+    rounds_to_target,
+)
+from isthmus_server.strategy.policies.adaptive import budget_plan
+from isthmus_server.strategy.policies.adaptive.state import (
+    AdaptiveSettings,
+    AdaptiveState,
+    TargetState,
+    TrainingSide,
+)
+from isthmus_server.strategy.policy import Kind, Observation
+
+REGIMES: Mapping[TrainingSide, tuple[Kind, ...]] = {
+    "datacenter": ("datacenter",),
+    "devices": ("federated", "hybrid"),
+}
+OTHER: Mapping[TrainingSide, TrainingSide] = {"datacenter": "devices", "devices": "datacenter"}
+
+
+class TargetPlanner:
+    """Chooses the side that trains next, by the rates at which both approach the target."""
+
+    def __init__(self, settings: AdaptiveSettings, objective: Literal["time", "cost"]) -> None:
+        self._settings = settings
+        self._objective = objective
+
+    def choose(self, observation: Observation, state: AdaptiveState) -> tuple[TargetState, str]:
+        """Return the side of the next round with the planner's new state, and why."""
+        now, last = state.target, observation.round - 1
+        if now is None:
+            if _can_train("datacenter", observation):
+                return TargetState("datacenter", last), "training on no device is tried first"
+            return TargetState("devices", last), "no datacenter can train now"
+        other = OTHER[now.side]
+        if not _can_train(other, observation):
+            return now, f"the {other} cannot train now"
+        if not _can_train(now.side, observation):
+            moved = dataclasses.replace(now, side=other, since=last, trial=False)
+            return moved, f"the {now.side} cannot train now"
+        measured = progress_by_round(observation, REGIMES[now.side], now.since)
+        progress = mean_progress(observation, REGIMES[now.side], now.since)
+        if progress is None or len(measured) < self._settings.trial_rounds:
+            return now, f"the progress of the {now.side} is being measured"
+        if now.trial:
+            return self._judge(observation, now, progress)
+        why = self._why_trial(observation, now, progress)
+        if not why:
+            return now, f"a round with the {now.side} closes {progress:.2%} of what is missing"
+        trial = TargetState(other, last, trial=True, trials=now.trials + 1, progress=progress)
+        return trial, f"a trial of the {other}: {why}"
+
+    def _judge(
+        self, observation: Observation, trial: TargetState, progress: float
+    ) -> tuple[TargetState, str]:
+        """Compare the side that was tried with the one before it."""
+        before = OTHER[trial.side]
+        rates = {
+            trial.side: progress / self._each(observation, trial.side),
+            before: trial.progress / self._each(observation, before),
+        }
+        # Where neither comes closer, the devices go on: the target is theirs, or a part of it.
+        best = max(rates, key=lambda side: (max(rates[side], 0.0), side == "devices"))
+        unit = "second" if self._objective == "time" else "unit of price"
+        why = ", ".join(f"the {side} closed {rates[side]:.2%}" for side in sorted(rates))
+        since = trial.since if best == trial.side else observation.round - 1
+        decided = TargetState(best, since, trials=trial.trials)
+        return decided, f"{why} of what was missing per {unit}"
+
+    def _why_trial(self, observation: Observation, now: TargetState, progress: float) -> str:
+        """Return why to try the other side now; empty if it is not time to."""
+        settings = self._settings
+        here, other = self._each(observation, now.side), OTHER[now.side]
+        rounds = observation.round - 1 - now.since
+        if rounds < settings.trial_rounds * 2**now.trials:
+            return ""
+        needed = rounds_to_target(progress)
+        if math.isinf(needed):
+            return f"the {now.side} came no closer to the target"
+        if needed > self._rounds_left(observation, now.side):
+            return f"the {now.side} would need {needed:.0f} more rounds, and the limits allow fewer"
+        trial = (settings.trial_rounds + 1) * self._each(observation, other)
+        if trial > settings.trial_share * rounds * here:
+            return ""
+        return f"after {rounds} rounds this costs little"
+
+    def _each(self, observation: Observation, side: TrainingSide) -> float:
+        """Return what a round of this side takes: seconds or a price; never 0.
+
+        If the side has not trained so far, its seconds are those of the other one.
+        """
+        if self._objective == "cost":
+            kind: Kind = "datacenter" if side == "datacenter" else "federated"
+            return max(observation.price(kind), 1e-9)
+        seconds = round_seconds(observation, REGIMES[side])
+        other = round_seconds(observation, REGIMES[OTHER[side]])
+        return max(seconds or other or 0.0, 1e-9)
+
+    def _rounds_left(self, observation: Observation, side: TrainingSide) -> float:
+        """Return how many more rounds with this side the job's limits allow."""
+        left = float(observation.rounds - observation.round + 1)
+        if observation.seconds_left is not None:
+            seconds = round_seconds(observation, REGIMES[side]) or 0.0
+            left = min(left, observation.seconds_left / max(seconds, 1e-9))
+        if observation.budget_left is not None:
+            kind: Kind = "datacenter" if side == "datacenter" else "federated"
+            left = min(left, observation.budget_left / max(observation.price(kind), 1e-9))
+        return left
+
+
+def _can_train(side: TrainingSide, observation: Observation) -> bool:
+    """Return whether a side is connected and within its window now."""
+    if side == "datacenter":
+        return budget_plan.datacenter_available(observation)
+    return observation.open("federated") and observation.clients_ready >= observation.quorum

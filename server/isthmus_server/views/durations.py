@@ -1,0 +1,20 @@
+"""Durations in words."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in words.
+
+    >>> duration(0.25), duration(12), duration(3600 * 3 + 1200), duration(-1)
+    ('0.25 s', '12 s', '3 h 20 min', '0 s')
+    """
+    minutes, hours = seconds / 60, seconds / 3600
+    if 0 < seconds < 10:
+        return f"{seconds:.2g} s"
+    if minutes < 2:
+        return f"{max(seconds, 0):.0f} s"
+    if hours < 2:
+        return f"{minutes:.0f} min"
+    whole, rest = divmod(round(minutes), 60)
+    return f"{whole} h {rest} min" if rest else f"{whole} h"

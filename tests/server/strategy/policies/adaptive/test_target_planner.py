@@ -1,0 +1,120 @@
+"""`objective = "time"` and `"cost"`: the side that reaches the target metric first."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from tests.server.strategy.observations import observe, past_round, strategy_of
+
+from isthmus.job import TargetMetric
+from isthmus_server.strategy import Plan, load_policy
+from isthmus_server.strategy.answer_checks import checked_answer
+from isthmus_server.strategy.limits import enforce_limits
+
+TARGET = TargetMetric(name="accuracy", at_least=0.9)
+STARTS = 0.1
+
+
+def run(objective, closes, seconds=(1.0, 1.0), rounds=400, changes=lambda round_: {}):
+    """Train until the target or the end; return the regimes' initials, reasons and the result.
+
+    `closes(side, missing)` is the part of what is missing that a round closes; `seconds` are those
+    of a datacenter round and of one with devices.
+    """
+    strategy = strategy_of("adaptive", objective=objective, target_metric=TARGET)
+    history, state, reasons, missing, spent = [], {}, [], TARGET.at_least - STARTS, 0.0
+    for round_ in range(1, rounds + 1):
+        observation = observe(
+            round_,
+            history,
+            rounds=rounds,
+            state=json.loads(json.dumps(state)),
+            target=TARGET,
+            spent=spent,
+            **changes(round_),
+        )
+        answer = checked_answer(load_policy(strategy), "adaptive", observation)
+        answer = enforce_limits(answer, observation).answer
+        if not isinstance(answer, Plan):
+            break
+        state = answer.state
+        reasons.append(answer.reason)
+        side = "datacenter" if answer.regime == "datacenter" else "devices"
+        missing -= closes(side, missing) * missing
+        spent += observation.price(answer.regime)
+        past = past_round(round_, answer.regime, accuracy=TARGET.at_least - missing)
+        took = seconds[side == "devices"]
+        history.append(dataclasses.replace(past, seconds=took, elapsed=sum(seconds) * round_))
+    regimes = "".join(past.regime[0] for past in history)
+    return regimes, reasons, answer
+
+
+def by_side(datacenter, devices):
+    return lambda side, missing: (
+        (datacenter if side == "datacenter" else devices)
+        * (1.0 if missing > 0.02 else 1.01 / max(missing, 1e-9) * 0.02)
+    )
+
+
+def test_the_cheap_side_that_reaches_the_target_does_the_work():
+    regimes, _, end = run("cost", by_side(0.1, 0.2))
+    assert "reached the target" in end.reason
+    assert regimes.count("d") > 10  # 16 of its rounds cost as much as one with devices
+    assert regimes.count("f") == 0
+
+
+def test_the_side_that_is_out_of_reach_alone_is_left_early():
+    """The datacenter closes half of the way at most."""
+
+    def closes(side, missing):
+        if side == "devices":
+            return 0.3 if missing > 0.02 else 1.01
+        return 0.2 if missing > 0.4 else 0.0
+
+    regimes, reasons, end = run("cost", closes)
+    assert "reached the target" in end.reason
+    first = regimes.index("f")
+    assert 3 <= first < 20
+    assert "a trial of the devices: the datacenter" in reasons[first]
+    assert regimes[first:].count("d") < regimes.count("f")
+
+
+@pytest.mark.parametrize(("seconds", "most"), [((1.0, 60.0), "d"), ((60.0, 1.0), "f")])
+def test_time_counts_seconds_and_not_prices(seconds, most):
+    regimes, _, end = run("time", by_side(0.05, 0.05), seconds)
+    assert "reached the target" in end.reason
+    assert max("df", key=regimes[4:].count) == most
+
+
+def test_a_trial_that_is_lost_ends_and_the_next_one_is_later():
+    regimes, reasons, _ = run("time", by_side(0.05, 0.001))
+    trials = [i for i, reason in enumerate(reasons) if reason.startswith("a trial of the devices")]
+    assert len(trials) >= 2
+    gaps = [after - before for before, after in itertools.pairwise(trials)]
+    assert gaps == sorted(gaps)
+    assert regimes.count("f") < 0.3 * len(regimes)
+    assert any("per second" in reason for reason in reasons)
+
+
+def test_devices_go_on_where_no_side_comes_closer():
+    regimes, _, _ = run("cost", by_side(0.0, 0.0), rounds=60)
+    assert regimes.count("f") > regimes.count("d")
+
+
+def test_a_side_that_is_away_is_replaced_and_comes_back():
+    def changes(round_):
+        return {"clients_ready": 0 if round_ < 20 else 8, "datacenter_ready": round_ < 30}
+
+    regimes, reasons, _ = run("time", by_side(0.001, 0.001), rounds=40, changes=changes)
+    assert set(regimes[:19]) == {"d"}
+    assert set(regimes[30:]) == {"f"}
+    assert "the devices cannot train now" in reasons[5]
+
+
+def test_quality_neither_tries_sides_nor_compares_rates():
+    """The same target with `objective = "quality"` only ends the run."""
+    observation = observe(1, target=TARGET)
+    plain = load_policy(strategy_of("adaptive")).plan(observation)
+    targeted = load_policy(strategy_of("adaptive", target_metric=TARGET)).plan(observation)
+    assert plain == targeted
