@@ -58,7 +58,7 @@ def run(
     resume: bool,
     address: str | None,
 ) -> None:
-    """Train JOB on this machine: the server, its edge clients and its datacenter ranks.
+    """Train JOB on this machine: the server, its edge devices and its datacenter ranks.
 
     With federated.clients=0 or datacenter.ranks=0 that role is not started; participants can take
     it by connecting to --address. Ctrl-C or SIGTERM ends it after the running round, for which it

@@ -109,7 +109,8 @@ class PolicyComparison:
 def _table(job: Job, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     seeds = len(next(iter(results.values())))
     table = Table(
-        title=f"{job.name}: results for a budget of {job.budget:g}, mean of {seeds} seeds",
+        title=f"{job.name}: results for a budget of {job.budget:g}, "
+        + (f"mean of {seeds} seeds" if seeds > 1 else "one seed"),
         title_justify="left",
     )
     names = [name for name in next(iter(results.values()))[0] if name not in ("rounds", "cost")]

@@ -165,8 +165,8 @@ class ParticipantRoster(ParticipantListener):
             unavailable = len(self.clients) - available
             rest = f", while {unavailable} may not be invited now" if unavailable else ""
             missing[link_pb2.CLIENT] = (
-                f"{available} edge clients are ready and a {regime} round needs {clients} "
-                f"(federated.quorum){rest}"
+                f"a {regime} round needs {clients} devices (federated.quorum); "
+                f"ready: {available}{rest}"
             )
         if len(self.datacenters) < datacenters:
             missing[link_pb2.DATACENTER] = f"no datacenter is ready and a {regime} round needs one"

@@ -49,10 +49,10 @@ class WaitingForParticipants(Event):
 
     kind: Literal["waiting"] = "waiting"
     clients: int
-    """Edge clients that are needed."""
+    """Devices that are needed."""
     datacenters: int
     ready: int = 0
-    """Edge clients that may be invited now."""
+    """Devices that may be invited now."""
     missing: Sequence[str] = ()
     """Names of the participants that are awaited, where they are known."""
 

@@ -71,7 +71,7 @@ def _findings(store: Store) -> Iterator[Finding]:
 
     def checkpoints() -> str:
         check_no_newer_checkpoint(store)
-        return f"checkpoints: none after round {store.last_round()}"
+        return f"checkpoints: none is newer than the last round, {store.last_round()}"
 
     yield _finding("round log", log)
     yield _finding("job.json", description)
@@ -196,7 +196,8 @@ class _Rollback:
         if state.datacenter_step and self.status in ("finished", "cancelled"):
             raise UserError(
                 f"the datacenter has deleted its checkpoints since {self.directory} was "
-                f"{self.status}, so it cannot go back to round {target}"
+                f"{self.status}, so it cannot go back to round {target}; restore "
+                "the directory from a backup, or begin a new run"
             )
         federated = self.store.job.federated
         if federated.secure_aggregation and not federated.clients:

@@ -119,7 +119,7 @@ def begin_log(directory: Path, description: RunDescription) -> None:
         if (directory / FILE).exists():
             raise UserError(
                 f"{directory} already contains a run; continue it with `isthmus run --resume "
-                "--run-dir DIR`, or choose another directory"
+                f"--run-dir {directory}`, or choose another directory"
             )
         if _has_begun(directory):
             raise damaged(f"{FILE} is missing", directory)

@@ -259,7 +259,11 @@ class SealedDatabase:
             reference.executescript(self._schema + _SEAL)
             expected = reference.execute(query).fetchall()
         if self.connection.execute(query).fetchall() != expected:
-            raise self._damaged("its tables are not those of this version")
+            raise DamagedError(
+                f"{self.file} was written by another version of isthmus, or is damaged (its tables "
+                "are not those of this version); open it with that version, or restore it from a "
+                "backup"
+            )
         (found,) = self.connection.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise self._damaged(" ".join(str(found).split()))

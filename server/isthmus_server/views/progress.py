@@ -181,9 +181,11 @@ class ProgressView:
 
 def waiting_for(event: WaitingForParticipants) -> str:
     """What a run waits for, and who is missing, as far as that is known."""
-    line = f"waiting for {event.clients} edge clients and {event.datacenters} datacenter(s)"
+    wanted = {"device": event.clients, "datacenter": event.datacenters}
+    counts = [f"{n} {noun}{'s' * (n > 1)}" for noun, n in wanted.items() if n]
+    line = f"waiting for {' and '.join(counts) or 'participants'}"
     if event.ready:
-        line += f"; {event.ready} edge clients are ready"
+        line += f"; ready: {event.ready} device{'s' * (event.ready > 1)}"
     if event.missing:
         more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
         line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"

@@ -42,7 +42,7 @@ async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated)
     reply = await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())
     first = reply.jobs[0]
     assert (first.state, first.round) == ("paused", 0)
-    assert "3 edge clients are ready and a federated round needs 4" in first.reason
+    assert "a federated round needs 4 devices (federated.quorum); ready: 3" in first.reason
     assert 0 < first.next_try - time.time() < 10
     (event,) = [event async for event in operated.runner.events(paused, follow=False)]
     assert isinstance(event, JobPaused)
@@ -92,8 +92,8 @@ async def test_a_running_job_says_what_it_waits_for(operated):
     await wait_until(lambda: operated.runner._waiting.ready == 1)
     (job,) = (await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())).jobs
     assert (job.state, job.round) == ("running", 0)
-    assert "waiting for 3 edge clients" in job.reason
-    assert "1 edge clients are ready" in job.reason
+    assert "waiting for 3 devices" in job.reason
+    assert "ready: 1 device" in job.reason
     operated.gate.set()
     for name in "bc":
         await operated.dial_device(name)

@@ -328,7 +328,9 @@ def test_a_damaged_registry_is_reported_in_one_sentence(fleet, words):
     arguments = words.replace("STATE", str(fleet.state)).split()
     error = CliRunner().invoke(server, arguments).exception
     assert isinstance(error, UserError)
-    assert str(error).startswith(f"{fleet.state / 'fleet.sqlite'} is damaged (its tables are not ")
+    assert str(error).startswith(
+        f"{fleet.state / 'fleet.sqlite'} was written by another version of isthmus, or is damaged"
+    )
 
 
 async def test_joining_at_the_port_of_the_link_mentions_the_join_port(fleet, tmp_path, monkeypatch):

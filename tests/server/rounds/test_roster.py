@@ -28,7 +28,7 @@ async def test_too_few_devices_are_one_sentence(deployment, network, timeouts):
     with pytest.raises(UserError) as caught:
         await running
     assert str(caught.value) == (
-        "1 edge clients are ready and a federated round needs 3 (federated.quorum); "
+        "a federated round needs 3 devices (federated.quorum); ready: 1; "
         "waited up to 77 s (time.join_seconds)"
     )
     assert read_report(store).to_json()["status"] == "failed"
@@ -82,7 +82,8 @@ async def test_a_reason_shared_by_all_devices_is_reported_once_without_waiting(
     store = deployment.create_run("run", *settings)
     with pytest.raises(UserError) as caught:
         await Coordinator(store, deployment.link).run()
-    sentence = rf"0 edge clients are ready .*quorum\); a, b, c declined: {reason}"
+    needs = r"a federated round needs \d devices \(federated.quorum\); ready: 0"
+    sentence = rf"{needs}; a, b, c declined: {reason}"
     assert re.fullmatch(sentence, str(caught.value))
 
 

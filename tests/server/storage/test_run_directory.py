@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import sqlite3
 from types import SimpleNamespace
@@ -25,9 +26,8 @@ def test_an_opened_run_has_the_job_it_was_created_with(new_run, open_again, tmp_
 
 def test_creating_a_run_over_another_one_is_refused(new_run, make_job, tmp_path):
     new_run()
-    with pytest.raises(
-        UserError, match=r"already contains a run; continue it with `isthmus run --resume"
-    ):
+    command = re.escape(f"`isthmus run --resume --run-dir {tmp_path / 'run'}`")
+    with pytest.raises(UserError, match=rf"already contains a run; .* {command}, or "):
         Store.create(tmp_path / "run", make_job(), tmp_path)
 
 

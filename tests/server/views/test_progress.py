@@ -22,13 +22,14 @@ from isthmus_server.storage.events import (
     RoundCommitted,
     RoundPlanned,
     RunFinished,
+    WaitingForParticipants,
 )
 from isthmus_server.storage.records import (
     FinalModel,
     Receipt,
 )
 from isthmus_server.strategy.policy import Comparison
-from isthmus_server.views.progress import ProgressView
+from isthmus_server.views.progress import ProgressView, waiting_for
 
 
 @pytest.fixture
@@ -144,3 +145,17 @@ def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
         lines = output.getvalue().split("\n")[:-1]
         assert all(line.isprintable() for line in lines)
         assert len(lines) <= count
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (WaitingForParticipants(clients=0, datacenters=1), "waiting for 1 datacenter"),
+        (
+            WaitingForParticipants(clients=4, datacenters=1, ready=1, missing=("a",)),
+            "waiting for 4 devices and 1 datacenter; ready: 1 device; missing: a",
+        ),
+    ],
+)
+def test_a_wait_names_only_what_is_needed(event, line):
+    assert waiting_for(event) == line
