@@ -205,11 +205,18 @@ class CohortSelector:
         ready: Collection[str],
         settings: FederatedSection,
     ) -> SelectedCohort | None:
-        """Exactly the survivors of the groups that the last attempt has summed."""
+        """Exactly the survivors of the groups that the last attempt has summed.
+
+        A device takes part only in the sum of the group that its owner declares now.
+        """
         groups = {} if settings.groups is None else _last_groups(unmasked)
         names = sorted(_devices_of(list(groups.values())))
         if not settings.needed <= len(names) or not set(names) <= set(ready):
             return None
+        clients = self._roster.clients
+        for group, entry in groups.items():
+            if group != REST and any(clients[name].group != group for name in entry.devices):
+                return None
         sizes = (len(entry.devices) for entry in groups.values())
         parts = [settings.for_group(size, exact=True) for size in sizes]
         needed = min(1 if part is None else part.needed for part in parts)

@@ -9,6 +9,7 @@ from isthmus.errors import JobError
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.unmasking_log import Unmasking
 from isthmus_server.views.report import read_report
 
 GROUPS = "federated.groups={minimum=3}"
@@ -152,13 +153,46 @@ async def test_a_run_that_was_killed_while_groups_were_unmasked_repeats_the_same
     with pytest.raises(Killed):
         await coordinator.run()
     again = deployment.reopen(store)
-    deployment.groups["a"] = "south"  # what is declared now does not matter for this round
     unmasked = again.unmaskings.about(again.run_id, 1, None)
     assert {entry.group: "".join(sorted(entry.devices)) for entry in unmasked} == {
         "north": NORTH,
         "south": SOUTH,
     }
     assert (await Coordinator(again, deployment.link).run()).model_sha256 == final.model_sha256
+
+
+@pytest.mark.parametrize(("declared", "invited"), [("north", "abcdef"), ("south", "ghijkl")])
+async def test_groups_are_repeated_only_if_their_devices_still_declare_them(
+    start, deployment, planned, declared, invited
+):
+    """A device refuses the sum of a group that its owner has changed, in every attempt."""
+    await start(
+        {
+            **dict.fromkeys("abc", "north"),
+            **dict.fromkeys("def", "south"),
+            **dict.fromkeys("ghijkl", "-"),
+            "a": declared,
+        }
+    )
+    settings = (*SIX, "federated.clients=12", "rounds=1", GROUPS)
+    store = deployment.create_run("run", *planned([{"by_group": True}]), *settings)
+    coordinator = Coordinator(store, deployment.link)
+    for group, devices in (("north", NORTH), ("south", SOUTH)):
+        store.unmaskings.add(
+            Unmasking(
+                run_id=store.run_id,
+                round=1,
+                attempt=0,
+                model_hash=coordinator.model.blob.sha256,
+                draw=0,
+                devices=frozenset(devices),
+                group=group,
+            )
+        )
+    await coordinator.run()
+    report = read_report(store)
+    assert report.failed_attempts == []
+    assert "".join(receipt.participant for receipt in report.rounds[0].receipts) == invited
 
 
 async def test_a_device_with_a_group_that_is_not_a_name_is_declined(start, deployment, planned):
