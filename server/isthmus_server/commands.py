@@ -286,4 +286,7 @@ def _loaded(path: Path, overrides: tuple[str, ...]) -> Job:
 
 
 def _fresh_directory(job: Job, prefix: str = "") -> Path:
-    return Path("runs") / f"{prefix}{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return (
+        Path("runs")
+        / f"{prefix}{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+    )

@@ -49,6 +49,7 @@ class ParticipantForkServer:
         self._starting: dict[int, asyncio.Future[Program]] = {}
         self._running: dict[int, Program] = {}
         self._listening = False
+        self._sending = asyncio.Lock()
         self._killed = False
 
     @classmethod
@@ -86,6 +87,7 @@ class ParticipantForkServer:
         loop = asyncio.get_running_loop()
         if not self._listening:
             loop.add_reader(self._connection, self._receive)
+            self._sending = asyncio.Lock()  # of this event loop
             self._listening = True
         if self._killed:
             raise UserError(_KILLED)
@@ -94,7 +96,9 @@ class ParticipantForkServer:
         self._starting[number] = started
         request = {"number": number, "arguments": list(arguments), "log": str(log)}
         try:
-            await loop.sock_sendall(self._connection, json.dumps(request).encode())
+            # While one call waits for room in the socket, another one would take its place.
+            async with self._sending:
+                await loop.sock_sendall(self._connection, json.dumps(request).encode())
         except ConnectionError:
             self._starting.pop(number, None)
             raise UserError(_KILLED) from None

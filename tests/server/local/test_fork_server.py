@@ -50,3 +50,32 @@ def test_programs_are_forked_and_end_with_the_fork_server(tmp_path):
         "-9",
         "the process that participants are forked from was killed",
     ]
+
+
+MANY = """
+import asyncio, socket, sys
+from pathlib import Path
+
+from isthmus_server.local.fork_server import ParticipantForkServer
+
+
+async def main(fork_server):
+    # So little room that most requests have to wait for the ones before.
+    fork_server._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    starts = (fork_server.start([str(number)], Path("log")) for number in range(60))
+    programs = await asyncio.wait_for(asyncio.gather(*starts), 100)
+    print(sorted(await asyncio.gather(*(program.ended for program in programs))))
+
+
+with ParticipantForkServer.fork(
+    ranks=False, program=lambda: sys.exit(int(sys.argv[1]))
+) as fork_server:
+    asyncio.run(main(fork_server))
+"""
+
+
+def test_programs_that_are_started_at_once_all_start(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == str(list(range(60)))

@@ -24,8 +24,8 @@ open::
     edge, devices closed  the round waits for their window
 
 With `objective = "time"` or `"cost"` and pi = 1 there is no warm start and no probation:
-`target_planner` has the datacenter alone and rounds with devices take turns, by the rates at which
-they approach the target metric.
+`target_planner` changes from the datacenter to the devices, by the rates at which both approach the
+target metric.
 
 The parts: `warm_start`, `datacenter_role` (weight of the gradient), `race` (veto), `probation`,
 `edge_rounds` (step size, and the plan), over `budget_plan` and `evidence`. Phases only move

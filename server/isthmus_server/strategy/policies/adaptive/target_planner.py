@@ -1,28 +1,30 @@
 """Reach a target metric in the shortest time or at the lowest price.
 
-The run alternates between two sides: rounds of the datacenter alone, and rounds with devices as the
-rest of the policy plans them. Each has a rate: the part of what is missing to the target that a
-round closes, per second or per price. The rates change during training, so only rates that were
-measured close to each other are compared:
+The run begins in the datacenter and goes on with devices; the question is when. Each side has a
+rate: the part of what is missing to the target that a round closes, per second or per price. Rates
+change during training, so only rates that were measured directly after each other are compared:
 
-    stay     on a side while its rate reaches the target within the limits
-    trial    of the other side, for a few evaluated rounds: when the rounds on this side are
-             `trial_rounds` x 2^(trials so far) and a trial would take at most `trial_share` of
-             what they took, or when the target is out of reach at this rate
-    compare  after the trial: the side with the higher rate goes on
+    begin    in the datacenter, for a few evaluated rounds (`trial_rounds`)
+    trial    of the devices, for as many: directly after these. Later, when the datacenter has made
+             `trial_rounds` x 2^(trials so far) rounds since the last one, and a trial would take at
+             most `trial_share` of what they took or the target is out of reach at their rate
+    compare  after the trial: if the devices' rate is higher, they train until the end; otherwise
+             the datacenter goes on
 
-So trials cost a bounded part of the run, and their number grows with the logarithm of its length.
+So the datacenter never trains after the devices have proved faster: what a served average of rounds
+with devices still gains would be taken for its progress.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from isthmus_server.strategy.forecast import (
-    mean_progress,
+    LATEST,
     progress_by_round,
     round_seconds,
     rounds_to_target,
@@ -63,13 +65,15 @@ class TargetPlanner:
         if not _can_train(now.side, observation):
             moved = dataclasses.replace(now, side=other, since=last, trial=False)
             return moved, f"the {now.side} cannot train now"
-        measured = progress_by_round(observation, REGIMES[now.side], now.since)
-        progress = mean_progress(observation, REGIMES[now.side], now.since)
-        if progress is None or len(measured) < self._settings.trial_rounds:
+        if now.side == "devices" and not now.trial:
+            return now, "they approach the target faster than the datacenter"
+        measured = progress_by_round(observation, REGIMES[now.side], now.since)[-LATEST:]
+        if len(measured) < self._settings.trial_rounds:
             return now, f"the progress of the {now.side} is being measured"
+        progress = statistics.fmean(measured)
         if now.trial:
             return self._judge(observation, now, progress)
-        why = self._why_trial(observation, now, progress)
+        why = self._why_trial(observation, now, measured)
         if not why:
             return now, f"a round with the {now.side} closes {progress:.2%} of what is missing"
         trial = TargetState(other, last, trial=True, trials=now.trials + 1, progress=progress)
@@ -92,14 +96,22 @@ class TargetPlanner:
         decided = TargetState(best, since, trials=trial.trials)
         return decided, f"{why} of what was missing per {unit}"
 
-    def _why_trial(self, observation: Observation, now: TargetState, progress: float) -> str:
-        """Return why to try the other side now; empty if it is not time to."""
+    def _why_trial(
+        self, observation: Observation, now: TargetState, measured: Sequence[float]
+    ) -> str:
+        """Return why to try the other side now; empty if it is not time to.
+
+        Progress that is not larger than its standard error counts as none.
+        """
         settings = self._settings
         here, other = self._each(observation, now.side), OTHER[now.side]
         rounds = observation.round - 1 - now.since
         if rounds < settings.trial_rounds * 2**now.trials:
             return ""
-        needed = rounds_to_target(progress)
+        if not now.trials:
+            return "its progress is not known yet"
+        error = statistics.stdev(measured) / math.sqrt(len(measured)) if len(measured) > 1 else 0.0
+        needed = rounds_to_target(statistics.fmean(measured) - error)
         if math.isinf(needed):
             return f"the {now.side} came no closer to the target"
         if needed > self._rounds_left(observation, now.side):

@@ -61,7 +61,7 @@ def test_the_cheap_side_that_reaches_the_target_does_the_work():
     regimes, _, end = run("cost", by_side(0.1, 0.2))
     assert "reached the target" in end.reason
     assert regimes.count("d") > 10  # 16 of its rounds cost as much as one with devices
-    assert regimes.count("f") == 0
+    assert regimes.count("f") <= 3  # one trial
 
 
 def test_the_side_that_is_out_of_reach_alone_is_left_early():
@@ -74,10 +74,10 @@ def test_the_side_that_is_out_of_reach_alone_is_left_early():
 
     regimes, reasons, end = run("cost", closes)
     assert "reached the target" in end.reason
-    first = regimes.index("f")
-    assert 3 <= first < 20
-    assert "a trial of the devices: the datacenter" in reasons[first]
-    assert regimes[first:].count("d") < regimes.count("f")
+    last = regimes.rindex("d")
+    assert last < 20
+    assert set(regimes[last + 1 :]) == {"f"}
+    assert any("the datacenter came no closer" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(("seconds", "most"), [((1.0, 60.0), "d"), ((60.0, 1.0), "f")])
@@ -99,7 +99,7 @@ def test_a_trial_that_is_lost_ends_and_the_next_one_is_later():
 
 def test_devices_go_on_where_no_side_comes_closer():
     regimes, _, _ = run("cost", by_side(0.0, 0.0), rounds=60)
-    assert regimes.count("f") > regimes.count("d")
+    assert regimes == "ddd" + 57 * "f"
 
 
 def test_a_side_that_is_away_is_replaced_and_comes_back():
