@@ -115,13 +115,14 @@ class Registry:
         """Check and open the file; creates it if there was none. `now` returns Unix seconds.
 
         Raises:
-            UserError: it is damaged, or cannot be opened.
+            UserError: it is damaged or missing, or cannot be opened.
         """
         self._now = now
         path = directory / _NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
             if not path.with_suffix(".head").exists():
+                audit.refuse_lost_registry(path)
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             self._log = SealedDatabase.checked(path, _SCHEMA)
@@ -357,20 +358,20 @@ class Registry:
         return row is not None
 
     def _add_certificate(self, subject: tls.Subject) -> None:
-        self._db.execute(
-            "INSERT INTO certificates VALUES (?, ?, ?)",
-            (subject.serial, subject.name, subject.not_after),
-        )
+        row = (subject.serial, subject.name, subject.not_after)
+        self._db.execute("INSERT INTO certificates VALUES (?, ?, ?)", row)
 
 
 def check(directory: Path) -> None:
-    """Check the registry in a state directory, also against its audit log; it is not changed.
+    """Check the registry in a state directory and its audit log; nothing is changed.
 
     Raises:
-        DamagedError: it is damaged or missing, or has lost a revocation.
-        UserError: it cannot be read for another reason.
+        UserError: one is damaged or missing, cannot be read, or the registry is an older copy.
     """
     check_database(directory / _NAME, _SCHEMA)
+    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
+        if database.connection.execute("SELECT count(*) FROM participants").fetchone()[0]:
+            audit.refuse_lost_log(directory)
     refuse_lost_revocations(directory)
 
 

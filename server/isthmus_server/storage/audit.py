@@ -157,6 +157,33 @@ def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], dict[str, st
     return identities, tokens
 
 
+def refuse_lost_registry(registry: Path) -> None:
+    """Refuse to begin a registry of participants anew where the audit log next to it has entries.
+
+    Raises:
+        DamagedError: the registry is missing.
+        UserError: the audit log cannot be read.
+    """
+    if not registry.exists() and read(registry.parent):
+        raise DamagedError(
+            f"{registry} is missing, and {registry.parent / _FILE} says that there was one; "
+            "restore it with its -wal and .head files from a backup"
+        )
+
+
+def refuse_lost_log(state: Path) -> None:
+    """Refuse an audit log without entries next to a registry with participants.
+
+    Raises:
+        DamagedError: the log is missing.
+    """
+    if not read(state):
+        raise DamagedError(
+            f"{state / _FILE} is missing, although participants have joined; restore it and "
+            f"{_HEAD} from a backup. Without one, later entries begin a new log"
+        )
+
+
 def _read_head(state: Path) -> tuple[int, str]:
     """Size of the log when it was last written, and the hash of its last line; 0 without a head."""
     try:

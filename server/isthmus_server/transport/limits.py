@@ -14,6 +14,7 @@ import grpc.aio
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
 from isthmus.transport.blobs import Piece
+from isthmus.transport.stream import to_the_end
 from isthmus.transport.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
 
@@ -113,7 +114,11 @@ async def listen(
             f"cannot listen on {address}; the port may be in use, or the host not an address of "
             "this machine; choose another, or port 0 for any free one"
         ) from None
-    await server.start()
+    try:
+        await to_the_end(server.start())
+    except asyncio.CancelledError:
+        await server.stop(grace=None)  # gRPC otherwise stops it after the event loop
+        raise
     return server, int(bound)
 
 

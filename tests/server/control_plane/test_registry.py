@@ -308,3 +308,24 @@ def test_an_older_copy_does_not_bring_a_revoked_identity_back(tmp_path, since):
         allow(registry, "phone", b"u")  # for another device; it is not recorded before a crash
     module.check(state)
     ControlPlaneServer(state).members.close()
+
+
+@pytest.mark.parametrize("lost", ["fleet.*", "audit.*"])
+def test_a_registry_or_an_audit_log_that_is_lost_with_its_head_is_missed(tmp_path, lost):
+    state = tmp_path / "state"
+    initialise(state, ["localhost"])
+    with contextlib.closing(Registry(state)) as registry:
+        allow(registry, "phone")
+        audit.record(state, "token", by="user me", name="phone", token=b"t".hex())
+        redeem(registry)
+    module.check(state)
+    for path in state.glob(lost):
+        path.unlink()
+    with pytest.raises(DamagedError, match="is missing"):
+        module.check(state)
+    if lost == "fleet.*":
+        with pytest.raises(DamagedError, match=r"fleet\.sqlite is missing, and .* there was one"):
+            ControlPlaneServer(state)
+        assert not (state / "fleet.sqlite").exists()
+    else:
+        ControlPlaneServer(state).members.close()  # it can go on, with a new log

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 
 import grpc
 import grpc.aio
@@ -25,6 +27,29 @@ from isthmus_server.transport.limits import (
 
 LEASE = 99.0
 _NAMES = "a hello needs a name and an instance of 1 to 128 printable characters each"
+
+
+CANCELLED = """
+import asyncio
+from isthmus_server.transport.link import Link
+
+async def main(turns):
+    starting = asyncio.create_task(Link(10.0).start())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+
+for turns in (1, 2, 3):
+    asyncio.run(main(turns))
+"""
+
+
+def test_a_server_that_is_cancelled_while_it_begins_to_listen_leaves_no_traceback():
+    ran = subprocess.run(
+        [sys.executable, "-c", CANCELLED], capture_output=True, text=True, check=True
+    )
+    assert ran.stderr == ""
 
 
 async def test_a_name_is_taken_while_its_participant_is_connected(network):
