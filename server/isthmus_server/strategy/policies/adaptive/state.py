@@ -97,6 +97,8 @@ class TargetState:
     """Trials so far, this one included."""
     progress: float = 0.0
     """Part of what was missing that a round of the other side closed just before the trial."""
+    instead: bool = False
+    """Whether the datacenter trains only until the devices, which proved faster, are back."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ with devices still gains would be taken for its progress.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -59,11 +58,14 @@ class TargetPlanner:
             if _can_train("datacenter", observation):
                 return TargetState("datacenter", last), "training on no device is tried first"
             return TargetState("devices", last), "no datacenter can train now"
+        if now.instead and _can_train("devices", observation):
+            return TargetState("devices", last, trials=now.trials), "the devices can train again"
         other = OTHER[now.side]
         if not _can_train(other, observation):
             return now, f"the {other} cannot train now"
         if not _can_train(now.side, observation):
-            moved = dataclasses.replace(now, side=other, since=last, trial=False)
+            instead = now.side == "devices" and not now.trial
+            moved = TargetState(other, last, trials=now.trials, instead=instead)
             return moved, f"the {now.side} cannot train now"
         if now.side == "devices" and not now.trial:
             return now, "they approach the target faster than the datacenter"

@@ -112,6 +112,15 @@ def test_a_side_that_is_away_is_replaced_and_comes_back():
     assert "the devices cannot train now" in reasons[5]
 
 
+def test_devices_that_proved_faster_go_on_when_they_are_back():
+    def changes(round_):
+        return {"clients_ready": 0 if 10 < round_ < 15 else 8}
+
+    regimes, reasons, _ = run("time", by_side(0.01, 0.02), rounds=30, changes=changes)
+    assert regimes == "ddd" + 7 * "f" + 4 * "d" + 16 * "f"
+    assert reasons[14].startswith("the devices can train again")
+
+
 def test_quality_neither_tries_sides_nor_compares_rates():
     """The same target with `objective = "quality"` only ends the run."""
     observation = observe(1, target=TARGET)
