@@ -7,7 +7,8 @@ Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.rounds.coordinator
 """
 
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
-from isthmus.task.definition import Participant, Task, load_task
+from isthmus.task.definition import Participant, Task
+from isthmus.task.loading import load_task
 
 __version__ = "0.2.0"
 

@@ -302,7 +302,7 @@ class SecureSessions:
 
     def _seed(self, run: ActiveRun, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
-        from isthmus_clients.training.local_run import local_seed
+        from isthmus_clients.training.example_order import local_seed
 
         return local_seed(run.job.seed, round_, self._name)
 

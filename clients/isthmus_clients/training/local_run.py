@@ -5,8 +5,6 @@ Shape legend: N = float32 elements of the exchange set.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from isthmus.errors import TaskError
 from isthmus.job import Job, read_job
-from isthmus.job.federated import FederatedSection
 from isthmus.task import Participant, check_installed, load_task, user_code
 from isthmus.task.scoring import (
     Averages,
@@ -33,50 +29,13 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.training.example_order import first_pass, local_seed, number, step_indices
+from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.model_scores import Candidates, score_each
 
 CPU = torch.device("cpu")
 
 _LARGEST = torch.finfo(torch.float32).max
-
-
-def local_seed(seed: int, round_: int, name: str) -> bytes:
-    """32-byte seed of a device's randomness in a round."""
-    return hashlib.sha256(f"isthmus/local/{seed}/{round_}/{name}".encode()).digest()
-
-
-def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iterator[list[int]]:
-    """Yield the examples of each local step: shuffled epochs, as many as the job specifies.
-
-    >>> section = FederatedSection(local_epochs=2, batch_size=2)
-    >>> [len(batch) for batch in step_indices(bytes(32), 3, section)]
-    [2, 1, 2, 1]
-    """
-    generator = torch.Generator().manual_seed(_number(seed))
-    steps_left = settings.local_steps
-    epochs = itertools.repeat(None) if steps_left is not None else range(settings.local_epochs or 1)
-    for _ in epochs:
-        order = torch.randperm(examples, generator=generator).tolist()
-        for start in range(0, examples, settings.batch_size):
-            if steps_left == 0:
-                return
-            yield order[start : start + settings.batch_size]
-            steps_left = None if steps_left is None else steps_left - 1
-
-
-def first_pass(seed: bytes, examples: int, settings: FederatedSection) -> list[list[int]]:
-    """The steps of `step_indices` in which an example is seen for the first time.
-
-    >>> section = FederatedSection(local_epochs=2, batch_size=2)
-    >>> [len(batch) for batch in first_pass(bytes(32), 3, section)]
-    [2, 1]
-    """
-    steps = -(-examples // settings.batch_size)
-    return list(itertools.islice(step_indices(seed, examples, settings), steps))
-
-
-def _number(seed: bytes) -> int:
-    return int.from_bytes(seed[:8], "little") >> 1
 
 
 def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
@@ -102,30 +61,6 @@ def locate(
         check_installed(source, tasks, key)
         return tasks, data
     return base, job.task.data_in(base) if data is None else data
-
-
-class InitialBuffers:
-    """The buffers of a model as it was built, and their values, to restore both.
-
-    Modules such as spectral normalisation change them in training. A model whose values are not
-    finite would leave its traces in them, and a server could so make later updates of chosen
-    devices unusable.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Copy the values."""
-        self._saved = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
-
-    def restore(self) -> None:
-        """Undo what has happened since."""
-        for module, name, buffer, values in self._saved:
-            module._buffers[name] = buffer
-            if buffer is not None and values is not None:
-                buffer.data = values.clone()
 
 
 def _check_wanted(stopped: Callable[[], bool]) -> None:
@@ -256,7 +191,7 @@ class DeviceRun:
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_number(seed))
+            torch.manual_seed(number(seed))
             for indices in steps:
                 for inputs, target in batches(self.dataset, indices, settings.batch_size, CPU):
                     _check_wanted(stopped)
@@ -281,7 +216,7 @@ class DeviceRun:
         averages = Averages()
         diverged: TaskError | None = None
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_number(self.seed_of(round_)))
+            torch.manual_seed(number(self.seed_of(round_)))
             with user_code("optimizer()"):
                 made = self.task.optimizer(self.model.parameters(), self.participant)
             optimizer = check_optimizer(made, self.model.parameters())

@@ -31,12 +31,8 @@ from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.training.local_run import (
-    first_pass,
-    local_seed,
-    pieces,
-    step_indices,
-)
+from isthmus_clients.training.example_order import first_pass, local_seed, step_indices
+from isthmus_clients.training.local_run import pieces
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.virtual.stacked import Gradients, Stacked, mean_gradients, stacked_batches
 from isthmus_privacy.purpose import check_gradient_scale

@@ -2,12 +2,6 @@
 
 from isthmus.job.schema import (
     Job,
-    Phase,
-    RegimeName,
-    ServerOptimizer,
-    StrategySection,
-    TargetMetric,
-    Window,
     job_schema,
     load_job,
     parse_job,
@@ -15,6 +9,14 @@ from isthmus.job.schema import (
     read_job,
     with_changes,
     write_job,
+)
+from isthmus.job.strategy import (
+    Phase,
+    RegimeName,
+    ServerOptimizer,
+    StrategySection,
+    TargetMetric,
+    Window,
 )
 
 __all__ = [

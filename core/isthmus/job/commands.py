@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from isthmus.job.schema import job_schema, load_job
-from isthmus.task.definition import load_task
+from isthmus.task.loading import load_task
 
 CHECKS = "isthmus.checks"
 """Entry points of further checks: functions of the job and its task that raise errors."""

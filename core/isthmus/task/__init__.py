@@ -1,14 +1,7 @@
 """Tasks: model, loss, data and optimizer in plain PyTorch, used by both regimes."""
 
-from isthmus.task.definition import (
-    Participant,
-    Task,
-    check_installed,
-    check_named,
-    load_named,
-    load_task,
-    user_code,
-)
+from isthmus.task.definition import Participant, Task
+from isthmus.task.loading import check_installed, check_named, load_named, load_task, user_code
 
 __all__ = [
     "Participant",

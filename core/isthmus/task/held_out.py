@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import TaskError
-from isthmus.task.definition import Task, user_code
+from isthmus.task.definition import Task
+from isthmus.task.loading import user_code
 from isthmus.task.scoring import count_examples
 
 if TYPE_CHECKING:

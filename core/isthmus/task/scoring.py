@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isthmus.errors import TaskError
-from isthmus.task.definition import Task, user_code
+from isthmus.task.definition import Task
+from isthmus.task.loading import user_code
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_difference
 

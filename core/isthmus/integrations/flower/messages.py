@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from isthmus.errors import JobError, TaskError, UpdateError
-from isthmus.task.definition import load_named
+from isthmus.task.loading import load_named
 
 # Before flwr is imported: by default it sends telemetry of every start and message.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"

@@ -1,0 +1,51 @@
+"""The examples of a device's local steps, a pure function of the job's seed, round and device."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from isthmus.job.federated import FederatedSection
+
+
+def local_seed(seed: int, round_: int, name: str) -> bytes:
+    """32-byte seed of a device's randomness in a round."""
+    return hashlib.sha256(f"isthmus/local/{seed}/{round_}/{name}".encode()).digest()
+
+
+def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iterator[list[int]]:
+    """Yield the examples of each local step: shuffled epochs, as many as the job specifies.
+
+    >>> section = FederatedSection(local_epochs=2, batch_size=2)
+    >>> [len(batch) for batch in step_indices(bytes(32), 3, section)]
+    [2, 1, 2, 1]
+    """
+    generator = torch.Generator().manual_seed(number(seed))
+    steps_left = settings.local_steps
+    epochs = itertools.repeat(None) if steps_left is not None else range(settings.local_epochs or 1)
+    for _ in epochs:
+        order = torch.randperm(examples, generator=generator).tolist()
+        for start in range(0, examples, settings.batch_size):
+            if steps_left == 0:
+                return
+            yield order[start : start + settings.batch_size]
+            steps_left = None if steps_left is None else steps_left - 1
+
+
+def first_pass(seed: bytes, examples: int, settings: FederatedSection) -> list[list[int]]:
+    """The steps of `step_indices` in which an example is seen for the first time.
+
+    >>> section = FederatedSection(local_epochs=2, batch_size=2)
+    >>> [len(batch) for batch in first_pass(bytes(32), 3, section)]
+    [2, 1]
+    """
+    steps = -(-examples // settings.batch_size)
+    return list(itertools.islice(step_indices(seed, examples, settings), steps))
+
+
+def number(seed: bytes) -> int:
+    """The seed for one of PyTorch's generators."""
+    return int.from_bytes(seed[:8], "little") >> 1

@@ -1,0 +1,193 @@
+"""Load the code that a job names, and turn exceptions of that code into sentences."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from isthmus.errors import TaskError
+from isthmus.task import packages
+from isthmus.task.definition import Task
+
+
+def load_task(
+    source: str, settings: Mapping[str, Any], *, base: Path, data: Path | None = None
+) -> Task:
+    """Load `path/to/file.py:Name` (relative to `base`) or `package.module:Name` and construct it.
+
+    Raises:
+        TaskError: no such file, module or class, not a `Task`, abstract methods are missing, or
+            its own code raised an exception.
+    """
+    cls = load_named(source, "task.source", base=base)
+    name = source.rpartition(":")[2]
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
+    missing = [f"{each}()" for each in sorted(cls.__abstractmethods__)]
+    if missing:
+        raise TaskError(f"task.source={source!r}: {name} must define {', '.join(missing)}")
+    with user_code(f"{name}()"):
+        return cls(settings, data)
+
+
+def load_named(source: str, key: str, *, base: Path) -> Any:
+    """Load the object that a key of the job names (`path/to/file.py:Name`, `package.module:Name`).
+
+    Raises:
+        TaskError: no such file, module or name, or the module raised an exception.
+    """
+    check_named(source, key, base=base)
+    where, _, name = source.rpartition(":")
+    setting = f"{key}={source!r}"
+    module = _load_file(base / where) if where.endswith(".py") else _load_module(where, setting)
+    value = getattr(module, name, None)
+    if value is None:
+        raise TaskError(f"{setting}: {where} has no {name!r}")
+    return value
+
+
+def check_named(source: str, key: str, *, base: Path) -> None:
+    """Check what `load_named` can check without loading any code.
+
+    Raises:
+        TaskError: it is not of the form `path/to/file.py:Name` or `package.module:Name`, or there
+            is no such file.
+    """
+    where, separator, name = source.rpartition(":")
+    setting = f"{key}={source!r}"
+    if not separator or not where or not name.isidentifier():
+        raise TaskError(f"{setting} is not of the form path/to/file.py:Name or package.module:Name")
+    path = (base / where).resolve()
+    if where.endswith(".py") and not path.is_file():
+        raise TaskError(f"{setting}: there is no file {path}")
+
+
+def check_installed(
+    source: str, tasks: Path, key: str = "task.source", *, movable: bool = True
+) -> None:
+    """Refuse code named by a job that the owner of this machine has not put into `tasks`.
+
+    `movable`: whether another directory can be given with --tasks, for the error message.
+
+    Raises:
+        TaskError: it is not `path/to/file.py:Name` with a file in that directory.
+        AdmissionRefused: its folder was installed from a package and contains other files.
+    """
+    where = source.rpartition(":")[0]
+    path = (tasks / where).resolve()
+    if not where.endswith(".py") or not path.is_relative_to(tasks.resolve()) or not path.is_file():
+        raise TaskError(
+            f"{key}={source!r} is not a file in {tasks}, where this machine keeps the tasks "
+            "its owner allows; put it there"
+            + (", or name another directory with --tasks" if movable else "")
+        )
+    packages.check_loadable(tasks, where.partition("/")[0])
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    name = f"isthmus_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a .py path always has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Data loaders and compiled code look a function's module up by name. Files in the task's folder
+    # are importable, as they are from a script.
+    sys.modules[name] = module
+    _make_importable(str(path.parent))
+    with user_code(f"import of {path.name}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+_task_folders: list[str] = []
+"""The folder of the last task, if it was added to Python's path; a process has one at a time."""
+
+
+def _make_importable(directory: str) -> None:
+    """Make the files in a task's folder importable instead of those of the previous task.
+
+    A device or a server opens many tasks, and two may have a file of the same name.
+    """
+    if directory in sys.path:
+        return
+    for earlier in _task_folders:
+        if earlier in sys.path:
+            sys.path.remove(earlier)
+        removed = {name for name, module in sys.modules.items() if _is_in(earlier, name, module)}
+        for name in [name for name in sys.modules if name.partition(".")[0] in removed]:
+            del sys.modules[name]
+    _task_folders[:] = [directory]
+    sys.path.append(directory)
+
+
+def _is_in(directory: str, name: str, module: ModuleType) -> bool:
+    if "." in name or name.startswith("isthmus_task_"):
+        return False
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(place and str(Path(place).parent) == directory for place in places)
+
+
+def _load_module(name: str, setting: str) -> Any:
+    with user_code(f"import of {name}"):
+        try:
+            spec = importlib.util.find_spec(name)  # imports the parent packages
+        except ModuleNotFoundError as error:
+            if f"{name}.".startswith(f"{error.name}."):
+                spec = None
+            else:
+                raise
+        if spec is None:
+            raise TaskError(f"{setting}: no module {name!r} can be imported here")
+        return importlib.import_module(name)
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Convert exceptions of the user's code to a `TaskError` that names the user's line.
+
+    >>> with user_code("loss()"):
+    ...     1 / 0
+    Traceback (most recent call last):
+        ...
+    isthmus.errors.TaskError: loss() failed at <doctest ...>:2: ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except TaskError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TaskError(_at_user_line(what, error)) from error
+
+
+_PRODUCT_MODULE = re.compile(r"isthmus(_(?!task_)\w+)?(\.|$)")
+"""Modules of Isthmus; a user's file is loaded as `isthmus_task_...`."""
+
+
+def _at_user_line(what: str, error: BaseException) -> str:
+    """`what failed at file.py:12: Kind: message`, pointing at the last line outside libraries."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{what} failed at {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line, frame.f_globals) for frame, line in frames]
+    user_lines = [
+        f"{file}:{line}"
+        for file, line, names in places
+        if not (file == names.get("__file__") and _PRODUCT_MODULE.match(names["__name__"]))
+        and "site-packages" not in file
+        and not file.startswith(("<frozen", sysconfig.get_path("stdlib")))
+    ]
+    message = " ".join(str(error).split()) or "no message"
+    kind = type(error).__name__
+    if not user_lines:
+        return f"{what} failed: {kind}: {message}"
+    return f"{what} failed at {user_lines[-1]}: {kind}: {message}"
