@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
+from isthmus.job.evaluation import EvaluationSection
 from isthmus.job.federated import FederatedSection
 from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
 from isthmus.job.strategy import StrategySection
@@ -42,15 +43,6 @@ class TaskSection(Section):
     def data_in(self, base: Path) -> Path | None:
         """The path of the data, if the job names one; `base` is the job file's directory."""
         return base / self.data if self.data else None
-
-
-class EvaluationSection(Section):
-    """Central evaluation on held-out data."""
-
-    every: Annotated[int, Field(ge=1)] = 1
-    """Rounds between evaluations; the last round is always evaluated."""
-    batch_size: Annotated[int, Field(ge=1)] = 512
-    """Examples in one batch."""
 
 
 class TimeSection(Section):
