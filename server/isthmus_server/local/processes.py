@@ -49,6 +49,12 @@ def log_file(directory: Path, name: str) -> Path:
     return directory / "logs" / f"{name}.log"
 
 
+def started_roles(job: Job) -> dict[str, link_pb2.Role]:
+    """Return the names and roles of a job's local participants."""
+    commands = participant_commands(job, "", Path())
+    return {name: _role(arguments) for name, arguments in commands.items()}
+
+
 class LocalProcesses:
     """Starts, restarts and stops the processes of a local run."""
 

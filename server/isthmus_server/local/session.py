@@ -13,7 +13,7 @@ from rich.console import Console
 from isthmus.job import Job
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
-from isthmus_server.local.processes import LocalProcesses, OnFailure
+from isthmus_server.local.processes import LocalProcesses, OnFailure, started_roles
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
@@ -63,6 +63,7 @@ class LocalRun:
         with contextlib.closing(store), store.locked(), ProgressView(console) as view:
             events.subscribe(view)
             coordinator = self._coordinator = Coordinator(store, link, events)
+            coordinator.roster.started_here = started_roles(store.job)
             async with running_participants(
                 store.job, link, address, self.directory, fork_server, coordinator.roster.decline
             ):

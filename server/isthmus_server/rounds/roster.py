@@ -34,6 +34,9 @@ from isthmus_server.transport.peer import ParticipantListener, Peer
 
 log = logging.getLogger(__name__)
 
+_REPEAT_SECONDS = 10.0
+"""Interval in which it is published again that the run waits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ReadyParticipant:
@@ -84,6 +87,8 @@ class ParticipantRoster(ParticipantListener):
         self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self.started_here: Mapping[str, link_pb2.Role] = {}
+        """Names and roles of the participants that this machine starts, if they are known."""
         self._not_awaited: set[str] = set()
         """Expected devices that did not come in time; they are awaited again when they return."""
         self._package = installed_package(job, Path(run.base))
@@ -147,8 +152,17 @@ class ParticipantRoster(ParticipantListener):
     # -- waiting -----------------------------------------------------------------------------------
 
     async def wait_for_embedded(self) -> None:
-        """Wait until all participants that this machine starts are ready or have declined."""
-        await self._wait_for(self._job.federated.clients, int(self._job.datacenter.ranks > 0))
+        """Wait until all participants that this machine starts are ready or have declined.
+
+        Those that are not ready in time have declined: no round waits for them again.
+        """
+        clients, datacenters = self._job.federated.clients, int(self._job.datacenter.ranks > 0)
+        if await self._wait_for(clients, datacenters, missing=self.started_here):
+            return
+        limit = f"{self._job.time.join_seconds:g} s (time.join_seconds)"
+        for name, role in self.started_here.items():
+            if name not in self._declined:
+                self.decline(name, role, f"it was not ready within {limit}; it may still join")
 
     async def require(self, regime: RegimeName) -> None:
         """Wait for the participants that a round of a regime needs at least.
@@ -201,7 +215,9 @@ class ParticipantRoster(ParticipantListener):
             for anonymous, names in names_by_reason.items()
         ]
 
-    async def _wait_for(self, clients: int, datacenters: int) -> bool:
+    async def _wait_for(
+        self, clients: int, datacenters: int, missing: Collection[str] = ()
+    ) -> bool:
         """Wait for that many, or until all that this machine starts are ready or have declined.
 
         Returns False if that took longer than `time.join_seconds`.
@@ -222,7 +238,7 @@ class ParticipantRoster(ParticipantListener):
                 or all_answered(link_pb2.DATACENTER, len(self.datacenters), started_datacenters)
             )
 
-        return await self.until(done, clients=clients, datacenters=datacenters)
+        return await self.until(done, clients=clients, datacenters=datacenters, missing=missing)
 
     async def gather_cohort(self, wanted: int) -> None:
         """Wait for `wanted` devices while more are expected, for at most `time.cohort_seconds`.
@@ -278,7 +294,7 @@ class ParticipantRoster(ParticipantListener):
         missing: Collection[str] = (),
         seconds: float | None = None,
     ) -> bool:
-        """Wait for a condition on the participants; what is missing is published when it changes.
+        """Wait for a condition on the participants; what is missing is published meanwhile.
 
         Args:
             done: the condition.
@@ -296,7 +312,7 @@ class ParticipantRoster(ParticipantListener):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 while not done():
-                    present = self.clients.keys() | self.datacenters.keys()
+                    present = self.clients.keys() | self.datacenters.keys() | self._declined.keys()
                     waiting = WaitingForParticipants(
                         clients=clients,
                         datacenters=datacenters,
@@ -307,7 +323,11 @@ class ParticipantRoster(ParticipantListener):
                         self._publish(waiting)
                         published = waiting
                     self._changed.clear()
-                    await self._changed.wait()
+                    try:
+                        async with asyncio.timeout(_REPEAT_SECONDS):
+                            await self._changed.wait()
+                    except TimeoutError:
+                        published = None
         return done()
 
     # -- joining and leaving -----------------------------------------------------------------------
@@ -343,6 +363,7 @@ class ParticipantRoster(ParticipantListener):
             if failed.status == "rejected":  # a participant that was lost is asked when it returns
                 self.decline(peer.name, peer.role, failed.reason)
             return
+        self._declined.pop(peer.name, None)  # it was late
         ready = ReadyParticipant(peer.name, peer.instance, reply.opened.examples, hours, group)
         side = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
         side[peer.name] = ready

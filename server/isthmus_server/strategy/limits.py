@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from isthmus.errors import JobError
 from isthmus_server.strategy.forecast import planned_bytes, planned_price
+from isthmus_server.strategy.observation import metric_of
 from isthmus_server.strategy.policy import (
     Answer,
     Compare,
@@ -109,12 +109,7 @@ def _reached_target(observation: Observation) -> str:
     evaluated = next((past for past in reversed(observation.history) if past.metrics), None)
     if target is None or evaluated is None:
         return ""
-    if target.name not in evaluated.metrics:
-        raise JobError(
-            f"strategy.target_metric.name={target.name!r} is not a held-out metric of the task; it "
-            f"has {', '.join(sorted(evaluated.metrics))}"
-        )
-    value = evaluated.metrics[target.name]
+    value = metric_of(evaluated, target.name, "strategy.target_metric.name")
     if not target.missing(value) <= 0:  # also for a value that is not a number
         return ""
     return f"round {evaluated.round} reached the target, {target}: {target.name} {value:.4g}"

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, overload
 
+from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus_server.strategy.policy import (
     CURRENT,
@@ -98,6 +99,22 @@ def observe(
         models=tuple(models),
         comparisons=tuple(comparisons),
     )
+
+
+def metric_of(past: PastRound, name: str, key: str) -> float:
+    """A held-out metric of an evaluated round, which a key of the job names.
+
+    Raises:
+        JobError: the task has no such metric.
+    """
+    if name not in past.metrics:
+        raise JobError(unknown_metric(name, key, past.metrics))
+    return past.metrics[name]
+
+
+def unknown_metric(name: str, key: str, known: Collection[str]) -> str:
+    """The sentence for a key of the job that names a metric which the task does not have."""
+    return f"{key}={name!r} is not a held-out metric of the task; it has {', '.join(sorted(known))}"
 
 
 class _CopiedHistory(Sequence[PastRound]):

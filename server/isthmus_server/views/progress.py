@@ -57,7 +57,7 @@ class ProgressView:
         self._working: dict[str, str] = {}
         """The last progress line of each datacenter at work, by name."""
         self._printed: dict[str, float] = {}
-        """When a progress line was last printed, by name."""
+        """When a progress line was last printed, by name; "" for that of waiting."""
 
     def __enter__(self) -> ProgressView:
         if self.console.is_terminal:
@@ -80,7 +80,7 @@ class ProgressView:
             case ParticipantProgress():
                 self._show_progress(event)
             case WaitingForParticipants():
-                self._set_status(waiting_for(event))
+                self._show_waiting(waiting_for(event))
             case ParticipantReady():
                 name = in_a_line(event.participant)
                 self._set_status(f"{name} is ready with {event.examples} examples of its own")
@@ -163,6 +163,14 @@ class ProgressView:
             self._printed[name] = now
             self._print(f"           [dim]{_safe(line)}[/dim]")
 
+    def _show_waiting(self, line: str) -> None:
+        """Show what the run waits for; without a terminal only once it has waited for a while."""
+        self._set_status(line)
+        now = time.monotonic()
+        if self._live is None and now - self._printed.get("", self._since) >= _LINE_SECONDS:
+            self._printed[""] = now
+            self._print(f"[dim]{_safe(line)}[/dim]")
+
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
@@ -184,8 +192,8 @@ def waiting_for(event: WaitingForParticipants) -> str:
     wanted = {"device": event.clients, "datacenter": event.datacenters}
     counts = [f"{n} {noun}{'s' * (n > 1)}" for noun, n in wanted.items() if n]
     line = f"waiting for {' and '.join(counts) or 'participants'}"
-    if event.ready:
-        line += f"; ready: {event.ready} device{'s' * (event.ready > 1)}"
+    if event.clients:
+        line += f"; ready: {event.ready} of {event.clients} devices"
     if event.missing:
         more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
         line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"

@@ -93,7 +93,7 @@ async def test_a_running_job_says_what_it_waits_for(operated):
     (job,) = (await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())).jobs
     assert (job.state, job.round) == ("running", 0)
     assert "waiting for 3 devices" in job.reason
-    assert "ready: 1 device" in job.reason
+    assert "ready: 1 of " in job.reason
     operated.gate.set()
     for name in "bc":
         await operated.dial_device(name)

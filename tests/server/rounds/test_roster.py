@@ -11,9 +11,8 @@ from isthmus.errors import UpdateError, UserError
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.opening import hours_of
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import (
-    ParticipantDeclined,
-)
+from isthmus_server.storage.events import EventStream, ParticipantDeclined, WaitingForParticipants
+from isthmus_server.views.progress import waiting_for
 from isthmus_server.views.report import read_report
 
 
@@ -32,6 +31,39 @@ async def test_too_few_devices_are_one_sentence(deployment, network, timeouts):
         "waited up to 77 s (time.join_seconds)"
     )
     assert read_report(store).to_json()["status"] == "failed"
+
+
+async def test_a_device_that_this_machine_started_is_named_if_it_is_not_ready_in_time(
+    deployment, network, timeouts
+):
+    await deployment.start(names=("a", "b"))
+    store = deployment.create_run(
+        "run",
+        "federated.clients=3",
+        "federated.quorum=2",
+        "federated.secure_aggregation=false",
+        "time.join_seconds=77",
+        "rounds=1",
+    )
+    events, published = EventStream(), []
+    events.subscribe(published.append)
+    coordinator = Coordinator(store, deployment.link, events)
+    coordinator.roster.started_here = dict.fromkeys("abc", link_pb2.CLIENT)
+    running = asyncio.create_task(coordinator.run())
+    sentence = "waiting for 3 devices; ready: 2 of 3 devices; missing: c"
+
+    def times_said():
+        waits = [event for event in published if isinstance(event, WaitingForParticipants)]
+        return sum(waiting_for(event) == sentence for event in waits)
+
+    await wait_until(lambda: times_said() == 1)
+    await timeouts.expire(10)
+    await wait_until(lambda: times_said() == 2)
+    await timeouts.expire(77)
+    await running
+    (late,) = (event for event in published if isinstance(event, ParticipantDeclined))
+    assert late.participant == "c"
+    assert late.reason == "it was not ready within 77 s (time.join_seconds); it may still join"
 
 
 async def test_the_reason_of_a_device_that_declines_is_reported(deployment):

@@ -153,7 +153,7 @@ def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
         (WaitingForParticipants(clients=0, datacenters=1), "waiting for 1 datacenter"),
         (
             WaitingForParticipants(clients=4, datacenters=1, ready=1, missing=("a",)),
-            "waiting for 4 devices and 1 datacenter; ready: 1 device; missing: a",
+            "waiting for 4 devices and 1 datacenter; ready: 1 of 4 devices; missing: a",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from isthmus.job import RegimeName, StrategySection
 from isthmus.job.section import Section
+from isthmus_server.strategy.observation import metric_of
 from isthmus_server.strategy.policy import Observation, Plan, settings_of
 
 
@@ -43,6 +44,8 @@ class Bandit:
 
     def __init__(self, strategy: StrategySection) -> None:
         self.settings = settings_of(strategy, BanditSettings)
+        self.regimes = self.settings.arms
+        self.metric = self.settings.metric
 
     def plan(self, observation: Observation) -> Plan:
         """Score each arm from the history."""
@@ -77,8 +80,11 @@ def _gains(observation: Observation, settings: BanditSettings) -> list[tuple[str
     gains: list[tuple[str, float]] = []
     before: float | None = None
     for past in observation.history:
-        after = past.metrics.get(settings.metric)
-        if before is not None and after is not None and past.regime in settings.arms:
+        if not past.metrics:
+            before = None
+            continue
+        after = metric_of(past, settings.metric, "strategy.settings.metric")
+        if before is not None and past.regime in settings.arms:
             gains.append((past.regime, (before - after) / max(past.price, 1e-9)))
         before = after
     return gains

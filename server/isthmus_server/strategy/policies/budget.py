@@ -27,6 +27,7 @@ class Budget:
 
     def __init__(self, strategy: StrategySection) -> None:
         self.settings = settings_of(strategy, BudgetSettings)
+        self.regimes = (self.settings.first, self.settings.then)
 
     def plan(self, observation: Observation) -> Plan:
         """Compare the rest of each limit with its initial value."""

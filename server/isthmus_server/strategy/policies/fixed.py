@@ -20,6 +20,7 @@ class Fixed:
     def __init__(self, strategy: StrategySection, regime: Kind) -> None:
         no_settings(strategy)
         self.regime = regime
+        self.regimes = (regime,)
 
     def plan(self, observation: Observation) -> Plan:
         """Plan a round of the regime."""
@@ -28,6 +29,8 @@ class Fixed:
 
 class Alternate:
     """Datacenter and federated rounds in turn."""
+
+    regimes: tuple[Kind, ...] = ("datacenter", "federated")
 
     def __init__(self, strategy: StrategySection) -> None:
         no_settings(strategy)

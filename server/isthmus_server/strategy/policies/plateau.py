@@ -8,6 +8,7 @@ from pydantic import Field
 
 from isthmus.job import RegimeName, StrategySection
 from isthmus.job.section import Section
+from isthmus_server.strategy.observation import metric_of
 from isthmus_server.strategy.policy import Observation, Plan, settings_of
 
 
@@ -31,6 +32,8 @@ class Plateau:
 
     def __init__(self, strategy: StrategySection) -> None:
         self.settings = settings_of(strategy, PlateauSettings)
+        self.regimes = (self.settings.first, self.settings.then)
+        self.metric = self.settings.metric
 
     def plan(self, observation: Observation) -> Plan:
         """Look for a plateau in the evaluated rounds since the last switch."""
@@ -38,9 +41,9 @@ class Plateau:
         regime: RegimeName = state.get("regime", settings.first)
         since = state.get("since", 0)
         values = [
-            past.metrics[settings.metric]
+            metric_of(past, settings.metric, "strategy.settings.metric")
             for past in observation.history
-            if settings.metric in past.metrics and past.round > since
+            if past.metrics and past.round > since
         ]
         best, idle = _best(values, settings.improvement)
         if idle >= settings.patience:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isthmus.job import StrategySection
-from isthmus_server.strategy.policy import Observation, Plan, no_settings
+from isthmus_server.strategy.policy import Kind, Observation, Plan, no_settings
 
 
 class Rule:
@@ -13,6 +13,8 @@ class Rule:
         no_settings(strategy)
         self.share = strategy.target_edge_share
         self.weight = transfer_weight(strategy)
+        kinds: dict[float, Kind] = {0: "datacenter", 1: "federated"}
+        self.regimes = (kinds.get(self.share, "hybrid"),)
 
     def plan(self, observation: Observation) -> Plan:
         """Plan the same round every time."""

@@ -23,6 +23,7 @@ class Schedule:
     def __init__(self, strategy: StrategySection) -> None:
         no_settings(strategy)
         self.phases = strategy.schedule
+        self.regimes = tuple(phase.regime for phase in self.phases)
 
     def plan(self, observation: Observation) -> Plan | Wait:
         """Find the phase of the next round and count the round."""
