@@ -83,11 +83,15 @@ class ParticipantsMissing(CannotContinue):
 
 
 class TaskError(UserError):
-    """A task that cannot be loaded, or that failed while it ran."""
+    """A task that cannot be loaded, or that failed while it ran, as it does again if repeated."""
+
+    code = "task-failed"
 
 
 class TaskProcessEnded(TaskError):
     """The process of a task ended, which others may have caused: by using up the memory."""
+
+    code = ""
 
 
 class DamagedError(UserError):

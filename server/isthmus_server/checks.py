@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
-from isthmus.task.scoring import build_model
+from isthmus.task.held_out import HeldOut
+from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.optimizers import make_optimizer
 from isthmus_server.regimes.base import load_extension
-from isthmus_server.strategy import load_policy
+from isthmus_server.strategy.loading import check_participants, load_policy
+from isthmus_server.strategy.observation import unknown_metric
+from isthmus_server.strategy.policy import Policy
 
 
-def check(job: Job, task: Task) -> None:
-    """Build the policy, model, optimizer and Flower strategy of a job, as a run does at its start.
+def check(job: Job, task: Task, base: Path) -> str:
+    """Build the policy, model, optimizer and Flower strategy of a job, and evaluate one batch.
+
+    Returns what was tried.
 
     Raises:
-        UserError: one of them cannot be built, with the reason.
+        UserError: one of them cannot be used, with the reason.
     """
-    load_policy(job.strategy)
+    policy = load_policy(job.strategy)
+    check_participants(job, policy)
+    if 0 < job.federated.clients < job.federated.cohort:
+        raise JobError(
+            f"federated.cohort={job.federated.cohort} is above federated.clients="
+            f"{job.federated.clients}, the devices that `isthmus run` starts; lower one or raise "
+            "the other"
+        )
     model = build_model(task, job.seed)
     layout = TensorLayout.of(model)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     load_extension(job.federated, layout)
+    batch = job.evaluation.batch_size
+    metrics = HeldOut(task).measure(
+        lambda data, count: evaluate(
+            task, model, data, range(min(count, batch)), batch, torch.device("cpu")
+        ).result()
+    )
+    _check_metrics(job, policy, metrics)
+    return f"one batch of held-out data ({', '.join(sorted(metrics))})"
+
+
+def _check_metrics(job: Job, policy: Policy, known: Collection[str]) -> None:
+    target, metric = job.strategy.target_metric, getattr(policy, "metric", None)
+    if target is not None and target.name not in known:
+        raise JobError(unknown_metric(target.name, "strategy.target_metric.name", known))
+    if metric is not None and metric not in known:
+        raise JobError(unknown_metric(metric, "strategy.settings.metric", known))

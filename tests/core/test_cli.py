@@ -47,10 +47,11 @@ def test_a_command_that_ends_with_a_code_of_its_own_sets_the_exit_status(isthmus
 
 
 def test_check_summarises_a_job(isthmus, job_file):
-    code, out, _ = isthmus("job", "check", job_file, "--set", "federated.clients=3")
+    code, out, _ = isthmus("job", "check", job_file, "--set", "rounds=3")
     assert code == 0
     assert out == (
-        f"{job_file} is fine: 10 rounds of Learn, policy alternate, 3 clients, 0 datacenter ranks\n"
+        f"{job_file} is fine: 3 rounds of Learn, policy alternate, 0 clients, 0 datacenter ranks\n"
+        "tried   one batch of held-out data (accuracy, loss)\n"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from isthmus.errors import TaskError
 from isthmus.job import Job, read_job
 from isthmus.task import Participant, check_installed, load_task, user_code
+from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import (
     Averages,
     batches,
@@ -232,7 +233,7 @@ class DeviceRun:
                 if not math.isfinite(value := float(loss.detach())):
                     diverged = diverged or TaskError(
                         f"the loss of {self.participant.name} is {value} at step {step}; "
-                        "lower the learning rate or check the data"
+                        f"{self._advice()}"
                     )
                     if not settings.secure_aggregation:
                         raise diverged
@@ -247,6 +248,16 @@ class DeviceRun:
         if diverged is not None:
             raise diverged
         return step, averages
+
+    def _advice(self) -> str:
+        """What to do about a loss that is not finite.
+
+        The data are not searched where the time of that could tell a server something.
+        """
+        if self.job.federated.secure_aggregation and not self.job.federated.clients:
+            return "lower the learning rate or check the data"
+        what = f"local_data() of {self.participant.name}"
+        return explain_not_finite(self.dataset, range(self.examples), what)
 
     def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:
         settings = self.job.federated

@@ -12,7 +12,8 @@ from isthmus.job.schema import job_schema, load_job
 from isthmus.task.loading import load_task
 
 CHECKS = "isthmus.checks"
-"""Entry points of further checks: functions of the job and its task that raise errors."""
+"""Entry points of further checks: functions of the job, its task and the job file's folder that
+raise errors and return what they tried, or an empty text."""
 
 
 @click.group()
@@ -24,7 +25,11 @@ def job() -> None:
 @click.argument("path", metavar="JOB", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
 def check(path: Path, overrides: tuple[str, ...]) -> None:
-    """Validate JOB, load its task and build its model, without running anything."""
+    """Validate JOB, load its task, and train and evaluate one batch of each side's data.
+
+    Tried is what `isthmus run` starts on this machine: the first client, and the datacenter with
+    the whole model on one rank.
+    """
     checked = load_job(path, overrides)
     base = path.resolve().parent
     data = checked.task.data_in(base)
@@ -34,12 +39,13 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         from isthmus.integrations.flower.messages import load_app
 
         load_app(flower.app, "federated.flower.app", base=base)
-    for point in entry_points(group=CHECKS):
-        point.load()(checked, task)
+    points = sorted(entry_points(group=CHECKS), key=lambda point: point.name, reverse=True)
+    tried = [point.load()(checked, task, base) for point in points]
     click.echo(
         f"{path} is fine: {checked.rounds} rounds of {type(task).__name__}, "
         f"policy {checked.strategy.policy}, {checked.federated.clients} clients, "
-        f"{checked.datacenter.ranks} datacenter ranks"
+        f"{checked.datacenter.ranks} datacenter ranks\n"
+        f"tried   {', '.join(filter(None, tried))}"
     )
 
 

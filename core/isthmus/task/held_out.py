@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import TaskError
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
+from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import count_examples
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ class HeldOut:
         """Apply `measure` to each data set; metrics of the public one have the prefix `PUBLIC`.
 
         Raises:
-            TaskError: a data set is not usable, the task's code raised, or two metrics have the
-                same name.
+            TaskError: a data set is not usable, a loss is nan, the task's code raised, or two
+                metrics have the same name.
         """
         metrics: dict[str, float] = {}
         for prefix, (data, count) in self._data().items():
@@ -42,6 +44,12 @@ class HeldOut:
                     raise TaskError(
                         f"metrics() has a figure {prefix + name!r}, which is the name of "
                         f"{name!r} on the data of public_eval(); rename it"
+                    )
+                if name == "loss" and math.isnan(value):
+                    source = "public_eval()" if prefix else "eval_data()"
+                    raise TaskError(
+                        f"the loss on {source} is nan; "
+                        f"{explain_not_finite(data, range(count), source)}"
                     )
                 metrics[prefix + name] = value
         return metrics

@@ -19,6 +19,7 @@ from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.session import running_participants
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
+from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
 
 _UNLIMITED = 1_000_000
@@ -82,6 +83,7 @@ class PolicyComparison:
             changes["rounds"] = _UNLIMITED
         with contextlib.closing(self._open(f"{policy}-{seed}", changes)) as store, store.locked():
             coordinator = self._coordinator = Coordinator(store, link)
+            check_participants(store.job, load_policy(store.job.strategy))
             if self._leaving:
                 coordinator.drain.request()
             final = await coordinator.run()

@@ -18,6 +18,7 @@ from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
+from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
 from isthmus_server.views.progress import ProgressView
 
@@ -64,6 +65,8 @@ class LocalRun:
             events.subscribe(view)
             coordinator = self._coordinator = Coordinator(store, link, events)
             coordinator.roster.started_here = started_roles(store.job)
+            if address is None:  # others could join there
+                check_participants(store.job, load_policy(store.job.strategy))
             async with running_participants(
                 store.job, link, address, self.directory, fork_server, coordinator.roster.decline
             ):

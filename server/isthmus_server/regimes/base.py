@@ -9,7 +9,7 @@ the entry-point group `isthmus.federated_extensions`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,11 +31,26 @@ EXTENSIONS = "isthmus.federated_extensions"
 class AttemptFailed(RoundFailed):
     """An attempt without a result, with the receipts of all participants."""
 
-    def __init__(self, reason: str, receipts: Sequence[Receipt], *, excused: bool = False) -> None:
-        """`excused`: only because devices were lost or refused for privacy."""
+    def __init__(
+        self,
+        reason: str,
+        receipts: Sequence[Receipt],
+        *,
+        excused: bool = False,
+        task_failures: Collection[str] = (),
+    ) -> None:
+        """Describe the failure.
+
+        Args:
+            reason: the sentence for users.
+            receipts: of all participants.
+            excused: it failed only because devices were lost or refused for privacy.
+            task_failures: how tasks of participants failed, without the participants' names.
+        """
         super().__init__(reason)
         self.receipts = receipts
         self.excused = excused
+        self.task_failures = frozenset(task_failures)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

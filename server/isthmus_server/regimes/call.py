@@ -17,9 +17,16 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
+from isthmus.errors import (
+    AdmissionRefused,
+    ParticipantLost,
+    PeerMisbehaved,
+    TaskError,
+    UpdateError,
+)
 from isthmus.printable import in_a_line
 from isthmus.wire import link_pb2
+from isthmus_server.regimes.reasons import anonymous
 from isthmus_server.storage.records import Receipt, Status
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import reason_of
@@ -67,6 +74,8 @@ class ReceiptBook:
         self._receipts: dict[str, Receipt] = {}
         self._details: dict[str, dict[str, Any]] = {}
         self._blamed: set[str] = set()
+        self.task_failures: set[str] = set()
+        """How the tasks of participants failed, without the participants' names."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._receipts
@@ -188,12 +197,14 @@ async def call(
         if failure is not None:
             reason = failure.reason
             if receipts is not None:
-                # With a code, the first reply is a refusal of the request: no work was done for it.
-                worked = failure.reached and not failure.code
+                # With another code, the first reply is a refusal: no work was done for it.
+                worked = failure.reached and failure.code in ("", TaskError.code)
                 reached = worked or receipts.was_reached(name)
                 sent = failure.status == "rejected"
                 receipts.record(name, failure.status, reason, started=reached, sent=sent)
                 was_lost = isinstance(failure.__cause__, ParticipantLost)
+                if failure.code == TaskError.code:
+                    receipts.task_failures.add(anonymous(failure.reason, name))
                 if not was_lost and failure.code not in PRIVACY_REFUSALS:
                     receipts.blame(name)
         if reply is not None:

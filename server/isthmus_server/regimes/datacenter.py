@@ -142,4 +142,5 @@ class DatacenterRegime:
 
 
 def _attempt_failed(name: str, failed: CallFailed, receipts: ReceiptBook) -> AttemptFailed:
-    return AttemptFailed(f"{name}: {failed.reason}", receipts.complete(""))
+    reason, failures = f"{name}: {failed.reason}", receipts.task_failures
+    return AttemptFailed(reason, receipts.complete(""), task_failures=failures)

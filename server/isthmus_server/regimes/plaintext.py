@@ -60,6 +60,7 @@ class PlaintextAttempt:
                 f"quorum is {needed} ({summarize_failures(receipts)})",
                 receipts,
                 excused=self._receipts.excused,
+                task_failures=self._receipts.task_failures,
             )
         try:
             pseudo_gradient, state = await self._aggregator.result()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
@@ -178,9 +178,10 @@ class Drain:
 class Retries:
     """Counts the failed attempts at a round, or at a comparison.
 
-    An attempt that failed only because devices were lost, or refused for privacy, does not count
-    towards `attempts`. Such attempts are repeated for at least `time.join_seconds`, after growing
-    pauses.
+    A task that fails in two attempts for the same reason would fail in all of them: that ends the
+    round early. An attempt that failed only because devices were lost, or refused for privacy, does
+    not count towards `attempts`. Such attempts are repeated for at least `time.join_seconds`, after
+    growing pauses.
     """
 
     def __init__(self, job: Job, clock: Clock) -> None:
@@ -191,10 +192,17 @@ class Retries:
         """All failed attempts."""
         self._counted = 0
         self._excused_since: float | None = None
+        self._task_failures: Collection[str] = ()
+        """Those of the last attempt."""
 
     def give_up(self, error: RoundFailed) -> bool:
         """Count a failed attempt; returns whether it was the last."""
         self.failed += 1
+        if isinstance(error, AttemptFailed):
+            repeated = error.task_failures.intersection(self._task_failures)
+            self._task_failures = error.task_failures
+            if repeated:
+                return True
         if not _excused(error):
             self._counted += 1
             return self._counted >= self._attempts

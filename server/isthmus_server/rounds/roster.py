@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.call import CallFailed, call
 from isthmus_server.regimes.opening import check_examples, group_of, hours_of, installed_package
+from isthmus_server.regimes.reasons import group_reasons
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.storage.events import (
     Event,
@@ -198,22 +198,9 @@ class ParticipantRoster(ParticipantListener):
         return ParticipantsMissing(reason, roles=roles, ready=ready, declined=self._declined)
 
     def _reasons_to_decline(self) -> list[str]:
-        """Each reason once, with up to three participants that gave it.
-
-        Reasons that differ only by the participant's own name, as in the path of its log, are one.
-        """
-        names_by_reason: dict[str, list[str]] = {}
-        reasons: dict[str, str] = {}
-        for name, (_, reason) in sorted(self._declined.items()):
-            anonymous = re.sub(rf"\b{re.escape(name)}\b", "", reason)
-            names_by_reason.setdefault(anonymous, []).append(name)
-            reasons.setdefault(anonymous, reason)
-        return [
-            ", ".join(names[:3])
-            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            + f" declined: {reasons[anonymous]}"
-            for anonymous, names in names_by_reason.items()
-        ]
+        """Each reason once, with the names of some that gave it."""
+        reasons = {name: reason for name, (_, reason) in self._declined.items()}
+        return [f"{names} declined: {reason}" for names, reason in group_reasons(reasons)]
 
     async def _wait_for(
         self, clients: int, datacenters: int, missing: Collection[str] = ()

@@ -83,7 +83,9 @@ class Trainer:
                 result = await self._train_at_once(spec, gradients)
         except AttemptFailed as failed:
             receipts = with_earlier(gradients.receipts, failed.receipts)
-            raise AttemptFailed(str(failed), receipts, excused=failed.excused) from failed
+            raise AttemptFailed(
+                str(failed), receipts, excused=failed.excused, task_failures=failed.task_failures
+            ) from failed
         result.datacenter_gradient = gradients.datacenter_gradient
         result.gradient_by_datacenter = gradients.gradient_by_datacenter
         if result.datacenters:
@@ -247,10 +249,12 @@ class Trainer:
         """All failures of an attempt as one, with the receipts of cancelled participants too."""
         reasons: list[str] = []
         receipts: list[Receipt] = []
+        task_failures: set[str] = set()
         for error in failures.exceptions:
             reasons.append(str(error))
             if isinstance(error, AttemptFailed):
                 receipts += error.receipts
+                task_failures |= error.task_failures
         cancelled_because = "the attempt failed elsewhere"
         for task in datacenters:
             if task.cancelled():
@@ -265,7 +269,9 @@ class Trainer:
         excused = all(
             isinstance(error, AttemptFailed) and error.excused for error in failures.exceptions
         )
-        return AttemptFailed("; ".join(reasons), receipts, excused=excused)
+        return AttemptFailed(
+            "; ".join(reasons), receipts, excused=excused, task_failures=task_failures
+        )
 
     # -- merge -------------------------------------------------------------------------------------
 

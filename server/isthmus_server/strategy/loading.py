@@ -1,16 +1,20 @@
-"""Load the policy that a job names: a built-in one, an entry point of a package, or module:Name."""
+"""Load the policy that a job names: a built-in one, an entry point of a package, or module:Name.
+
+A policy may have the attributes `regimes`, all that it may plan, and `metric`, the held-out metric
+that it uses: a job in which one of them cannot exist is then refused before it is trained.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
 from isthmus.errors import JobError
-from isthmus.job import StrategySection
+from isthmus.job import Job, StrategySection
 from isthmus_server.strategy.policies import BUILT_IN
-from isthmus_server.strategy.policy import Policy
+from isthmus_server.strategy.policy import Kind, Policy
 
 ENTRY_POINTS = "isthmus.policies"
 """Packages provide policies as entry points of this group: a name, and a class."""
@@ -38,6 +42,32 @@ def load_policy(strategy: StrategySection) -> Policy:
     if not callable(getattr(policy, "plan", None)):
         raise JobError(f"strategy.policy={strategy.policy!r} is not a policy: it has no plan()")
     return policy
+
+
+def check_participants(job: Job, policy: Policy) -> None:
+    """Refuse a job whose policy needs participants that `isthmus run` does not start.
+
+    A job that starts none is for a server, which participants join.
+
+    Raises:
+        JobError: with what is missing.
+    """
+    clients, ranks = job.federated.clients, job.datacenter.ranks
+    if not clients and not ranks:
+        return
+    regimes: Collection[Kind] = getattr(policy, "regimes", ())
+    for regime in regimes:
+        name = f"strategy.policy={job.strategy.policy!r} trains {regime} rounds"
+        if regime != "federated" and not ranks:
+            raise JobError(
+                f"{name}, and datacenter.ranks=0 starts no datacenter; raise it, or choose another "
+                "policy"
+            )
+        if regime != "datacenter" and clients < job.federated.needed:
+            raise JobError(
+                f"{name}, which need {job.federated.needed} devices (federated.quorum), and "
+                f"federated.clients={clients} starts fewer; raise it, or choose another policy"
+            )
 
 
 def _load_external(name: str, built_in: Iterable[str]) -> Any:

@@ -34,6 +34,8 @@ from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
+from isthmus_server.regimes.reasons import anonymous, group_reasons
+from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
@@ -49,6 +51,7 @@ not depend on how long training took."""
 
 _ENOUGH = "enough devices had finished training"
 _TOO_LATE_FOR_SUM = "the attempt ended before its update was in"
+_LOGS_SAY_WHY = "the devices' own logs say why"
 
 
 FirstRequest = Callable[[bytes], link_pb2.Request]
@@ -99,6 +102,7 @@ class SecureAggregationAttempt:
         self._needed = len(cohort) if exact else config.clients_min
         self._limits: StepLimits
         """Known as soon as the roster is."""
+        self._logs = LocalLogs(context.spool / "logs", self._receipts.names)
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._adding = asyncio.Lock()
 
@@ -198,14 +202,13 @@ class SecureAggregationAttempt:
         for name in summed:
             self._record_summed(name, "rejected", "too few of the summed updates were usable")
         receipts = self._receipts.complete(_TOO_LATE_FOR_SUM)
-        return AttemptFailed(f"{reason}; {self._logs_say_why()}", receipts)
-
-    def _logs_say_why(self) -> str:
-        """Where the devices' logs are: on this machine if `isthmus run` has started them."""
-        if not self._context.job.federated.clients:
-            return "the devices' own logs say why"
-        logs = self._context.spool / "logs"
-        return f"{logs / self._receipts.names[0]}.log and the logs next to it say why"
+        failures = self._logs.task_failures()
+        why = "; ".join(f"{names}: {how}" for names, how in group_reasons(failures))
+        return AttemptFailed(
+            f"{reason}; {why or _LOGS_SAY_WHY}",
+            receipts,
+            task_failures=[anonymous(how, name) for name, how in failures.items()],
+        )
 
     def cancelled(self, reason: str) -> list[Receipt]:
         """Receipts of the whole cohort; devices without one were dropped for `reason`."""

@@ -1,0 +1,46 @@
+"""The devices' part of `isthmus job check`: train one batch as the first client would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isthmus.job import Job, with_changes, write_job
+from isthmus.task import Participant, Task
+from isthmus.task.scoring import build_model
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.fingerprint import fingerprint
+from isthmus.transport.requests import fingerprint_messages
+from isthmus.wire import link_pb2
+
+_RUN = "check"
+
+
+def check(job: Job, task: Task, base: Path) -> str:
+    """Train one batch of the data of the first client that `isthmus run` starts.
+
+    Returns what was tried; empty if the job starts no client, or has an app that trains.
+
+    Raises:
+        UserError: the data, the loss or the optimizer cannot be used, with the reason.
+    """
+    flower = job.federated.flower
+    if not job.federated.clients or (flower is not None and flower.app is not None):
+        return ""
+    from isthmus_clients.training.local_run import DeviceRun
+
+    name = "client-0"
+    model = build_model(task, job.seed)
+    layout = TensorLayout.of(model)
+    one_step = {"federated.local_epochs": None, "federated.local_steps": 1}
+    opening = link_pb2.OpenRun(
+        run_id=_RUN,
+        job=write_job(with_changes(job, one_step)),
+        base=str(base),
+        layout=layout.header,
+        frozen=fingerprint_messages(fingerprint(model)),
+    )
+    participant = Participant(name=name, regime="federated", shard=(0, job.federated.clients))
+    run = DeviceRun(opening, participant, None)
+    train = link_pb2.TrainLocal(run_id=_RUN, round=1, attempt=1)
+    run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
+    return f"one training batch of {name}"

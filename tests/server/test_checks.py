@@ -1,0 +1,113 @@
+"""What `isthmus job check` and `isthmus run` refuse before the first round."""
+
+import pytest
+from rich.console import Console
+
+from isthmus.errors import UserError
+from isthmus.job.commands import check
+from isthmus_server.local.session import LocalRun
+
+NAN_ROW = """
+    def {method}(self{argument}):
+        data = rows(20, seed=1)
+        data.tensors[0][7, 2] = float("nan")
+        return data
+"""
+
+
+@pytest.fixture
+def check_job(write_task, tmp_path, capsys):
+    def checked(*overrides, methods="pass"):
+        write_task(methods)
+        path = tmp_path / "job.toml"
+        path.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+        check.callback(path, ("federated.clients=4", "federated.cohort=4", *overrides))
+        return capsys.readouterr().out
+
+    return checked
+
+
+FEDERATED = "strategy.policy=federated"
+
+
+def test_one_batch_of_each_side_is_tried(check_job):
+    out = check_job("datacenter.ranks=2", "datacenter.batch_size=4")
+    assert out.splitlines()[1] == (
+        "tried   one batch of held-out data (accuracy, loss), one training batch of the "
+        "datacenter, one training batch of client-0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["federated.cohort=5", FEDERATED],
+            r"federated.cohort=5 is above federated.clients=4, the devices that `isthmus run` "
+            "starts; lower one or raise the other",
+        ),
+        (
+            ["federated.cohort=8", FEDERATED],
+            "strategy.policy='federated' trains federated rounds, which need 6 devices",
+        ),
+        (
+            ["strategy.policy=hybrid"],
+            "strategy.policy='hybrid' trains hybrid rounds, and datacenter.ranks=0 starts no "
+            "datacenter; raise it, or choose another policy",
+        ),
+        (
+            ["datacenter.ranks=2"],
+            r"datacenter.batch_size=32 for each of 2 replica\(s\) is a batch of 64 examples, and "
+            r"local_data\(\) of the datacenter has 20; lower it",
+        ),
+        (
+            [FEDERATED, "strategy.target_metric={name='acuracy', at_least=0.9}"],
+            "strategy.target_metric.name='acuracy' is not a held-out metric of the task; it has "
+            "accuracy, loss",
+        ),
+        (
+            ["strategy.policy=plateau", "strategy.settings.metric=f1", "strategy.settings.first="
+             "federated", "strategy.settings.then=federated"],
+            "strategy.settings.metric='f1' is not a held-out metric",
+        ),
+    ],
+)  # fmt: skip
+def test_a_job_that_cannot_work_is_refused(check_job, overrides, sentence):
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_job(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("methods", "sentence"),
+    [
+        (
+            "def loss(self, output, target):\n    return (output - 1).square().mean()",
+            r"loss\(\) must return one value per example, not a single number",
+        ),
+        (
+            NAN_ROW.format(method="eval_data", argument=""),
+            r"the loss on eval_data\(\) is nan; example 7 of eval_data\(\) has a value that is not "
+            "finite; remove or fill it",
+        ),
+        (
+            NAN_ROW.format(method="local_data", argument=", participant"),
+            r"the loss of client-0 is nan at step 1; example 7 of local_data\(\) of client-0 has a "
+            "value that is not finite; remove or fill it",
+        ),
+        (
+            "def optimizer(self, parameters, participant):\n    return None",
+            r"optimizer\(\) returned NoneType",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_refused(check_job, methods, sentence):
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_job(FEDERATED, methods=methods)
+
+
+async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, make_job, tmp_path):
+    write_task()
+    job = make_job("strategy.policy=hybrid", "federated.clients=8")
+    run = LocalRun.new(job, tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"trains hybrid rounds, and datacenter.ranks=0 starts no"):
+        await run.run(None, Console(), None)
