@@ -8,13 +8,17 @@ Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.rounds.coordinator
 
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
 from isthmus.task.definition import Participant, Task
+from isthmus.task.device_sums.metrics import BinnedScores, Confusion, Mean
 from isthmus.task.loading import load_task
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "BinnedScores",
+    "Confusion",
     "IsthmusError",
     "JobError",
+    "Mean",
     "Participant",
     "Task",
     "TaskError",

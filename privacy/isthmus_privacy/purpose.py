@@ -182,6 +182,28 @@ class ComparisonPurpose(_Purpose):
     """Models to score: each is the mean of the models of the blob with these numbers."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EvaluationPurpose(_Purpose):
+    """Counts of a model on devices' validation data, of which the task defines the form."""
+
+    TAG = "evaluation-purpose"
+    FIELDS = {"run": nested(RunPurpose), "group": text(64)}
+
+    run: RunPurpose
+    group: str = ""
+    """The group whose devices alone are in the sum; empty for any devices."""
+
+
+def evaluated_model(sha256: bytes) -> bytes:
+    """What a configuration names in place of the model that devices evaluate, 32 bytes.
+
+    Distinct from the model's own SHA-256: which devices may be in a sum of counts of a model does
+    not depend on who has trained from it. Sums of counts of one model, in any runs, are bound to
+    one survivor set as sums of updates are.
+    """
+    return tagged_hash("evaluated-model", sha256)
+
+
 Start = tuple[int, bytes, bool]
 """Start of a kept update: its round, the SHA-256 of its model, whether a gradient followed it."""
 

@@ -10,6 +10,7 @@ from isthmus.errors import TaskError, UpdateError
 from isthmus.job import Job, read_job
 from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
+from isthmus.task.device_sums.metrics import MAX_COUNTS
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
@@ -81,7 +82,7 @@ class ActiveRun:
         return self.job.federated.flower is not None and self.job.federated.flower.app is not None
 
     def check_size(self, request: link_pb2.Request, size: int) -> None:
-        """Check the announced size of the payload of a request to train, score or answer.
+        """Check the announced size of the payload of a request with models or for an app.
 
         Raises:
             UpdateError: it is not that of its models, or above the job's limit.
@@ -139,6 +140,15 @@ class ActiveRun:
         groups = self.job.federated.groups
         minimum = None if groups is None else groups.minimum
         check_group(group, own=self.group, clients_min=clients_min, minimum=minimum)
+
+    def check_counts(self, size: int) -> None:
+        """Refuse a sum of more counts than a task can have, before memory is allocated.
+
+        Raises:
+            UpdateError: the size is above the limit.
+        """
+        if size > MAX_COUNTS:
+            raise UpdateError(f"{size} counts are to be sent, and the maximum is {MAX_COUNTS}")
 
     def check_buffered(self) -> None:
         """Refuse a request of the mode `buffered` in a run of another mode.

@@ -20,6 +20,7 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.resource_limits import CpuThrottle
+from isthmus_clients.device.secure_measurements import evaluate, score
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.device.task_host import InProcessHost, TaskHost
 from isthmus_clients.training.withholding import constant_failures
@@ -149,7 +150,9 @@ class Agent:
         if self._guard is None:
             return
         kind = request.WhichOneof("work")
-        masked = kind in ("train_local", "score") and bool(getattr(request, kind).secure)
+        masked = kind in ("train_local", "score", "evaluate") and bool(
+            getattr(request, kind).secure
+        )
         if not masked and not (kind == "train_local" and request.train_local.keep):
             self._guard.check_plain()
         self._guard.check_work(size, room)
@@ -157,7 +160,7 @@ class Agent:
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
-        """Open or close a run, train for one round, or score models.
+        """Open or close a run, train for one round, score or evaluate models.
 
         Raises:
             DetailsWithheld: it failed, in a run with secure aggregation.
@@ -196,6 +199,10 @@ class Agent:
             model = self._received(request, model)
             async with self._working:
                 return await self._throttled(self._score, request, model), None
+        if kind == "evaluate":
+            model = self._received(request, model)
+            async with self._working:
+                return await self._throttled(self._evaluate, request, model), None
         if kind == "flower":
             self._run(request.flower.run_id, app=True)
             if model is None:
@@ -287,10 +294,21 @@ class Agent:
         run = self._run(work.run_id)
         if work.secure:
             wanted = self._wanted(run, request)
-            return self._secure.score(self.host, run, request, payload, wanted)
+            return score(self._secure, self.host, run, request, payload, wanted)
         run.check_plain_allowed()
         scores = self.host.score(request.id, work, payload)
         return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
+
+    def _evaluate(self, request: link_pb2.Request, payload: Buffer) -> link_pb2.Reply:
+        """Evaluate a model; with secure aggregation the counts are not sent before masking."""
+        work = request.evaluate
+        run = self._run(work.run_id)
+        if work.secure:
+            wanted = self._wanted(run, request)
+            return evaluate(self._secure, self.host, run, request, payload, wanted)
+        run.check_plain_allowed()
+        counts = self.host.evaluate(request.id, work, payload)
+        return link_pb2.Reply(counted=link_pb2.Counted(counts=counts))
 
     def _wanted(self, run: ActiveRun, request: link_pb2.Request) -> Callable[[], bool]:
         """Tells whether the server has neither cancelled a request nor closed its run."""

@@ -127,9 +127,9 @@ class SecureSessions:
         scale, group = work.gradient_scale, work.group
         purpose = TrainingPurpose(run.secure_purpose, work.with_gradient, scale, group)
         slots = MEASURING_SLOTS if scale else TRAINING_SLOTS
-        attempt = self._propose(about, work.secure, work.model, purpose.hash, slots)
+        attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
         result = _train_silently(host, request, payload)
-        _check_wanted(wanted)
+        check_wanted(wanted)
         layout = run.layout.gradient_and_update if scale else run.layout
         return self._join_with_update(attempt, run, layout, result)
 
@@ -147,7 +147,7 @@ class SecureSessions:
             UpdateError: the server has cancelled it.
         """
         result = _train_silently(host, request, payload)
-        _check_wanted(wanted)
+        check_wanted(wanted)
         self._kept = request, run, result
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
@@ -175,7 +175,7 @@ class SecureSessions:
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
-        attempt = self._propose(
+        attempt = self.propose(
             about,
             work.secure,
             blob,
@@ -190,44 +190,7 @@ class SecureSessions:
         host.release(request.id)
         return reply
 
-    def score(
-        self,
-        host: TaskHost,
-        run: ActiveRun,
-        request: link_pb2.Request,
-        payload: Buffer,
-        wanted: Callable[[], bool],
-    ) -> link_pb2.Reply:
-        """Score models, and join the sum of the scores, if it is still `wanted` then.
-
-        Raises:
-            PeerMisbehaved: the configuration is refused, before anything is scored.
-            UpdateError: this device is not enrolled, cannot record the attempt, or the server has
-                cancelled it.
-        """
-        import torch
-
-        from isthmus.task import paired_scores
-        from isthmus_privacy.purpose import ComparisonPurpose
-        from isthmus_privacy.secagg import SCORING_SLOTS
-
-        work = request.score
-        about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
-        candidates = tuple(tuple(mean.of) for mean in work.candidates)
-        purpose = ComparisonPurpose(run.secure_purpose, candidates)
-        attempt = self._propose(about, work.secure, work.models, purpose.hash, SCORING_SLOTS)
-        vector = attempted(
-            f"comparison {work.comparison} of {work.run_id}",
-            lambda: paired_scores.score_vector(host.score(request.id, work, payload)),
-        )
-        _check_wanted(wanted)
-        usable = vector is not None
-        if vector is None:
-            vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
-        seed = self._seed(run, -work.comparison)
-        return self._join(attempt, vector, int(usable), {"unusable": not usable}, seed)
-
-    def _propose(
+    def propose(
         self,
         about: tuple[str, int, int],
         config: bytes,
@@ -237,6 +200,7 @@ class SecureSessions:
         *,
         selected: bool = True,
         start: StartModel | None = None,
+        whole: bool = False,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -248,6 +212,7 @@ class SecureSessions:
             slots: the figures that this device gives for such a request.
             selected: False for a full buffer, whose devices are those that finished first.
             start: model of the device's update, if not that of the configuration.
+            whole: whether this device sends whole numbers in place of an update.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -268,6 +233,7 @@ class SecureSessions:
             self._enrolled(),
             selected=selected,
             start=start,
+            whole=whole,
         )
 
     def _join_with_update(
@@ -287,26 +253,26 @@ class SecureSessions:
         from isthmus_privacy.secagg import GRADIENT_LOST
         from isthmus_privacy.secagg.encoding import lost_in_clipping
 
-        seed = self._seed(run, attempt.config.round)
+        seed = self.seed(run, attempt.config.round)
         figures = dict.fromkeys((slot.name for slot in attempt.config.slots), 0.0)
         if result is None:
             zeros = torch.zeros(1).expand(layout.size)  # takes no memory
-            return self._join(attempt, zeros, 0, {**figures, "unusable": True}, seed)
+            return self.join(attempt, zeros, 0, {**figures, "unusable": True}, seed)
         trained, update = result
         vector = layout.decode(update).mul_(scale)
         figures["loss"] = trained.training.get("loss", 0.0)
         if GRADIENT_LOST.name in figures:
             gradient = vector[: run.layout.size]
             figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, attempt.config.clip)
-        return self._join(attempt, vector, trained.examples, figures, seed)
+        return self.join(attempt, vector, trained.examples, figures, seed)
 
-    def _seed(self, run: ActiveRun, round_: int) -> bytes:
+    def seed(self, run: ActiveRun, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
         from isthmus_clients.training.example_order import local_seed
 
         return local_seed(run.job.seed, round_, self._name)
 
-    def _join(
+    def join(
         self,
         attempt: SecureParticipation,
         vector: torch.Tensor,
@@ -325,7 +291,7 @@ class SecureSessions:
         except UpdateError:
             log.exception("a vector cannot be encoded; this device takes part with a weight of 0")
             nothing = {**dict.fromkeys(figures, 0.0), "unusable": 1.0}
-            zeros = torch.zeros(1).expand(vector.shape)  # takes no memory
+            zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
             keys = attempt.advertise_keys(zeros, examples=0, figures=nothing, seed=seed)
         self._current = attempt
         return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
@@ -365,7 +331,7 @@ class SecureSessions:
         return self._credentials
 
 
-def _check_wanted(wanted: Callable[[], bool]) -> None:
+def check_wanted(wanted: Callable[[], bool]) -> None:
     """Refuse to join after the server has ended the work, which may be why it failed.
 
     Raises:

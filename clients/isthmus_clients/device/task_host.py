@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class TaskHost(Protocol):
     """Runs the code of a task: one open run at a time, one call at a time.
 
-    `open`, `train`, `score` and `answer` block and may be called on any thread. They raise
-    `TaskError` if the task's code fails, with a message about this device's own code and data.
+    `open`, `train`, `score`, `evaluate` and `answer` block and may be called on any thread. They
+    raise `TaskError` if the task's code fails, with a message about this device's own code and
+    data.
     """
 
     def open(self, work: link_pb2.OpenRun) -> int:
@@ -73,6 +74,16 @@ class TaskHost(Protocol):
         Raises:
             TaskError: the task's code raised.
             UpdateError: a candidate refers to a model that was not received.
+        """
+        ...
+
+    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+        """Count how the encoded model in `payload` does on the device's validation data.
+
+        See `isthmus.task.device_sums.evaluation.EvaluationVector`.
+
+        Raises:
+            TaskError: the task's code raised, or this device has no validation data.
         """
         ...
 
@@ -198,6 +209,11 @@ class InProcessHost:
         """See `TaskHost.score`."""
         assert self.run is not None
         return self.run.score(payload, [list(mean.of) for mean in work.candidates])
+
+    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+        """See `TaskHost.evaluate`."""
+        assert self.run is not None
+        return self.run.evaluate(payload)
 
     def answer(
         self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes

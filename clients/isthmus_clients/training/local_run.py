@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError
 from isthmus.job import Job, read_job
 from isthmus.task import Participant, check_installed, load_task, user_code
+from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import (
     Averages,
@@ -102,6 +104,8 @@ class DeviceRun:
             self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "this device"
         )
         self._buffers = InitialBuffers(self.model)
+        self._validation: Dataset[Any] | None = None
+        """Loaded when the model is evaluated for the first time."""
         with user_code("local_data()"):
             self.dataset = self.task.local_data(participant)
         self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
@@ -292,6 +296,22 @@ class DeviceRun:
         return score_each(
             self.task, self.model, self.layout, self.dataset, batch, models, candidates
         )
+
+    def evaluate(self, payload: Buffer) -> list[int]:
+        """Count how the encoded model in `payload` does on this device's validation data.
+
+        Raises:
+            TaskError: the task's code raised, or this device has no validation data.
+        """
+        if self._validation is None:
+            with user_code("validation_data()"):
+                self._validation = self.task.validation_data(self.participant)
+        if self._validation is None:
+            raise TaskError(f"validation_data() of {self.participant.name} returned None")
+        self._buffers.restore()
+        self.layout.scatter(self.layout.decode(payload), self.model)
+        vector = EvaluationVector(self.task)
+        return vector.measure(self.model, self._validation, self.job.evaluation.batch_size).tolist()
 
     def _subtract_end(self, start: torch.Tensor) -> None:
         """Replace `start` (N) by start minus end, in place."""

@@ -94,12 +94,13 @@ class SecureParticipation:
         *,
         selected: bool = True,
         start: StartModel | None = None,
+        whole: bool = False,
     ) -> None:
         """Check the configuration that the server proposes.
 
         Args:
-            about: run (or the run's comparisons, see `isthmus.task.paired_scores`), round and
-                attempt of the request.
+            about: run (or the run's comparisons, see `isthmus.task.paired_scores`, or evaluations),
+                round and attempt of the request.
             config: the encoded configuration.
             model_hash: SHA-256 of the blob that came with the request.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
@@ -108,6 +109,7 @@ class SecureParticipation:
             selected: whether the devices must have been selected by the lottery, if the device
                 requires one.
             start: model of the device's update, if not that of the configuration.
+            whole: whether this device sends whole numbers in place of an update.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -119,7 +121,7 @@ class SecureParticipation:
         self.config = RoundConfig.from_bytes(config)
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
-        self.config.check_slots(slots)
+        self.config.check_form(slots, whole=whole)
         requirements = credentials.requirements or ClientRequirements()
         if not selected:
             requirements = dataclasses.replace(requirements, selection_slack=None)

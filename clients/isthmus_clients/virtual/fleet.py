@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, Task, load_task, user_code
+from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.scoring import build_same_model, check_optimizer, count_examples
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
@@ -157,6 +158,12 @@ class VirtualDevice:
             candidates = [list(mean.of) for mean in request.score.candidates]
             scores = run.score(self.participant, model, candidates)
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores)), None
+        if kind == "evaluate":
+            if model is None:
+                raise UpdateError("the request 'evaluate' came without a model")
+            _check_plain(request.evaluate.secure)
+            counts = self.fleet.run(request.evaluate.run_id).evaluate(self.participant, model)
+            return link_pb2.Reply(counted=link_pb2.Counted(counts=counts)), None
         if kind == "close":
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise AdmissionRefused(f"a virtual device does not support the request {kind!r}")
@@ -235,6 +242,16 @@ class _VirtualRun:
         return score_each(
             self.task, self.model, self.layout, dataset, batch_size, models, candidates
         )
+
+    def evaluate(self, participant: Participant, payload: Buffer) -> list[int]:
+        """Count how a model does on a device's validation data; see `EvaluationVector`."""
+        with user_code("validation_data()"):
+            dataset = self.task.validation_data(participant)
+        if dataset is None:
+            raise TaskError(f"validation_data() of {participant.name} returned None")
+        self.layout.scatter(self.layout.decode(payload), self.model)
+        vector = EvaluationVector(self.task)
+        return vector.measure(self.model, dataset, self.job.evaluation.batch_size).tolist()
 
     def train(
         self, work: link_pb2.TrainLocal, batch: Sequence[_DeviceTraining], step_seconds: float

@@ -124,6 +124,22 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _devices_can_evaluate(self) -> Job:
+        if not self.evaluation.devices:
+            return self
+        flower = self.federated.flower
+        if flower is not None and flower.app is not None:
+            raise ValueError(
+                f"evaluation.devices={self.evaluation.devices} evaluates the task on devices, and "
+                f"federated.flower.app={flower.app!r} is not a task; remove one of them"
+            )
+        try:
+            self.evaluation.on_devices(self.federated)
+        except JobError as error:
+            raise ValueError(f"evaluation.devices: {error}") from None
+        return self
+
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Read and validate a job file; `overrides` are `key.sub=value` with TOML values.

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.utils.data import Dataset
 
+    from isthmus.task.device_sums.metrics import DeviceMetric
+
 Regime = Literal["datacenter", "federated"]
 
 
@@ -64,7 +66,7 @@ class Participant:
 
 
 class Task(abc.ABC):
-    """Base class of tasks. Subclasses define the five abstract methods.
+    """Base class of tasks. Subclasses define the four abstract methods.
 
     Guarantees:
       * one instance per process and run, constructed with the job's ``[task.settings]``;
@@ -119,12 +121,30 @@ class Task(abc.ABC):
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
 
-    @abc.abstractmethod
-    def eval_data(self) -> Dataset[Any]:
+    def eval_data(self) -> Dataset[Any] | None:
         """Central held-out data, as `(input, target)` pairs; called once per process.
 
-        May resemble the devices' data, e.g. rows of volunteers.
+        May resemble the devices' data, e.g. rows of volunteers. Default: None, for a model that is
+        evaluated on devices (`validation_data`) or not at all.
         """
+        return None
+
+    def validation_data(self, participant: Participant) -> Dataset[Any] | None:
+        """A device's own held-out data, as `(input, target)` pairs; called once per run.
+
+        With ``evaluation.devices`` of the job, devices evaluate the model on them, and the server
+        learns only the sums over devices. Default: None, for a device that has no such data.
+        """
+        return None
+
+    def device_metrics(self) -> Mapping[str, DeviceMetric]:
+        """What devices measure on `validation_data()` besides the loss, by name.
+
+        `isthmus.Mean()` sums the figure of the same name in `metrics()`; `isthmus.Confusion` and
+        `isthmus.BinnedScores` count classes and scores. It must not depend on data. The results
+        have the prefix ``devices_``. Default: none.
+        """
+        return {}
 
     def public_eval(self) -> Dataset[Any] | None:
         """Central held-out rows of the datacenter's public data; called once per process.

@@ -1,4 +1,4 @@
-"""The central held-out data of a run: `eval_data()`, and `public_eval()` where a task has it."""
+"""The central held-out data of a run: `eval_data()` and `public_eval()`, where a task has them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeldOut:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._loaded: dict[str, tuple[Dataset[Any], int]] = {}
+        self._loaded: dict[str, tuple[Dataset[Any], int]] | None = None
         """Data set and number of its examples, by the prefix of its metrics."""
 
     def measure(self, measure: Measure) -> dict[str, float]:
@@ -55,12 +55,14 @@ class HeldOut:
         return metrics
 
     def _data(self) -> Mapping[str, tuple[Dataset[Any], int]]:
-        if not self._loaded:
+        if self._loaded is None:
             with user_code("eval_data()"):
                 data = self._task.eval_data()
             with user_code("public_eval()"):
                 public = self._task.public_eval()
-            loaded = {"": (data, count_examples(data, "eval_data()"))}
+            loaded: dict[str, tuple[Dataset[Any], int]] = {}
+            if data is not None:
+                loaded[""] = data, count_examples(data, "eval_data()")
             if public is not None:
                 loaded[PUBLIC] = public, count_examples(public, "public_eval()")
             self._loaded = loaded

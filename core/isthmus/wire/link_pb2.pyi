@@ -117,7 +117,7 @@ class Chunk(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "flower")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "flower")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class Request(_message.Message):
     SCORE_FIELD_NUMBER: _ClassVar[int]
     MEAN_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     AGREE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
     FLOWER_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
@@ -139,8 +140,9 @@ class Request(_message.Message):
     score: Score
     mean_gradient: MeanGradient
     agree: Agree
+    evaluate: Evaluate
     flower: FlowerMessage
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest")
@@ -251,6 +253,22 @@ class Candidate(_message.Message):
     of: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, of: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Evaluate(_message.Message):
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "group")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    attempt: int
+    model: Blob
+    secure: bytes
+    group: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., group: _Optional[str] = ...) -> None: ...
+
 class MeanGradient(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -338,7 +356,7 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "flower_replied")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "flower_replied")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +365,7 @@ class Reply(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     SECURE_STEPPED_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     FLOWER_REPLIED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
@@ -356,8 +375,9 @@ class Reply(_message.Message):
     failure: Failure
     secure_stepped: SecureStepped
     scored: Scored
+    counted: Counted
     flower_replied: FlowerReply
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., flower_replied: _Optional[_Union[FlowerReply, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., flower_replied: _Optional[_Union[FlowerReply, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("examples", "hours", "group")
@@ -425,6 +445,12 @@ class Scored(_message.Message):
     SCORES_FIELD_NUMBER: _ClassVar[int]
     scores: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Counted(_message.Message):
+    __slots__ = ("counts",)
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FlowerReply(_message.Message):
     __slots__ = ("records", "error_code", "error", "seconds")

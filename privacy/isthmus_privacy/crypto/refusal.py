@@ -34,6 +34,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-values-wrap",
     "config-slots-wrap",
     "config-slots-differ",
+    "config-elements-differ",
     "config-model-differs",
     "config-purpose-differs",
     "gradient-scale-invalid",
@@ -125,6 +126,7 @@ _OWN_UPDATE: tuple[str, ...] = (
     # client: its own update, before anything is masked
     "update-wrong-length",
     "update-not-finite",
+    "update-element-too-large",
     "weight-out-of-range",
     "slot-names-differ",
     "slot-not-finite",

@@ -37,6 +37,9 @@ from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
 MAX_LEVELS = 1 << 28
 """Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
 
+COUNT_LEVELS = 1 << 51
+"""Levels of an element that is a whole number, from -2**50 to 2**50, in a ring of 64 bits."""
+
 MAX_COUNT = 1 << 53
 """Largest weight or count: float64 represents all integers up to it."""
 
@@ -101,6 +104,7 @@ class RoundConfig(Message):
         "bits": NUMBER,
         "levels": NUMBER,
         "clip": REAL,
+        "whole": FLAG,
         "weight_max": NUMBER,
         "draw": NUMBER,
         "selected_ppm": NUMBER,
@@ -133,6 +137,8 @@ class RoundConfig(Message):
     """Highest value of a client's quantised element; 0 selects the highest that cannot wrap."""
     clip: float = 1.0
     """Elements of the update are clipped to [-clip, clip]."""
+    whole: bool = False
+    """Elements are whole numbers, which are summed exactly: not clipped, weighted or rounded."""
     weight_max: int = 1
     """Largest weight (number of examples) of one client."""
     draw: int = 0
@@ -142,6 +148,8 @@ class RoundConfig(Message):
 
     def __post_init__(self) -> None:
         """Compute `levels` if it is 0."""
+        if self.levels == 0 and self.whole:
+            object.__setattr__(self, "levels", COUNT_LEVELS)
         if self.levels == 0 and self.clients_max > 0 and self.bits in RING_BITS:
             finest = min(MAX_LEVELS, ((1 << self.bits) - 1) // self.clients_max)
             object.__setattr__(self, "levels", finest)
@@ -202,14 +210,20 @@ class RoundConfig(Message):
                 f"{self.bits} bits",
             )
 
-    def check_slots(self, expected: Sequence[Slot]) -> None:
-        """Refuse a configuration with other figures than the client gives.
+    def check_form(self, expected: Sequence[Slot], *, whole: bool) -> None:
+        """Refuse a configuration with other figures or elements than the client gives.
 
-        A figure out of its range could not be encoded, which the server would notice.
+        What is out of its range could not be encoded, which the server would notice.
 
         Raises:
             PeerMisbehaved: they differ.
         """
+        if self.whole != whole:
+            refusal.refuse(
+                "config-elements-differ",
+                f"whole={self.whole}, and this device sends "
+                + ("whole numbers" if whole else "an update"),
+            )
         if self.slots != tuple(expected):
             refusal.refuse(
                 "config-slots-differ",
@@ -226,7 +240,8 @@ class RoundConfig(Message):
             "clients_min": 2 <= self.clients_min <= self.clients_max,
             "clients_max": self.clients_max <= MAX_COHORT,
             "complete_up_to": self.complete_up_to <= 4096,
-            "levels": 2 <= self.levels <= MAX_LEVELS,
+            "levels": 2 <= self.levels <= (COUNT_LEVELS if self.whole else MAX_LEVELS),
+            "whole": not self.whole or (self.bits == 64 and self.levels == COUNT_LEVELS),
             "clip": math.isfinite(self.clip) and self.clip > 0,
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,
             "corrupt_permille": self.corrupt_permille < 1000,

@@ -8,6 +8,9 @@ with W the largest weight and a uniform dither from the operating system's rando
 the rounding unbiased. `levels` is chosen so that no sum of n clients wraps, so the sum in the ring
 is the sum of integers, and `sum(u) / s - mC` is the sum of x * w / W over the m survivors.
 
+With `RoundConfig.whole` the elements are whole numbers of -L/2 .. L/2 for L = `levels`. Half of L
+is added to each, and `decode` gives their exact sums.
+
 The N elements are followed by the weight (exact), the fraction of clipped elements, and the
 configured slots. So no value of a single client is sent in clear, and the server learns from the
 sum if its clipping bound is too tight.
@@ -58,7 +61,8 @@ class Aggregate:
     """The weighted mean of the survivors' updates and figures."""
 
     vector: torch.Tensor
-    """(N) float32: sum of weight x update, divided by the sum of weights."""
+    """(N) float32: sum of weight x update, divided by the sum of weights; with `RoundConfig.whole`
+    the sums themselves, int64."""
     weight: int
     """Exact sum of weights."""
     clients: int
@@ -83,7 +87,7 @@ def encode(
 
     Args:
         config: the round's configuration, checked.
-        update: (N) any real floating type, on the CPU; not modified.
+        update: (N) any real floating type, on the CPU; not modified. With `config.whole`: int64.
         weight: number of examples, 0 .. config.weight_max; 0 for a vector that does not count.
         figures: slot name to value, one for each slot.
         dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors; None draws
@@ -97,7 +101,12 @@ def encode(
     payload = bytearray(config.payload_bytes)
     vector = ring_vector(payload, config.bits)
     keys = _dither_keys(dither_key)
-    clipped = _quantise(config, update, weight / config.weight_max, vector[: config.size], keys)
+    clipped = 0
+    if config.whole:
+        torch.add(update, config.levels // 2, out=vector[: config.size])
+    else:
+        share = weight / config.weight_max
+        clipped = _quantise(config, update, share, vector[: config.size], keys)
     vector[config.size] = weight
     clipped_fraction = clipped / max(1, config.size)
     vector[config.size + 1] = math.ceil(clipped_fraction * config.levels)
@@ -153,17 +162,21 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
         )
     if weight == 0:
         refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")
-    vector = torch.empty(config.size, dtype=torch.float32)
     scale = config.weight_max / weight
-    for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
-        out.copy_(_dequantise(config, values, clients).mul_(scale))
+    if config.whole:
+        vector = total[: config.size] - clients * (config.levels // 2)
+    else:
+        vector = torch.empty(config.size, dtype=torch.float32)
+        for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
+            out.copy_(_dequantise(config, values, clients).mul_(scale))
     figures: dict[str, float] = {}
     for slot, value in zip(config.slots, rest, strict=True):
         figures[slot.name] = float(value) if slot.exact else _average(config, slot, value, clients)
         if not slot.exact:
             figures[slot.name] *= scale
     # The error of floor(x + dither) has a variance of at most 1/4.
-    rounding = math.sqrt(clients) / 2 * scale * 2 * config.clip / (config.levels - 1)
+    step = 0.0 if config.whole else 2 * config.clip / (config.levels - 1)
+    rounding = math.sqrt(clients) / 2 * scale * step
     return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients, rounding)
 
 
@@ -171,13 +184,21 @@ def _check(
     config: RoundConfig, update: torch.Tensor, weight: int, figures: Mapping[str, float]
 ) -> None:
     """Refuse an update or figures that cannot be encoded."""
-    if update.shape != (config.size,) or not update.is_floating_point():
+    of_kind = update.dtype == torch.int64 if config.whole else update.is_floating_point()
+    if update.shape != (config.size,) or not of_kind:
+        kind = "int64" if config.whole else "floating-point"
         refusal.refuse(
             "update-wrong-length",
-            f"the update is {tuple(update.shape)} {update.dtype}; {config.size} floating-point "
-            "elements are expected",
+            f"the update is {tuple(update.shape)} {update.dtype}; {config.size} {kind} elements "
+            "are expected",
         )
-    for i, part in enumerate(_parts(update)):
+    half = config.levels // 2
+    if config.whole and not bool(((update >= -half) & (update <= half)).all()):
+        refusal.refuse(
+            "update-element-too-large",
+            f"a whole number of the update is not in -{half} .. {half}",
+        )
+    for i, part in enumerate(_parts(update) if not config.whole else ()):
         # The extremes of a tile with a NaN are NaN; this is ten times as fast as isfinite().
         if not all(math.isfinite(end) for end in torch.aminmax(part)):
             index = i * TILE + int((~torch.isfinite(part)).nonzero()[0])

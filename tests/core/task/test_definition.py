@@ -132,8 +132,8 @@ def test_a_method_that_raises_names_the_users_line_however_deep(write_task, tmp_
 
 
 def test_missing_methods_of_a_task_are_named_when_it_is_loaded(load):
-    half = "class Half(isthmus.Task):\n    model = loss = local_data = lambda self, *_: None\n"
-    sentence = r"Half': Half must define eval_data\(\), optimizer\(\)$"
+    half = "class Half(isthmus.Task):\n    model = loss = lambda self, *_: None\n"
+    sentence = r"Half': Half must define local_data\(\), optimizer\(\)$"
     with pytest.raises(TaskError, match=sentence):
         load("task.py:Half", {"task.py": f"import isthmus\n{half}"})
 

@@ -11,8 +11,13 @@ from isthmus_privacy.secagg import (
     Stage,
     encode,
 )
+from isthmus_privacy.secagg.config import COUNT_LEVELS
 
 SLOTS = (Slot(name="hits", maximum=100.0, exact=True), Slot(name="loss", maximum=50.0))
+
+
+def whole_config():
+    return make_config(whole=True, bits=64, weight_max=1)
 
 
 def encode_update(update=None, weight=5, **figures):
@@ -30,6 +35,17 @@ def an_update_of_another_model():
 @expect_refusal("update-wrong-length")
 def an_update_of_integers():
     encode_update(torch.zeros(4, dtype=torch.int64))
+
+
+@expect_refusal("update-wrong-length")
+def fractions_in_place_of_whole_numbers():
+    encode(whole_config(), torch.zeros(4), weight=1)
+
+
+@expect_refusal("update-element-too-large")
+def a_count_above_the_levels():
+    counts = torch.tensor([0, 0, 0, COUNT_LEVELS // 2 + 1])
+    encode(whole_config(), counts, weight=1)
 
 
 @expect_refusal("update-not-finite")

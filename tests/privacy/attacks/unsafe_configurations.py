@@ -12,6 +12,7 @@ from tests.privacy.protocol import (
 )
 
 from isthmus_privacy.secagg import (
+    SCORING_SLOTS,
     TRAINING_SLOTS,
     ClientRequirements,
     Directory,
@@ -82,14 +83,23 @@ def counts_that_wrap():
 @expect_refusal("config-slots-differ")
 def a_loss_that_must_be_a_whole_number():
     exact = tuple(dataclasses.replace(slot, exact=True) for slot in TRAINING_SLOTS)
-    make_config(slots=exact).check_slots(TRAINING_SLOTS)
+    make_config(slots=exact).check_form(TRAINING_SLOTS, whole=False)
 
 
 @expect_refusal("config-slots-differ")
 def a_count_that_the_client_does_not_give():
-    make_config(slots=(*TRAINING_SLOTS, Slot(name="visits", maximum=1.0))).check_slots(
-        TRAINING_SLOTS
-    )
+    slots = (*TRAINING_SLOTS, Slot(name="visits", maximum=1.0))
+    make_config(slots=slots).check_form(TRAINING_SLOTS, whole=False)
+
+
+@expect_refusal("config-elements-differ")
+def an_update_in_place_of_counts():
+    make_config(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=True)
+
+
+@expect_refusal("config-malformed")
+def counts_with_fewer_levels_than_a_device_may_need():
+    client_with(whole=True, bits=64, levels=1 << 20)
 
 
 @expect_refusal("config-model-differs")

@@ -60,7 +60,7 @@ def test_every_field_is_hashed():
         {"purpose": bytes(31) + b"1"}, {"size": 9},
         {"slots": SLOTS[:1]}, {"clients_max": 9}, {"clients_min": 4}, {"corrupt_permille": 9},
         {"dropout_permille": 9}, {"complete_up_to": 9}, {"bits": 64}, {"levels": 9},
-        {"clip": 9.0}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
+        {"clip": 9.0}, {"whole": True}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
     ]  # fmt: skip
     assert {name for change in changed for name in change} == {
         field.name for field in dataclasses.fields(config)

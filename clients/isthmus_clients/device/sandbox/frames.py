@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from isthmus.errors import UpdateError
 from isthmus.wire import link_pb2
 
-MAX_REPLY_BYTES = 64 << 10
+MAX_REPLY_BYTES = 256 << 10
 """Largest frame that the agent reads: a reply has a few figures or one sentence."""
 
 _LENGTH = struct.Struct("=I")

@@ -28,6 +28,12 @@ log = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 1800.0
 """Longest time in which a task may build its model and open its data."""
+_OUTCOMES = {
+    "train_local": "trained",
+    "score": "scored",
+    "evaluate": "counted",
+    "flower": "flower_replied",
+}
 _MAX_ERROR = 2000
 """Longest explanation of a Flower app's error, in characters."""
 
@@ -190,6 +196,14 @@ class ProcessHost:
             raise TaskError(f"the task's process reported the scores {scores[:8]}")
         return scores
 
+    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+        """See `TaskHost.evaluate`."""
+        memory = _shared(payload)
+        request = link_pb2.Request(id=request_id, evaluate=work)
+        counts = list(self._call(self._run(), request, [memory]).counted.counts)
+        self._spare = memory
+        return counts
+
     def answer(
         self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
@@ -275,10 +289,9 @@ class ProcessHost:
             if request.id in self._cancelled:
                 raise TaskError("the server no longer wants the update of this round")
         reply = process.call(request, [each.handle for each in memory], progress)
-        expected = {"train_local": "trained", "score": "scored", "flower": "flower_replied"}
         kind = request.WhichOneof("work")
         assert kind is not None
-        if reply.WhichOneof("outcome") != expected[kind]:
+        if reply.WhichOneof("outcome") != _OUTCOMES[kind]:
             raise process.misbehaved("it answered another kind of request")
         return reply
 

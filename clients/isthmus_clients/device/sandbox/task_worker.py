@@ -84,6 +84,9 @@ class TaskWorker:
         if kind == "score":
             scores = host.score(request.id, request.score, memoryview(memory[0]))
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
+        if kind == "evaluate":
+            counts = host.evaluate(request.id, request.evaluate, memoryview(memory[0]))
+            return link_pb2.Reply(counted=link_pb2.Counted(counts=counts))
         *sent, out = memory
         payload = memoryview(sent[0]) if sent else b""
         answer, records = host.answer(request.id, request.flower, payload)

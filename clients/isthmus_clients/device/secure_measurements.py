@@ -1,0 +1,122 @@
+"""What a device measures for a secure sum: scores of models, and counts of an evaluation.
+
+Nothing of it is sent before it is masked, and a failure of the task ends in zeros of weight 0.
+PyTorch is imported on first use, so that an idle device stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from isthmus.errors import TaskError
+from isthmus.job.evaluation import evaluations_run_id
+from isthmus.transport.blobs import Buffer
+from isthmus.wire import link_pb2
+from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.secure_sessions import SecureSessions, check_wanted
+from isthmus_clients.device.task_host import TaskHost
+from isthmus_clients.training.withholding import attempted
+
+if TYPE_CHECKING:
+    import torch
+
+
+def score(
+    sessions: SecureSessions,
+    host: TaskHost,
+    run: ActiveRun,
+    request: link_pb2.Request,
+    payload: Buffer,
+    wanted: Callable[[], bool],
+) -> link_pb2.Reply:
+    """Score models, and join the sum of the scores, if it is still `wanted` then.
+
+    Raises:
+        PeerMisbehaved: the configuration is refused, before anything is scored.
+        UpdateError: this device is not enrolled, cannot record the attempt, or the server has
+            cancelled it.
+    """
+    import torch
+
+    from isthmus.task import paired_scores
+    from isthmus_privacy.purpose import ComparisonPurpose
+    from isthmus_privacy.secagg import SCORING_SLOTS
+
+    work = request.score
+    about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
+    candidates = tuple(tuple(mean.of) for mean in work.candidates)
+    purpose = ComparisonPurpose(run.secure_purpose, candidates)
+    attempt = sessions.propose(about, work.secure, work.models, purpose.hash, SCORING_SLOTS)
+    vector = attempted(
+        f"comparison {work.comparison} of {work.run_id}",
+        lambda: paired_scores.score_vector(host.score(request.id, work, payload)),
+    )
+    check_wanted(wanted)
+    usable = vector is not None
+    if vector is None:
+        vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
+    seed = sessions.seed(run, -work.comparison)
+    return sessions.join(attempt, vector, int(usable), {"unusable": not usable}, seed)
+
+
+def evaluate(
+    sessions: SecureSessions,
+    host: TaskHost,
+    run: ActiveRun,
+    request: link_pb2.Request,
+    payload: Buffer,
+    wanted: Callable[[], bool],
+) -> link_pb2.Reply:
+    """Evaluate a model, and join the sum of the counts, if it is still `wanted` then.
+
+    Raises:
+        PeerMisbehaved: the configuration is refused, before anything is evaluated.
+        UpdateError: this device is not enrolled, cannot record the attempt, or the server has
+            cancelled it.
+    """
+    import torch
+
+    from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model
+    from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+
+    work = request.evaluate
+    config = RoundConfig.from_bytes(work.secure)
+    run.check_group(work.group, config.clients_min)
+    run.check_counts(config.size)
+    attempt = sessions.propose(
+        (evaluations_run_id(work.run_id), work.round, work.attempt),
+        work.secure,
+        link_pb2.Blob(sha256=evaluated_model(work.model.sha256)),
+        EvaluationPurpose(run.secure_purpose, work.group).hash,
+        SCORING_SLOTS,
+        whole=True,
+    )
+    counts = attempted(
+        f"evaluation in round {work.round} of {work.run_id}",
+        lambda: _counts(host.evaluate(request.id, work, payload), config.size),
+    )
+    check_wanted(wanted)
+    usable = counts is not None
+    if counts is None:
+        counts = torch.zeros(config.size, dtype=torch.int64)
+    # The seed is that of rounding, of which whole numbers need none.
+    return sessions.join(attempt, counts, int(usable), {"unusable": not usable}, b"")
+
+
+def _counts(counts: list[int], size: int) -> torch.Tensor:
+    """A device's counts as a vector, int64 (size), of numbers that can be summed.
+
+    Raises:
+        TaskError: the task's code has another number of them, or one is too large.
+    """
+    import torch
+
+    from isthmus.task.device_sums.metrics import LARGEST
+
+    if len(counts) != size or not all(abs(count) <= LARGEST for count in counts):
+        raise TaskError(
+            f"this device has {len(counts)} counts up to {max(map(abs, counts), default=0)}, and "
+            f"the server expects {size} of at most {LARGEST}"
+        )
+    return torch.tensor(counts, dtype=torch.int64)

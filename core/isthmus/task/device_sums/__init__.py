@@ -1,0 +1,1 @@
+"""What devices count on their own data, so that the server learns only sums of whole numbers."""

@@ -1,0 +1,267 @@
+"""Metrics that devices measure on their own validation data, each as whole numbers to be summed.
+
+A task names them in `Task.device_metrics`. Their number and kind follow from the task alone, never
+from a device's data, so all devices send vectors of one form and the sum of these is all that the
+server needs.
+
+>>> import torch
+>>> accuracy = Mean(bins=4)
+>>> tallies = []
+>>> for values in ([1.0, 0.0], [1.0, 1.0, 1.0, 0.0]):
+...     tally = accuracy.empty()
+...     accuracy.add(tally, torch.tensor(values))
+...     tallies.append(accuracy.counts(tally))
+>>> figures = accuracy.figures("accuracy", torch.stack(tallies).sum(0))
+>>> round(figures["accuracy"], 9), figures["accuracy_p10"], figures["accuracy_p90"]
+(0.666666667, 0.625, 0.875)
+
+PyTorch is imported on first use, so that ``import isthmus`` stays fast.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from isthmus.errors import TaskError
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST = 1 << 50
+"""Largest absolute value of one count of one device. 2,048 of them can be added in 63 bits."""
+
+MAX_COUNTS = 1 << 14
+"""Most counts of one device."""
+
+STEPS = 1 << 28
+"""Steps of the fixed-point numbers in which values are added, from 0 to the bound of a metric."""
+
+SPREAD = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+"""Quantiles over devices that are computed from a histogram of the devices' own means."""
+
+Pairs = Callable[[Any, Any], "tuple[torch.Tensor, torch.Tensor]"]
+"""Two tensors of one value per scored unit each, from a model's output and the target."""
+
+
+class DeviceMetric(abc.ABC):
+    """Whole numbers that describe a device's own data, and the figures of their sum."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Length of the vector of counts."""
+
+    def empty(self) -> torch.Tensor:
+        """The tally of no scored unit, float64 (size)."""
+        import torch
+
+        return torch.zeros(self.size, dtype=torch.float64)
+
+    def counts(self, tally: torch.Tensor) -> torch.Tensor:
+        """The counts of one device, int64 (size), from its tally.
+
+        Raises:
+            TaskError: a count is above `LARGEST`.
+        """
+        return whole(tally)
+
+    @abc.abstractmethod
+    def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
+        """Figures by name from the sum of the devices' counts, int64 (size); empty if it is 0."""
+
+
+def whole(tally: torch.Tensor) -> torch.Tensor:
+    """A tally rounded to whole numbers, int64.
+
+    Raises:
+        TaskError: a number is above `LARGEST`.
+    """
+    rounded = tally.round()
+    if not bool((rounded.abs() <= LARGEST).all()):
+        raise TaskError("this device has so much validation data that its counts cannot be summed")
+    return rounded.long()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(DeviceMetric):
+    """A mean over scored units: of the figure of this name in `Task.metrics`, or of the loss.
+
+    The values of a device are added in float64 and rounded to whole steps of 1/2**28 of the bound,
+    the next power of two above |low| and |high|. So the mean differs from that of the pooled data
+    by at most half a step, and where values are multiples of a step, such as 0 and 1, not at all.
+    """
+
+    low: float = 0.0
+    """Values below it are raised to it."""
+    high: float = 1.0
+    """Values above it are lowered to it."""
+    bins: int = 20
+    """Bins of the histogram of the devices' own means, between the bounds, from which the quantiles
+    over devices are computed; they are the middles of bins. 0 for none."""
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            TaskError: they are not usable.
+        """
+        finite = math.isfinite(self.low) and math.isfinite(self.high)
+        if not (finite and self.low < self.high) or self.bins < 0:
+            raise TaskError(f"{self} is not usable: low must be below high, and bins 0 or more")
+
+    @property
+    def size(self) -> int:
+        """The sum, the scored units, those that are not a number, and the bins."""
+        return 3 + self.bins
+
+    @property
+    def step(self) -> float:
+        """The fixed-point step."""
+        largest = max(abs(self.low), abs(self.high))
+        return float(2.0 ** math.ceil(math.log2(largest)) / STEPS)
+
+    def add(self, tally: torch.Tensor, values: torch.Tensor) -> None:
+        """Add the values of scored units, any shape, to a tally."""
+        flat = values.detach().double().flatten()
+        numbers = flat[~flat.isnan()]
+        tally[0] += numbers.clamp(self.low, self.high).sum()
+        tally[1] += len(flat)
+        tally[2] += len(flat) - len(numbers)
+
+    def counts(self, tally: torch.Tensor) -> torch.Tensor:
+        """See `DeviceMetric.counts`; the device's own mean is a 1 in one bin."""
+        scaled = tally.clone()
+        scaled[0] /= self.step
+        numbers = float(tally[1] - tally[2])
+        if self.bins and numbers:
+            share = (float(tally[0]) / numbers - self.low) / (self.high - self.low)
+            scaled[3 + min(int(max(share, 0.0) * self.bins), self.bins - 1)] = 1
+        return whole(scaled)
+
+    def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
+        """The mean, nan if a value was; and the quantiles over devices."""
+        summed, units, not_numbers, *histogram = total.tolist()
+        if not units:
+            return {}
+        figures = {name: math.nan if not_numbers else summed * self.step / units}
+        if sum(histogram):
+            for suffix, share in SPREAD.items():
+                place = quantile_bin(histogram, share)
+                middle = (place + 0.5) / self.bins
+                figures[f"{name}_{suffix}"] = self.low + middle * (self.high - self.low)
+        return figures
+
+
+def quantile_bin(histogram: list[int], share: float) -> int:
+    """The bin with the smallest value that at least this share of all values do not exceed.
+
+    >>> quantile_bin([1, 0, 2, 1], 0.5)
+    2
+    """
+    needed, seen = share * sum(histogram), 0
+    for place, count in enumerate(histogram):
+        seen += count
+        if count and seen >= needed - 1e-9:
+            return place
+    return len(histogram) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Confusion(DeviceMetric):
+    """How many scored units of each class were predicted as each class."""
+
+    classes: int
+    of: Pairs
+    """Class numbers as predicted and in truth, from 0, int64 of any equal shape."""
+
+    @property
+    def size(self) -> int:
+        """Classes squared."""
+        return self.classes**2
+
+    def add(self, tally: torch.Tensor, predicted: torch.Tensor, truth: torch.Tensor) -> None:
+        """Add scored units to a tally.
+
+        Raises:
+            TaskError: a class number is not below `classes`, or the shapes differ.
+        """
+        import torch
+
+        if predicted.shape != truth.shape:
+            raise TaskError(
+                f"the predicted classes are {tuple(predicted.shape)} and the true ones "
+                f"{tuple(truth.shape)}; give tensors of one shape"
+            )
+        numbers = torch.stack([truth.detach().long().flatten(), predicted.detach().flatten()])
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.classes:
+            raise TaskError(
+                f"class numbers from {int(numbers.min())} to {int(numbers.max())} were given for "
+                f"Confusion({self.classes}), which takes 0 to {self.classes - 1}"
+            )
+        cells = numbers[0] * self.classes + numbers[1].long()
+        tally += torch.bincount(cells, minlength=self.size)
+
+    def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
+        """The accuracy, and the mean recall of the classes that occur."""
+        matrix = total.double().view(self.classes, self.classes)
+        of_class, right = matrix.sum(1), matrix.diagonal()
+        present = of_class > 0
+        if not bool(present.any()):
+            return {}
+        return {
+            f"{name}_accuracy": float(right.sum() / matrix.sum()),
+            f"{name}_recall": float((right[present] / of_class[present]).mean()),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class BinnedScores(DeviceMetric):
+    """Histograms of scores from 0 to 1, of positive and of other units, for the area under the ROC.
+
+    The area is that of the scores rounded to bins. It differs from that of the scores themselves by
+    at most half the share of the pairs of a positive and another unit that are in one bin, which is
+    the figure with the suffix `_error`.
+    """
+
+    of: Pairs
+    """Scores from 0 to 1 (others are clipped), and labels, of which those above 0 are positive."""
+    bins: int = 100
+
+    @property
+    def size(self) -> int:
+        """The bins of both histograms."""
+        return 2 * self.bins
+
+    def add(self, tally: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add scored units to a tally.
+
+        Raises:
+            TaskError: a score is not a number, or the shapes differ.
+        """
+        import torch
+
+        if scores.shape != labels.shape or bool(scores.isnan().any()):
+            raise TaskError(
+                f"BinnedScores was given scores {tuple(scores.shape)} and labels "
+                f"{tuple(labels.shape)}; give numbers in tensors of one shape"
+            )
+        places = (scores.detach().double().flatten() * self.bins).long().clamp(0, self.bins - 1)
+        cells = places + self.bins * (labels.detach().flatten() > 0)
+        tally += torch.bincount(cells, minlength=self.size)
+
+    def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
+        """The area under the ROC curve and the bound of its error; none if one label is missing."""
+        others, positive = total.double().view(2, self.bins)
+        pairs = float(others.sum() * positive.sum())
+        if not pairs:
+            return {}
+        below = others.cumsum(0) - others
+        same = float((positive * others).sum())
+        return {
+            name: (float((positive * below).sum()) + same / 2) / pairs,
+            f"{name}_error": same / 2 / pairs,
+        }
