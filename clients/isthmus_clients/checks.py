@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from isthmus.job import Job, with_changes, write_job
+from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import fingerprint
-from isthmus.transport.requests import fingerprint_messages
+from isthmus.transport.requests import fingerprint_messages, position_message
 from isthmus.wire import link_pb2
 
 _RUN = "check"
@@ -41,6 +42,9 @@ def check(job: Job, task: Task, base: Path) -> str:
     )
     participant = Participant(name=name, regime="federated", shard=(0, job.federated.clients))
     run = DeviceRun(opening, participant, None)
-    train = link_pb2.TrainLocal(run_id=_RUN, round=1, attempt=1)
+    position = RoundPosition(0, job.federated_round_steps, job.federated.cohort)
+    train = link_pb2.TrainLocal(
+        run_id=_RUN, round=1, attempt=1, position=position_message(position)
+    )
     run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
     return f"one training batch of {name}"

@@ -50,6 +50,10 @@ class Command:
     """train_steps, mean_gradient: file of a model to load first."""
     model_digest: str = ""
     """train_steps: SHA-256 of that model, in hexadecimal digits."""
+    round: int = 0
+    """train_steps: the round, from 1."""
+    position: int = 0
+    """train_steps: that of from_step in the schedules of the learning rate."""
     evaluate: bool = False
     """train_steps: evaluate the model afterwards."""
     result: str | None = None

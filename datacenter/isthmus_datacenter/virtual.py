@@ -7,8 +7,9 @@ process groups, checkpoints or other processes. It keeps the state before its la
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, load_task, user_code
 from isthmus.task.held_out import HeldOut
+from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import (
     batches,
     build_same_model,
@@ -119,7 +121,9 @@ class VirtualRun:
             batch_size=self.job.datacenter.batch_size,
             seed=self.job.seed,
         )
-        self.optimizer = self._make_optimizer()
+        self._schedules: Mapping[str, ScheduleState] = {}
+        self.round = 0
+        self.optimizers = self._make_optimizers()
         self.step = 0
         self._before = self._snapshot()
 
@@ -132,6 +136,7 @@ class VirtualRun:
             UpdateError: the state of the step to start from is not kept.
             TaskError: the task's code raised, or the loss is not finite.
         """
+        self.round = command.round
         reset = self.job.datacenter.optimizer_on_load == "reset"
         if model is None:
             self.go_to(command.from_step)
@@ -141,22 +146,29 @@ class VirtualRun:
         if model is not None:
             self.layout.scatter(self.layout.decode(model), self.model)
             if reset:
-                self.optimizer = self._make_optimizer()
+                self.optimizers = self._make_optimizers()
+        self.optimizers.go_to(command.position)
+        self._schedules = self.optimizers.schedules
+        rate = self.optimizers.scheduled_rate
         count = command.until_step - command.from_step
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
-            loss = self._steps(command.from_step, command.until_step, self._update)
+            positions = iter(range(command.position, command.position + count))
+            loss = self._steps(
+                command.from_step, command.until_step, lambda: self._update(next(positions))
+            )
         self.step = command.until_step
         if not math.isfinite(loss):
             raise TaskError(
                 f"the loss is {loss} between steps {command.from_step} and {command.until_step}; "
                 "lower the learning rate or check the data"
             )
+        training = {"loss": loss} if rate is None else {"loss": loss, "learning_rate": rate}
         trained = link_pb2.Trained(
             examples=count * self.order.batch_size,
             steps=count,
             seconds=step_seconds * count,
-            training={"loss": loss} if count else {},
+            training=training if count else {},
             evaluation=self._evaluate() if command.evaluate else {},
         )
         if not command.hand_back:
@@ -209,8 +221,9 @@ class VirtualRun:
         if step != kept_step:
             raise UpdateError(f"this virtual datacenter has no state of step {step}")
         self.layout.scatter(parameters, self.model)
-        self.optimizer = self._make_optimizer()
-        self.optimizer.load_state_dict(optimizer)
+        self.optimizers = self._make_optimizers()
+        self.optimizers.named[""].load_state_dict(optimizer)
+        self.optimizers.restored()
         self.step = step
 
     def encoded(self) -> bytearray:
@@ -232,12 +245,12 @@ class VirtualRun:
             units += values.numel()
         return float(total) / max(units, 1)
 
-    def _update(self) -> None:
+    def _update(self, position: int) -> None:
+        self.optimizers.go_to(position)
         if self.job.datacenter.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.datacenter.clip_norm)
-        with user_code("the optimizer's step"):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizers.step()
+        self.optimizers.zero_grad()
 
     def _evaluate(self) -> dict[str, float]:
         size = self.job.evaluation.batch_size
@@ -247,11 +260,15 @@ class VirtualRun:
             ).result()
         )
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizers(self) -> TaskOptimizers:
+        participant = dataclasses.replace(self.participant, round=self.round)
         with user_code("optimizer()"):
-            return self.task.optimizer(self.model.parameters(), self.participant)
+            made = self.task.optimizer(self.model.parameters(), participant)
+        schedule = job_schedule(self.job, self.job.datacenter.batch_size)
+        parameters = self.model.parameters()
+        return TaskOptimizers(made, parameters, schedule, self._schedules)
 
     def _snapshot(self) -> tuple[int, torch.Tensor, dict[str, Any]]:
-        table = self.optimizer.state_dict()
+        table = self.optimizers.named[""].state_dict()
         table["state"] = copy.deepcopy(table["state"])
         return self.step, self.layout.gather(self.model), table

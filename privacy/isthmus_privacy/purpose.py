@@ -46,6 +46,15 @@ MAX_MODELS = 64
 
 _HASH = exactly(32)
 
+Position = tuple[int, int, int]
+"""Where a round is in the schedules of the learning rate: its start, its steps, and its cohort.
+
+A device whose rate is 0 sends an update of zeros: a server that chose another position for all
+devices but one would learn the update of that one.
+"""
+
+_POSITION = row(NUMBER, NUMBER, NUMBER)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunPurpose(Message):
@@ -106,6 +115,7 @@ class TrainingPurpose(_Purpose):
         "with_gradient": FLAG,
         "gradient_scale": REAL,
         "group": text(64),
+        "position": _POSITION,
     }
 
     run: RunPurpose
@@ -116,6 +126,8 @@ class TrainingPurpose(_Purpose):
     the update alone."""
     group: str = ""
     """The group whose devices alone are in the sum; empty for any devices."""
+    position: Position = (0, 0, 0)
+    """Of the round in the schedules of the learning rate."""
 
 
 def check_group(group: str, *, own: str, clients_min: int, minimum: int | None) -> None:
@@ -204,8 +216,9 @@ def evaluated_model(sha256: bytes) -> bytes:
     return tagged_hash("evaluated-model", sha256)
 
 
-Start = tuple[int, bytes, bool]
-"""Start of a kept update: its round, the SHA-256 of its model, whether a gradient followed it."""
+Start = tuple[int, bytes, bool, Position]
+"""Start of a kept update: its round, the SHA-256 of its model, whether a gradient followed it, and
+the round's position."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +230,10 @@ class BufferedPurpose(_Purpose):
     """
 
     TAG = "buffered-purpose"
-    FIELDS = {"run": nested(RunPurpose), "starts": items(row(NUMBER, _HASH, FLAG), MAX_STARTS)}
+    FIELDS = {
+        "run": nested(RunPurpose),
+        "starts": items(row(NUMBER, _HASH, FLAG, _POSITION), MAX_STARTS),
+    }
 
     run: RunPurpose
     starts: tuple[Start, ...]

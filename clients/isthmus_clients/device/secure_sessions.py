@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer
+from isthmus.transport.requests import position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.task_host import TaskHost
@@ -125,7 +126,9 @@ class SecureSessions:
         about = (work.run_id, work.round, work.attempt)
         run.check_group(work.group, RoundConfig.from_bytes(work.secure).clients_min)
         scale, group = work.gradient_scale, work.group
-        purpose = TrainingPurpose(run.secure_purpose, work.with_gradient, scale, group)
+        purpose = TrainingPurpose(
+            run.secure_purpose, work.with_gradient, scale, group, position_of(work.position)
+        )
         slots = MEASURING_SLOTS if scale else TRAINING_SLOTS
         attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
         result = _train_silently(host, request, payload)
@@ -168,9 +171,12 @@ class SecureSessions:
         request, run, result = self._kept
         run.check_buffered()
         start = request.train_local
-        starts = tuple((s.round, s.model, s.with_gradient) for s in work.starts)
+        starts = tuple(
+            (s.round, s.model, s.with_gradient, position_of(s.position)) for s in work.starts
+        )
         purpose = BufferedPurpose(run.secure_purpose, starts)
-        own = (start.round, start.model.sha256, start.with_gradient)
+        position = position_of(start.position)
+        own = (start.round, start.model.sha256, start.with_gradient, position)
         buffer = run.job.federated.buffer
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)

@@ -5,6 +5,7 @@ Shape legend: N = float32 elements of the exchange set.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,23 +17,30 @@ from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError
 from isthmus.job import Job, read_job
+from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, check_installed, load_task, user_code
 from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.not_finite import explain_not_finite
+from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import (
     Averages,
     batches,
     build_same_model,
-    check_optimizer,
     count_examples,
     losses,
 )
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
-from isthmus.transport.requests import fingerprint_of
+from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.training.example_order import first_pass, local_seed, number, step_indices
+from isthmus_clients.training.example_order import (
+    first_pass,
+    local_seed,
+    number,
+    step_count,
+    step_indices,
+)
 from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.model_scores import Candidates, score_each
 
@@ -106,6 +114,8 @@ class DeviceRun:
         self._buffers = InitialBuffers(self.model)
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
+        self._schedules: dict[str, ScheduleState] = {}
+        """Those of the last round, from which the next one's continue."""
         with user_code("local_data()"):
             self.dataset = self.task.local_data(participant)
         self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
@@ -159,7 +169,8 @@ class DeviceRun:
             is_finite = bool(torch.isfinite(measured).all())
             # A factor that a server chooses may not decide whose update is usable.
             measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
-        steps, averages = self._steps(work.round, start, added, progress, stopped)
+        position = position_of(work.position)
+        steps, averages = self._steps(work.round, position, start, added, progress, stopped)
         self._subtract_end(start)
         if not is_finite:
             raise TaskError(
@@ -209,9 +220,26 @@ class DeviceRun:
             part.zero_() if gradient is None else part.copy_(gradient)
         self.model.zero_grad(set_to_none=True)
 
+    def _optimizers(
+        self, round_: int, position: RoundPosition, stopped: Callable[[], bool]
+    ) -> TaskOptimizers:
+        """The task's optimizers for a round, with the rates of its first step."""
+        participant = dataclasses.replace(self.participant, round=round_)
+        with user_code("optimizer()"):
+            made = self.task.optimizer(self.model.parameters(), participant)
+        batch = position.cohort * self.job.federated.batch_size
+        optimizers = TaskOptimizers(
+            made, self.model.parameters(), job_schedule(self.job, batch), self._schedules
+        )
+        optimizers.check_round(position)
+        optimizers.go_to(position.start, lambda: _check_wanted(stopped))
+        self._schedules = optimizers.schedules
+        return optimizers
+
     def _steps(
         self,
         round_: int,
+        position: RoundPosition,
         start: torch.Tensor,
         added: dict[str, torch.Tensor],
         progress: ReportProgress,
@@ -222,15 +250,14 @@ class DeviceRun:
         diverged: TaskError | None = None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number(self.seed_of(round_)))
-            with user_code("optimizer()"):
-                made = self.task.optimizer(self.model.parameters(), self.participant)
-            optimizer = check_optimizer(made, self.model.parameters())
+            optimizers = self._optimizers(round_, position, stopped)
             self.model.train()
             anchors = dict(self.layout.parts(start)) if settings.proximal else {}
-            step = 0
+            step, count = 0, step_count(self.examples, settings)
             for inputs, target in self._batches(round_):
                 _check_wanted(stopped)
-                optimizer.zero_grad(set_to_none=True)
+                optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
+                optimizers.zero_grad()
                 _, values = losses(self.task, self.model, inputs, target)
                 loss = values.mean()
                 step += 1
@@ -246,8 +273,7 @@ class DeviceRun:
                     torch.autograd.backward(loss)
                 self._add_proximal(anchors, settings.proximal)
                 self._add_gradient(added)
-                with user_code("the optimizer's step"):
-                    optimizer.step()
+                optimizers.step()
                 progress(link_pb2.Progress(steps=step, loss=value))
         if diverged is not None:
             raise diverged

@@ -24,22 +24,27 @@ from torch.utils.data import Dataset
 
 from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
+from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.device_sums.evaluation import EvaluationVector
-from isthmus.task.scoring import build_same_model, check_optimizer, count_examples
+from isthmus.task.optimizers import ScheduleState
+from isthmus.task.scoring import build_same_model, count_examples
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
-from isthmus.transport.requests import fingerprint_of
+from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.example_order import first_pass, local_seed, step_indices
 from isthmus_clients.training.local_run import pieces
 from isthmus_clients.training.model_scores import Candidates, score_each
-from isthmus_clients.virtual.stacked import Gradients, Stacked, mean_gradients, stacked_batches
+from isthmus_clients.virtual.stacked import (
+    Gradients,
+    Stacked,
+    mean_gradients,
+    stacked_batches,
+    stacked_optimizers,
+)
 from isthmus_privacy.purpose import check_gradient_scale
-
-_WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
-"""Optimizers that are not element-wise and would mix the stacked models of all devices."""
 
 
 class VirtualFleet:
@@ -213,6 +218,7 @@ class _VirtualRun:
         self.layout: TensorLayout
         self.gradients: Gradients
         self._datasets: dict[str, Dataset[Any]] = {}
+        self._schedules: dict[str, ScheduleState] = {}
         if previous is not None and previous.source == self.source:
             self.task, self.model, self.layout = previous.task, previous.model, previous.layout
             self.gradients, self._datasets = previous.gradients, previous._datasets
@@ -285,7 +291,13 @@ class _VirtualRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(seeds[0][:8], "little") >> 1)
             ends, mean_losses, means = self._steps(
-                start, added, datasets, indices, batch[0].participant, passes
+                start,
+                added,
+                datasets,
+                indices,
+                dataclasses.replace(batch[0].participant, round=work.round),
+                passes,
+                position_of(work.position),
             )
         own = [
             means[name].mul_(work.gradient_scale) for name, _ in self.layout.parts(start) if means
@@ -326,6 +338,7 @@ class _VirtualRun:
         indices: Sequence[Sequence[list[int]]],
         participant: Participant,
         passes: Sequence[int] | None,
+        position: RoundPosition,
     ) -> tuple[Stacked, list[float], Stacked]:
         """Final parameters and mean loss of each device, and with `passes` its mean gradient."""
         k, steps_max = len(datasets), max(len(steps) for steps in indices)
@@ -343,11 +356,15 @@ class _VirtualRun:
         if passes:
             means = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
-        optimizer = self._optimizer(stacked, participant)
+        optimizers = stacked_optimizers(
+            (self.task, self.job), stacked, indices, participant, position, self._schedules
+        )
+        self._schedules = optimizers.schedules
         ends = {name: torch.empty_like(part) for name, part in stacked.items()}
         total = torch.zeros(k, dtype=torch.float64)
         mu = self.job.federated.proximal
         for step in range(steps_max):
+            optimizers.go_to(position.of_step(step, steps_max))
             batch = inputs[step], targets[step]
             gradients, examples = self.gradients(stacked, *batch, weights[step])
             total += (examples * present[step]).sum(1)
@@ -357,8 +374,7 @@ class _VirtualRun:
                 if name in added:
                     gradient.add_(added[name])
                 stacked[name].grad = gradient
-            with user_code("the optimizer's step"):
-                optimizer.step()
+            optimizers.step()
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
             if done:
                 for name, part in stacked.items():
@@ -368,17 +384,3 @@ class _VirtualRun:
                 for name, part in anchors.items():
                     ends[name][i] = part[i]
         return ends, (total / present.sum((0, 2)).clamp(min=1.0)).tolist(), means
-
-    def _optimizer(self, stacked: Stacked, participant: Participant) -> torch.optim.Optimizer:
-        """The task's optimizer, over all devices' parameters at once."""
-        parameters = [part.requires_grad_() for part in stacked.values()]
-        with user_code("optimizer()"):
-            made = self.task.optimizer(parameters, participant)  # type: ignore[arg-type]  # plain tensors: each stacks all devices'
-        optimizer = check_optimizer(made, parameters)
-        name = type(optimizer).__name__
-        if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
-            raise TaskError(
-                f"virtual devices cannot use {name}: it is not element-wise; "
-                "choose another optimizer, or real devices"
-            )
-        return optimizer

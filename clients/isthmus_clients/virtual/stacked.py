@@ -5,7 +5,7 @@ Shape legend: K = devices of the batch, S = steps, B = examples of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError
-from isthmus.task import Task, user_code
+from isthmus.job import Job
+from isthmus.job.learning_rate import RoundPosition
+from isthmus.task import Participant, Task, user_code
+from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
 
@@ -70,6 +73,58 @@ class Gradients:
             self._scored, parameters, (inputs, target)
         )
         return scored
+
+
+_WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
+"""Optimizers that are not element-wise and would mix the stacked models of all devices."""
+
+
+def stacked_optimizers(
+    run: tuple[Task, Job],
+    stacked: Stacked,
+    indices: Sequence[Sequence[list[int]]],
+    participant: Participant,
+    position: RoundPosition,
+    earlier: Mapping[str, ScheduleState],
+) -> TaskOptimizers:
+    """The task's optimizers over all devices' parameters at once, with the round's first rates.
+
+    Args:
+        run: the task and the job.
+        stacked: the parameters.
+        indices: the examples of each step of each device.
+        participant: the first device, which stands for all.
+        position: of the round.
+        earlier: the schedules of the round before.
+
+    Raises:
+        TaskError: an optimizer is not element-wise, or the devices are at different positions.
+    """
+    task, job = run
+    parameters = [part.requires_grad_() for part in stacked.values()]
+    with user_code("optimizer()"):
+        made = task.optimizer(parameters, participant)  # type: ignore[arg-type]  # plain tensors: each stacks all devices'
+    schedule = job_schedule(job, position.cohort * job.federated.batch_size)
+    optimizers = TaskOptimizers(made, parameters, schedule, earlier)
+    _check_elementwise(optimizers.named.values())
+    optimizers.check_round(position)
+    if optimizers.needs_position and len(set(map(len, indices))) > 1:
+        raise TaskError(
+            "virtual devices are trained together, and with a schedule of the learning rate all "
+            "need the same number of steps; set federated.local_steps, or use real devices"
+        )
+    optimizers.go_to(position.start)
+    return optimizers
+
+
+def _check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
+            raise TaskError(
+                f"virtual devices cannot use {name}: it is not element-wise; "
+                "choose another optimizer, or real devices"
+            )
 
 
 def mean_gradients(

@@ -26,6 +26,7 @@ from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.evaluation import EvaluationSection
 from isthmus.job.federated import FederatedSection
+from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
 from isthmus.job.strategy import StrategySection
 
@@ -109,9 +110,30 @@ class Job(Section):
     strategy: StrategySection = StrategySection()
     federated: FederatedSection = FederatedSection()
     datacenter: DatacenterSection = DatacenterSection()
+    learning_rate: LearningRateSection = LearningRateSection()
     evaluation: EvaluationSection = EvaluationSection()
     time: TimeSection = TimeSection()
     prices: PricesSection = PricesSection()
+
+    @property
+    def federated_round_steps(self) -> int:
+        """Steps by which a round of devices advances the schedules; 0 if the job does not say."""
+        return self.learning_rate.federated_round_steps or self.federated.local_steps or 0
+
+    @property
+    def schedule_steps(self) -> int | None:
+        """The last step of the job's schedule; None if nothing says it."""
+        return self.learning_rate.total(
+            self.rounds, self.federated_round_steps, self.datacenter.steps, self.strategy
+        )
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Job:
+        app = self.federated.flower is not None and self.federated.flower.app is not None
+        self.learning_rate.check(
+            self.schedule_steps, self.federated_round_steps, self.strategy, app=app
+        )
+        return self
 
     @model_validator(mode="after")
     def _app_cannot_transfer(self) -> Job:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
     from isthmus.task.device_sums.metrics import DeviceMetric
@@ -63,6 +64,8 @@ class Participant:
     """`federated` on a device, `datacenter` on a rank."""
     shard: tuple[int, int] | None = None
     """`(index, count)` if one data set is split among simulated devices; else None."""
+    round: int = 0
+    """The round, from 1, that an optimizer is made for; 0 when data are loaded."""
 
 
 class Task(abc.ABC):
@@ -157,8 +160,12 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def optimizer(
         self, parameters: Iterable[torch.nn.Parameter], participant: Participant
-    ) -> torch.optim.Optimizer:
-        """The inner optimizer: new in each round on a device, kept in the datacenter."""
+    ) -> torch.optim.Optimizer | tuple[torch.optim.Optimizer, LRScheduler]:
+        """The inner optimizer: new in each round on a device, kept in the datacenter.
+
+        With its `LRScheduler`, whose `step()` Isthmus calls: rates follow the position of the run
+        in optimizer steps, which continues over rounds, regimes and restarts.
+        """
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """The model's output for a batch of inputs. Default: ``model(inputs)``."""

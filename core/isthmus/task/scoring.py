@@ -18,7 +18,7 @@ import contextlib
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,20 +129,6 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
     if count == 0:
         raise TaskError(f"{what} is empty: there is no data to train or evaluate on")
     return count
-
-
-def check_optimizer(made: object, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Check that the result of a task's `optimizer()` can train the given parameters.
-
-    Raises:
-        TaskError: it is not an optimizer, or has none of the parameters.
-    """
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TaskError(f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
-    given = {id(each) for each in parameters}
-    if not any(id(each) in given for group in made.param_groups for each in group["params"]):
-        raise TaskError("optimizer() uses none of the parameters that were passed to it; use them")
-    return made
 
 
 def batches(

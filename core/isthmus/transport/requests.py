@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from isthmus.errors import IsthmusError, UpdateError
+from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.blobs import Assembly, Buffer
 from isthmus.transport.stream import Stream
 from isthmus.transport.worker import Worker
@@ -134,6 +135,16 @@ def fingerprint_messages(
 def fingerprint_of(messages: Mapping[str, link_pb2.Fingerprint]) -> dict[str, list[float]]:
     """Decode what `fingerprint_messages` encoded."""
     return {name: list(message.values) for name, message in messages.items()}
+
+
+def position_message(position: RoundPosition) -> link_pb2.RoundPosition:
+    """Encode the position of a round in the schedules of the learning rate."""
+    return link_pb2.RoundPosition(**position._asdict())
+
+
+def position_of(message: link_pb2.RoundPosition) -> RoundPosition:
+    """Decode what `position_message` encoded."""
+    return RoundPosition(message.start, message.steps, message.cohort)
 
 
 def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:

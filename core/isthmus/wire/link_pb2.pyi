@@ -185,8 +185,18 @@ class Package(_message.Message):
     author: bytes
     def __init__(self, blob: _Optional[_Union[Blob, _Mapping]] = ..., digest: _Optional[bytes] = ..., author: _Optional[bytes] = ...) -> None: ...
 
+class RoundPosition(_message.Message):
+    __slots__ = ("start", "steps", "cohort")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    COHORT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    steps: int
+    cohort: int
+    def __init__(self, start: _Optional[int] = ..., steps: _Optional[int] = ..., cohort: _Optional[int] = ...) -> None: ...
+
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +206,7 @@ class TrainLocal(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_SCALE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -205,7 +216,8 @@ class TrainLocal(_message.Message):
     keep: bool
     gradient_scale: float
     group: str
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ...) -> None: ...
+    position: RoundPosition
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ...) -> None: ...
 
 class Agree(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "secure", "starts")
@@ -222,14 +234,16 @@ class Agree(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ..., starts: _Optional[_Iterable[_Union[BufferedStart, _Mapping]]] = ...) -> None: ...
 
 class BufferedStart(_message.Message):
-    __slots__ = ("round", "model", "with_gradient")
+    __slots__ = ("round", "model", "with_gradient", "position")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WITH_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     round: int
     model: bytes
     with_gradient: bool
-    def __init__(self, round: _Optional[int] = ..., model: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ...) -> None: ...
+    position: RoundPosition
+    def __init__(self, round: _Optional[int] = ..., model: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("run_id", "comparison", "attempt", "models", "candidates", "secure")
@@ -320,7 +334,7 @@ class FlowerMessage(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[int] = ..., records: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class TrainSteps(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back")
+    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back", "position")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +343,7 @@ class TrainSteps(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     HAND_BACK_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -337,7 +352,8 @@ class TrainSteps(_message.Message):
     model: Blob
     evaluate: bool
     hand_back: bool
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., evaluate: _Optional[bool] = ..., hand_back: _Optional[bool] = ...) -> None: ...
+    position: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., evaluate: _Optional[bool] = ..., hand_back: _Optional[bool] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Export(_message.Message):
     __slots__ = ("run_id", "step")

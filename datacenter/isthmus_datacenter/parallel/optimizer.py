@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
 from isthmus.task import user_code
-from isthmus.task.scoring import check_optimizer
+from isthmus.task.optimizers import MakeSchedule, ScheduleState, TaskOptimizers
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 
 INITIAL_LOSS_SCALE = 65536.0
@@ -32,7 +32,13 @@ class ShardedOptimizer:
     """Applies gradients to a model shard by the task's optimizer."""
 
     def __init__(
-        self, shard: ModelShard, factory: OptimizerFactory, clip_norm: float | None, fp16: bool
+        self,
+        shard: ModelShard,
+        factory: OptimizerFactory,
+        clip_norm: float | None,
+        fp16: bool,
+        job_schedule: MakeSchedule | None = None,
+        earlier: Mapping[str, ScheduleState] | None = None,
     ) -> None:
         """Build the task's optimizer.
 
@@ -41,6 +47,8 @@ class ShardedOptimizer:
             factory: the task's `optimizer()`.
             clip_norm: maximum 2-norm of the whole gradient.
             fp16: whether gradients are in fp16, so that losses must be scaled.
+            job_schedule: the job's schedule of the learning rate; None if it has none.
+            earlier: `schedules` of the optimizer before; saves time.
 
         Raises:
             TaskError: the factory raised, or returned something else.
@@ -51,8 +59,9 @@ class ShardedOptimizer:
         # A stage whose parameters are all frozen still needs an optimizer.
         parameters = trainable or [nn.Parameter(torch.zeros(1))]
         with user_code("optimizer()"):
-            inner = factory(parameters)
-        inner = check_optimizer(inner, parameters)
+            made = factory(parameters)
+        self._optimizers = TaskOptimizers(made, parameters, job_schedule, earlier)
+        inner = self._optimizers.named[""]
         closure = inspect.signature(inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TaskError(
@@ -62,11 +71,30 @@ class ShardedOptimizer:
         self.inner = inner
         """The task's own optimizer."""
         self._task_groups = _split_groups_by_mesh(inner)
+        self._optimizers.groups_split("", self._task_groups)
         """For each parameter group of `inner`, the index of the task's group it is a part of."""
         self.loss_scale = INITIAL_LOSS_SCALE if fp16 else 1.0
         """Factor of the loss; above 1 only where gradients are fp16."""
         self._fp16 = fp16
         self._steps_without_overflow = 0
+
+    @property
+    def schedules(self) -> Mapping[str, ScheduleState]:
+        """The state of the schedules, for an optimizer that is made later."""
+        return self._optimizers.schedules
+
+    @property
+    def scheduled_rate(self) -> float | None:
+        """The learning rate of the first group; None without a schedule."""
+        return self._optimizers.scheduled_rate
+
+    def go_to(self, position: int) -> None:
+        """Set the rates of a position of the run.
+
+        Raises:
+            TaskError: the task's LRScheduler raised.
+        """
+        self._optimizers.go_to(position)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The optimizer's parameters in its own order, with their names in the model."""
@@ -139,6 +167,7 @@ class ShardedOptimizer:
             if name in state
         }
         self.inner.load_state_dict({"state": by_index, "param_groups": state_dict["param_groups"]})
+        self._optimizers.restored()
         if self._fp16 and scaler_state is not None:
             self.loss_scale = float(scaler_state["scale"])
             self._steps_without_overflow = int(scaler_state["steps"])

@@ -155,6 +155,8 @@ class RequestHandler:
             until_step=train.until_step,
             model=None if model is None else str(self._files.model_path(request_id)),
             model_digest="" if model is None else train.model.sha256.hex(),
+            round=train.round,
+            position=train.position,
             evaluate=train.evaluate,
             result=str(self._files.create_result(request_id, run.layout))
             if train.hand_back

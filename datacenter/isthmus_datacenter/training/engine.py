@@ -6,6 +6,7 @@ The engine has the state; `round.train_round` and `mean_gradient.mean_gradient` 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
+from isthmus.task.optimizers import ScheduleState, job_schedule
 from isthmus.task.scoring import build_same_model, count_examples
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
@@ -94,6 +96,10 @@ class Engine:
         batch_size = self.job.evaluation.batch_size
         self.evaluator = Evaluator(self.task, batch_size, placement.device)
         self._step_flops: float | None = None
+        self.round = 0
+        """The round that is trained, from 1; 0 before the first."""
+        self._schedules: Mapping[str, ScheduleState] = {}
+        """Those at the last round's start, from which those of a new optimizer continue."""
         self.figures: dict[str, float] = {}
         """Profile of the last round."""
         self.shard, self.forward_backward, self.optimizer = self._build_initial_state()
@@ -150,6 +156,19 @@ class Engine:
             TaskError: the task's optimizer() raised.
         """
         self.optimizer = self._build_optimizer(self.shard)
+
+    def begin_schedules(self, position: int) -> float | None:
+        """Set the rates of a round's first step, at a position of the run.
+
+        Returns:
+            The learning rate; None without a schedule.
+
+        Raises:
+            TaskError: the task's LRScheduler raised.
+        """
+        self.optimizer.go_to(position)
+        self._schedules = self.optimizer.schedules
+        return self.optimizer.scheduled_rate
 
     def invalidate_state(self) -> None:
         """Declare that the parameters are about to be overwritten by those of no step."""
@@ -222,9 +241,12 @@ class Engine:
 
     def _build_optimizer(self, shard: ModelShard) -> ShardedOptimizer:
         section = self.job.datacenter
+        participant = dataclasses.replace(self._participant(), round=self.round)
         return ShardedOptimizer(
             shard,
-            lambda parameters: self.task.optimizer(parameters, self._participant()),
+            lambda parameters: self.task.optimizer(parameters, participant),
             section.clip_norm,
             section.precision == "fp16",
+            job_schedule(self.job, self.order.replicas * section.batch_size),
+            self._schedules,
         )

@@ -76,13 +76,18 @@ class _Round:
         """Identifies everything that states within the round follow from; None if unknown."""
         self._newest_mid_round: MidRoundCheckpoint | None = None
         self._resets_optimizer = engine.job.datacenter.optimizer_on_load == "reset"
+        self._rate: float | None = None
+        """Scheduled learning rate of the first step."""
         self._flops = 0.0
         """Operations of one step; 0 if unknown."""
 
     def run(self, send_report: SendReport, read_signal: ReadSignal) -> dict[str, object]:
         """See `train_round`."""
         engine, command, profile = self._engine, self._command, self._profile
+        engine.round = command.round
         start = self._resume() or self._start()
+        with fail_together():
+            self._rate = engine.begin_schedules(command.position)
         try:
             loss, units = self._train_steps(start, send_report, read_signal)
         except ConsensusError:
@@ -113,7 +118,7 @@ class _Round:
             "resumed": start.step if start.step > command.from_step else None,
             "notes": self._notes(),
             "examples": steps * per_step,
-            "training": {} if loss is None else {"loss": loss},
+            "training": self._training_figures(loss),
             "evaluation": evaluation,
             "seconds": profile.seconds,
         }
@@ -138,8 +143,8 @@ class _Round:
             return None
         step = self._state_step
         before = "nothing" if step is None else engine.checkpoints.data_name(step)
-        mesh = f"{engine.dims.data} {engine.dims.pipeline}"
-        text = f"{before} {command.model_digest} {mesh} {engine.job.model_dump_json()}"
+        where = f"{engine.dims.data} {engine.dims.pipeline} {command.position}"
+        text = f"{before} {command.model_digest} {where} {engine.job.model_dump_json()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _start(self) -> _StartPoint:
@@ -186,6 +191,12 @@ class _Round:
         steps = {self._command.from_step}
         return steps if self._state_step is None else steps | {self._state_step}
 
+    def _training_figures(self, loss: float | None) -> dict[str, float]:
+        """The mean loss, and the learning rate of the first step if there is a schedule of it."""
+        if loss is None:
+            return {}
+        return {"loss": loss} if self._rate is None else {"loss": loss, "learning_rate": self._rate}
+
     def _notes(self) -> list[str]:
         """Notes for the user on the state that the round started from."""
         command, state_step = self._command, self._state_step
@@ -228,6 +239,7 @@ class _Round:
             if result.signal is ControlSignal.CANCEL:
                 raise StoppedError(f"stopped before step {step} because the result is not wanted")
             with profile.device_time("optimizer"):
+                optimizer.go_to(self._command.position + step - first)
                 optimizer.step(result.gradient_factor)
             loss_sum += result.loss_sum
             units += result.global_units

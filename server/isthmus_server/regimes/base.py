@@ -17,6 +17,7 @@ import torch
 
 from isthmus.errors import RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
+from isthmus.job.learning_rate import FIRST_POSITION, RoundPosition
 from isthmus.wire import link_pb2
 from isthmus_server.storage.records import Receipt
 
@@ -113,6 +114,8 @@ class AttemptSpec:
     gradient_scale: float = 0.0
     """Factor of the devices' gradients at the start model, which are summed with the updates; 0 for
     the updates alone."""
+    position: RoundPosition = FIRST_POSITION
+    """Of the round in the schedules of the learning rate."""
     groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """Devices of each group, `REST` included, where the cohort is summed by group; else empty."""
     group_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)

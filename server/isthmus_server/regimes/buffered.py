@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.job.federated import buffer_name
+from isthmus.job.learning_rate import RoundPosition
+from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import BufferedPurpose
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
@@ -222,8 +224,13 @@ class BufferAttempt:
                 attempt=spec.attempt,
                 secure=config,
                 starts=[
-                    link_pb2.BufferedStart(round=round_, model=model, with_gradient=with_gradient)
-                    for round_, model, with_gradient in starts
+                    link_pb2.BufferedStart(
+                        round=round_,
+                        model=model,
+                        with_gradient=with_gradient,
+                        position=position_message(position),
+                    )
+                    for round_, model, with_gradient, position in starts
                 ],
             )
             return link_pb2.Request(agree=agree)
@@ -302,6 +309,7 @@ class BufferAttempt:
                 model=spec.model,
                 keep=spec.settings.secure_aggregation,
                 with_gradient=spec.with_gradient,
+                position=position_message(spec.position),
             )
             self._started.append(self._devices.start(name, self._idle[name], spec.round, work))
 
@@ -365,7 +373,7 @@ class BufferAttempt:
         return {"staleness": sum(staleness) / len(staleness), **mean_loss(self._losses)}
 
 
-def _start_of(training: LocalTraining) -> tuple[int, bytes, bool]:
-    """What a device trained from: round, SHA-256 of the model, and whether a gradient followed."""
+def _start_of(training: LocalTraining) -> tuple[int, bytes, bool, RoundPosition]:
+    """What a device trained from: see `isthmus_privacy.purpose.Start`."""
     work = training.request.train_local
-    return work.round, work.model.sha256, work.with_gradient
+    return work.round, work.model.sha256, work.with_gradient, position_of(work.position)

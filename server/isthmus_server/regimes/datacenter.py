@@ -43,6 +43,7 @@ class DatacenterRegime:
             model=model,
             evaluate=spec.evaluate,
             hand_back=spec.hand_back,
+            position=spec.position.start,
         )
         request = link_pb2.Request(train_steps=work)
         return await self._result(name, request, "model" if spec.hand_back else None, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from isthmus.transport.requests import position_message
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose
 from isthmus_server.regimes.base import (
@@ -93,11 +94,12 @@ class FederatedRegime:
                 with_gradient=spec.with_gradient,
                 gradient_scale=spec.gradient_scale,
                 group=group,
+                position=position_message(spec.position),
             )
             return link_pb2.Request(train_local=work)
 
         purpose = TrainingPurpose(
-            self.context.purpose, spec.with_gradient, spec.gradient_scale, group
+            self.context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
         )
         config = training_config(self.context, spec, spec.model, purpose.hash)
         return SecureAggregationAttempt(

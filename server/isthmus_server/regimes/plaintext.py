@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isthmus.errors import RoundFailed, UpdateError
+from isthmus.transport.requests import position_message
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
@@ -112,6 +113,7 @@ class PlaintextAttempt:
             model=spec.model,
             with_gradient=spec.with_gradient,
             gradient_scale=spec.gradient_scale,
+            position=position_message(spec.position),
         )
         request = link_pb2.Request(train_local=work)
         link = self._context.link

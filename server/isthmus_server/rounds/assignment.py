@@ -7,6 +7,7 @@ from collections.abc import Collection
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
+from isthmus.job.learning_rate import RoundPosition
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.run_state import RunState
@@ -64,6 +65,9 @@ def resolve_plan(
         sources = sorted(roster.datacenters)
     measured = [past.gradients for past in state.history if past.gradients is not None]
     averages = job.strategy.served_average > 0
+    trained = steps if datacenters and not transfers else 0
+    cohort = 0 if datacenter_only else federated.cohort
+    length = trained or job.federated_round_steps
     return RoundSpec(
         plan=plan,
         round=round_,
@@ -77,7 +81,7 @@ def resolve_plan(
         federated=federated,
         datacenters=datacenters,
         from_step=state.datacenter_step,
-        steps=steps if datacenters and not transfers else 0,
+        steps=trained,
         datacenter_has_model=plan.start == CURRENT and datacenters == [state.holder],
         evaluate=single_datacenter and not averages and evaluates(job, round_),
         hand_back=not single_datacenter or averages or any(plan.keep.values()),
@@ -85,6 +89,7 @@ def resolve_plan(
         gradient_sources=sources,
         gradient_steps=steps if sources else 0,
         gradient_step=state.gradient_step,
+        position=RoundPosition(state.schedule_step, length, cohort),
         last_gradients=measured[-1] if measured else None,
     )
 

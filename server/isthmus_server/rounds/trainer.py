@@ -181,6 +181,7 @@ class Trainer:
             start=None if self._federated.extension is None else self._model.vector,
             with_gradient=spec.transfers,
             gradient_scale=scale,
+            position=spec.position,
             groups=spec.groups,
             group_weights=spec.plan.group_weights,
             draw=spec.draw,

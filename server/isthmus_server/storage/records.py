@@ -25,7 +25,6 @@ Status = Literal["accepted", "rejected", "dropped"]
 UNREACHABLE = "the quorum could not be reached any more"
 """Reason in the receipts of participants that were stopped because too many others had failed."""
 
-
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
@@ -384,6 +383,8 @@ class CommittedState(Record):
     optimizer_numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     datacenter_step: int = 0
     """Optimizer steps the datacenter has made in committed rounds."""
+    schedule_step: int = 0
+    """Position of the run in the schedules of the learning rate, in optimizer steps."""
     gradient_step: int = 0
     """Steps whose batches went into gradients that were transferred to devices."""
     holder: str | None = None

@@ -92,6 +92,7 @@ class RunState(CommittedState):
             averaged=averaged,
             **saved,
             datacenter_step=self.datacenter_step + spec.steps,
+            schedule_step=self.schedule_step + spec.position.steps,
             gradient_step=self.gradient_step + spec.gradient_steps,
             holder=spec.datacenters[0] if spec.single_datacenter else None,
             model_in_datacenter=spec.model_stays,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
+from isthmus.job.learning_rate import FIRST_POSITION, RoundPosition
 from isthmus_server.strategy.gradients import GradientMeasurement
 from isthmus_server.strategy.policy import Plan
 
@@ -53,6 +54,8 @@ class RoundSpec:
     """Steps whose batches go into each of these gradients."""
     gradient_step: int = 0
     """Steps whose batches have gone into such gradients before this round."""
+    position: RoundPosition = FIRST_POSITION
+    """Of the round in the schedules of the learning rate."""
     last_gradients: GradientMeasurement | None = None
     """The last measurement of the run, from which the scale of the next one follows."""
 

@@ -25,7 +25,7 @@ def run_with(**changes):
 
 RUN = run_with()
 TRAINING = TrainingPurpose(RUN, with_gradient=False)
-START = (3, bytes(32), False)
+START = (3, bytes(32), False, (0, 0, 0))
 
 
 def sum_with(others, own=TRAINING):
@@ -124,7 +124,7 @@ def a_buffer_for_all_others():
 
 @expect_refusal("config-purpose-differs")
 def other_start_models_for_all_others():
-    earlier = (2, bytes(32), False)
+    earlier = (2, bytes(32), False, (0, 0, 0))
     sum_with(BufferedPurpose(RUN, (START,)), own=BufferedPurpose(RUN, (earlier, START)))
 
 
@@ -136,7 +136,7 @@ def a_buffer_in_a_run_of_rounds():
 
 @expect_refusal("buffered-starts-invalid")
 def two_start_models_of_one_round():
-    purpose = BufferedPurpose(RUN, (START, (3, bytes(31) + b"1", False)))
+    purpose = BufferedPurpose(RUN, (START, (3, bytes(31) + b"1", False, (0, 0, 0))))
     purpose.check_start(START, round_=3, max_staleness=20)
 
 
@@ -153,4 +153,4 @@ def an_update_that_began_after_its_sum():
 @expect_refusal("buffered-start-differs")
 def a_start_model_for_one_client():
     purpose = BufferedPurpose(RUN, (START,))
-    purpose.check_start((3, bytes(31) + b"1", False), round_=4, max_staleness=2)
+    purpose.check_start((3, bytes(31) + b"1", False, (0, 0, 0)), round_=4, max_staleness=2)

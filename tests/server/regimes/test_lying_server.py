@@ -189,7 +189,7 @@ class BufferOfVictim:
 
     async def agree(self, *, round_=2, model=None):
         """Ask for a sum of updates that began in round 1 from a model, or the victim's."""
-        starts = ((1, model or self.model.sha256, False),)
+        starts = ((1, model or self.model.sha256, False, (0, 0, 0)),)
         run = self.server.run
         context = FederatedContext(self.server.link, self.job, self.opening, LAYOUT, run.directory)
         config = RoundConfig(
@@ -203,7 +203,9 @@ class BufferOfVictim:
             **margins(context, self.job.federated),
             weight_max=self.job.federated.max_examples,
         )
-        listed = [link_pb2.BufferedStart(round=r, model=m, with_gradient=g) for r, m, g in starts]
+        listed = [
+            link_pb2.BufferedStart(round=r, model=m, with_gradient=g) for r, m, g, _ in starts
+        ]
         work = link_pb2.Agree(
             run_id="run", round=round_, attempt=1, secure=config.to_bytes(), starts=listed
         )

@@ -102,7 +102,7 @@ class Attacker:
 
     async def agree(self, trained):
         """Sum the update that the device keeps, which it trained from the model `trained`."""
-        start = (1, self.published(trained).sha256, False)
+        start = (1, self.published(trained).sha256, False, (0, 0, 0))
         name = link_pb2.Blob(sha256=buffer_name("run", 1))
         spec = self.next_attempt(name)
         purpose = BufferedPurpose(self.context.purpose, (start,))
