@@ -80,10 +80,13 @@ class RoleChooser:
                     f"({loss_ratio:.2g} times the first loss)"
                 )
             return DatacenterRole(reason, trains=True)
+        overshoots = evidence.overshoots(observation, settings.overshoot)
+        weight /= 2**overshoots
         limit, weight = weight, min(weight, settings.gradient_pull / ratios[0])
         reason = (
             f", and take {weight:.3g} of the datacenter's gradient for the rest (it was "
-            f"{ratios[0]:.3g} times as long as theirs)"
+            f"{ratios[0]:.3g} times as long as theirs"
+            + (f", and carried them too far in {overshoots} rounds)" if overshoots else ")")
         )
         role = DatacenterRole(reason, weight)
         return self._of_several(

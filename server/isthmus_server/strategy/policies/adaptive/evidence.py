@@ -58,6 +58,23 @@ def peak_device_loss_ratio(observation: Observation) -> float:
     return max(losses) / losses[0] if losses and losses[0] > 0 else 0.0
 
 
+def overshoots(observation: Observation, limit: float) -> int:
+    """Count the rounds in which the datacenter's gradient carried devices too far.
+
+    In them the component of the devices' update along that gradient was longer than `limit` times
+    their update in the first round, in which they took none. 0 if the norms are not known.
+    """
+    own = [past.norms for past in observation.history if past.regime == "federated"]
+    first = own[0].get("federated") if own else None
+    if not first:
+        return 0
+    return sum(
+        past.norms.get("federated", 0.0) * past.cosine > limit * first
+        for past in observation.history
+        if past.regime == "hybrid" and past.cosine is not None
+    )
+
+
 def gradient_ratios(observation: Observation) -> list[float]:
     """Return the norm of the datacenter's gradient divided by that of the devices', oldest first.
 

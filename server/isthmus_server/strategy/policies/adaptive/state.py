@@ -49,6 +49,9 @@ class AdaptiveSettings(Section):
     gradient_pull: Annotated[float, Field(gt=0)] = 0.5
     """Maximum norm of what devices add to their gradient, as a part of its own norm, where part of
     the target is only in the public data."""
+    overshoot: Annotated[float, Field(gt=0)] = 1.5
+    """The weight of the gradient is halved after each round in which the devices' update along it
+    was longer than this multiple of their first update, which had no gradient in it."""
     rehearsal_pull: Annotated[float, Field(gt=0)] = 0.25
     """The same where the whole target is the devices'."""
     alike: Annotated[float, Field(ge=0, lt=1)] = 0.667

@@ -49,6 +49,27 @@ def test_the_transfer_weight_follows_the_target_and_the_gradients(share, ratio, 
     assert f"take {weight:.3g}" in plan.reason
 
 
+@pytest.mark.parametrize(
+    ("lengths", "cosine", "halvings"),
+    [
+        ([2.9, 2.9], 1.0, 0),  # half as long again as the devices' own update, at most
+        ([3.1, 2.9, 4.0], 1.0, 2),
+        ([3.1, 4.0], 0.5, 0),  # another direction than the gradient's
+    ],
+)
+def test_a_gradient_that_carries_devices_too_far_counts_half(lengths, cosine, halvings):
+    own = past_round(1, "federated", gradients=gradients_of(1.0))
+    history = [dataclasses.replace(own, norms={"federated": 2.0})]
+    for length in lengths:
+        transfer = past_round(len(history) + 1, "hybrid")
+        norms = {"federated": length, "datacenter": 0.1}
+        history.append(dataclasses.replace(transfer, norms=norms, cosine=cosine))
+    state = {"phase": "edge", "edge_rounds": len(history)}
+    plan = load_policy(HALF).plan(observe(len(history) + 1, history, state=state))
+    assert plan.transfer_weight == pytest.approx(0.33 / 2**halvings)
+    assert ("carried them too far" in plan.reason) == bool(halvings)
+
+
 @pytest.mark.parametrize("loss_scale", [0.1, 10.0])
 def test_the_scale_of_the_loss_changes_no_decision(loss_scale):
     """With a learning rate divided by it, devices make the same steps."""
