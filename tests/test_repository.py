@@ -42,7 +42,7 @@ COMMANDS = [
     "isthmus client join --state --token-file TOKEN URL",
     "isthmus client new-history --state",
     (
-        "isthmus client start --data --die-with-parent --hours --log-file --name --policy "
+        "isthmus client start --data --device --die-with-parent --hours --log-file --name --policy "
         "--print-systemd --server --shard --state --tasks --threads"
     ),
     "isthmus compare --json --policies --run-dir --seeds --set JOB",

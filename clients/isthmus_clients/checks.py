@@ -41,7 +41,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         frozen=fingerprint_messages(fingerprint(model)),
     )
     participant = Participant(name=name, regime="federated", shard=(0, job.federated.clients))
-    run = DeviceRun(opening, participant, None)
+    run = DeviceRun(opening, participant, None, device=job.federated.device)
     position = RoundPosition(0, job.federated_round_steps, job.federated.cohort)
     train = link_pb2.TrainLocal(
         run_id=_RUN, round=1, attempt=1, position=position_message(position)

@@ -22,6 +22,7 @@ from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
+from isthmus_clients.training.accelerator import check_choice
 from isthmus_clients.training.history_files import begin_history, replace_history
 
 
@@ -114,6 +115,13 @@ def new_history(state: Path) -> None:
     help="CPU threads used for training.",
 )
 @click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="auto|cpu|cuda|mps",
+    help="What to train on; auto takes a GPU if there is one, and cuda:1 the second one.",
+)
+@click.option(
     "--hours",
     multiple=True,
     metavar="[DAYS ]HH:MM-HH:MM",
@@ -140,6 +148,7 @@ def start(
     tasks: Path | None,
     shard: str | None,
     threads: int,
+    device: str,
     hours: tuple[str, ...],
     policy_file: Path | None,
     print_systemd: bool,
@@ -157,6 +166,7 @@ def start(
         process.die_with_parent()
     logging.getLogger("isthmus").setLevel(logging.INFO)
     _check_hours(hours)
+    check_choice(device)
     split = _parse_shard(shard)
     if name is not None:
         if policy_file is not None or tasks is not None or print_systemd:
@@ -166,7 +176,7 @@ def start(
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
-        agent = Agent(participant, data, threads, hours, log_file=log_file)
+        agent = Agent(participant, data, threads, hours, log_file=log_file, device=device)
         asyncio.run(_serve_until_stopped(server, agent, None))
         return
     if log_file is not None:
@@ -186,7 +196,9 @@ def start(
     tasks = tasks or member.tasks
     threads = resource_limits.max_threads(threads, limits)
     with member.locked():
-        host = ProcessHost(participant, data, tasks, threads, state=state, limits=limits)
+        host = ProcessHost(
+            participant, data, tasks, threads, state=state, limits=limits, device=device
+        )
         agent = Agent(
             participant,
             data,

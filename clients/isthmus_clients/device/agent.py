@@ -57,6 +57,7 @@ class Agent:
         host: TaskHost | None = None,
         group: str = "",
         log_file: Path | None = None,
+        device: str = "cpu",
     ) -> None:
         """Create a device.
 
@@ -74,6 +75,7 @@ class Agent:
             group: the group of devices that the owner has declared; empty for none.
             log_file: where this process logs, for failures to name; only for a server that started
                 this device itself.
+            device: what to train on, without a `host`; see `isthmus_clients.training.accelerator`.
         """
         self.participant = participant
         self.hours = hours
@@ -86,7 +88,8 @@ class Agent:
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
         privacy = None if limits is None else limits.privacy
         self._secure = SecureSessions(participant.name, signing_key, history_file, privacy, threads)
-        self.host = host or InProcessHost(participant, data, tasks, threads, self._throttle.pause)
+        pause = self._throttle.pause
+        self.host = host or InProcessHost(participant, data, tasks, threads, pause, device)
         self._working = asyncio.Lock()
         self._cancelled: dict[int, link_pb2.Request] = {}
         """Requests that the server has cancelled, by identity: a lying server may repeat ids."""

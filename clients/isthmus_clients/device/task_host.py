@@ -135,6 +135,7 @@ class InProcessHost:
         tasks: Path | None,
         threads: int,
         between_steps: Callable[[], None] = lambda: None,
+        device: str = "cpu",
     ) -> None:
         """Set up; `open` loads the task.
 
@@ -144,6 +145,7 @@ class InProcessHost:
             tasks: directory of the only tasks that may be loaded; None loads any task.
             threads: CPU threads used for training.
             between_steps: called before every training step.
+            device: the owner's choice of what to train on.
         """
         self.run: DeviceRun | None = None
         """The open run, unless it has a Flower app."""
@@ -153,6 +155,7 @@ class InProcessHost:
         self._tasks = tasks
         self._threads = threads
         self._between_steps = between_steps
+        self._device = device
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
         self._sent: tuple[str, bytearray] | None = None
@@ -174,7 +177,7 @@ class InProcessHost:
             return 0
         from isthmus_clients.training.local_run import DeviceRun
 
-        self.run = DeviceRun(work, self._participant, self._data, self._tasks)
+        self.run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
         log.info("opened %s with %d examples", work.run_id, self.run.examples)
         return self.run.examples
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.training.accelerator import Arithmetic
 from isthmus_clients.training.example_order import (
     first_pass,
     local_seed,
@@ -93,13 +94,15 @@ class DeviceRun:
         participant: Participant,
         data: Path | None,
         tasks: Path | None = None,
+        device: str = "cpu",
     ) -> None:
         """Load the task, build the model and open the data.
 
         If a directory `tasks` is given, only tasks in it are loaded, and the job's data path is
-        ignored.
+        ignored. `device` is the owner's choice, see `accelerator.Accelerators.choose`.
 
         Raises:
+            UserError: there is no such device.
             TaskError: the task cannot be used here, its model is not the server's, or there is
                 no data.
         """
@@ -111,6 +114,9 @@ class DeviceRun:
         self.model, self.layout = build_same_model(
             self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "this device"
         )
+        self._arithmetic = Arithmetic(device, self.job.federated)
+        self._trained = self._arithmetic.placed(self.model)
+        """The model, or what was compiled of it."""
         self._buffers = InitialBuffers(self.model)
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
@@ -157,7 +163,7 @@ class DeviceRun:
         start = self.layout.decode(payload)
         self._buffers.restore()
         self.layout.scatter(start, self.model)
-        added = {} if gradient is None else dict(self.layout.parts(self.layout.decode(gradient)))
+        added = {} if gradient is None else dict(self._on_device(self.layout.decode(gradient)))
         is_finite = True
         if work.gradient_scale:
             assert result is not None
@@ -209,7 +215,7 @@ class DeviceRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number(seed))
             for indices in steps:
-                for inputs, target in batches(self.dataset, indices, settings.batch_size, CPU):
+                for inputs, target in self._batch(indices):
                     _check_wanted(stopped)
                     _, values = losses(self.task, self.model, inputs, target)
                     with user_code("the backward pass"):
@@ -252,13 +258,15 @@ class DeviceRun:
             torch.manual_seed(number(self.seed_of(round_)))
             optimizers = self._optimizers(round_, position, stopped)
             self.model.train()
-            anchors = dict(self.layout.parts(start)) if settings.proximal else {}
+            self._arithmetic.begin()
+            anchors = dict(self._on_device(start)) if settings.proximal else {}
             step, count = 0, step_count(self.examples, settings)
             for inputs, target in self._batches(round_):
                 _check_wanted(stopped)
                 optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
                 optimizers.zero_grad()
-                _, values = losses(self.task, self.model, inputs, target)
+                with self._arithmetic.autocast():
+                    _, values = losses(self.task, self._trained, inputs, target)
                 loss = values.mean()
                 step += 1
                 if not math.isfinite(value := float(loss.detach())):
@@ -270,10 +278,10 @@ class DeviceRun:
                         raise diverged
                 averages.add({"loss": values})
                 with user_code("the backward pass"):
-                    torch.autograd.backward(loss)
+                    self._arithmetic.backward(loss, optimizers)
                 self._add_proximal(anchors, settings.proximal)
                 self._add_gradient(added)
-                optimizers.step()
+                self._arithmetic.step(optimizers, self.model)
                 progress(link_pb2.Progress(steps=step, loss=value))
         if diverged is not None:
             raise diverged
@@ -292,7 +300,12 @@ class DeviceRun:
     def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:
         settings = self.job.federated
         for indices in step_indices(self.seed_of(round_), self.examples, settings):
-            yield from batches(self.dataset, indices, settings.batch_size, CPU)
+            yield from self._batch(indices)
+
+    def _batch(self, indices: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """The batch of some examples."""
+        size, device = self.job.federated.batch_size, self._arithmetic.device
+        return batches(self.dataset, indices, size, device)
 
     def _add_proximal(self, anchors: dict[str, torch.Tensor], mu: float) -> None:
         """The gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)."""
@@ -343,4 +356,9 @@ class DeviceRun:
         """Replace `start` (N) by start minus end, in place."""
         parameters = dict(self.model.named_parameters())
         for name, part in self.layout.parts(start):
-            part.sub_(parameters[name].detach())
+            part.sub_(parameters[name].detach().to(part.device))
+
+    def _on_device(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's name and its part of a vector (N), where the model is."""
+        for name, part in self.layout.parts(vector):
+            yield name, part.to(self._arithmetic.device)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError, UpdateError
 from isthmus.task import Task, user_code
-from isthmus.task.scoring import batches, count_examples, losses_of
+from isthmus.task.scoring import batches, count_examples, losses_of, output_of
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 
@@ -39,8 +39,7 @@ def unit_scores(
     parts, are_losses = [], False
     try:
         for inputs, target in batches(dataset, order, batch_size, torch.device("cpu")):
-            with user_code("forward()"):
-                output = task.forward(model, inputs)
+            output = output_of(task, model, inputs)
             with user_code("score()"):
                 values = task.score(output, target)
             if values is None:

@@ -40,6 +40,8 @@ from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.virtual.stacked import (
     Gradients,
     Stacked,
+    check_settings,
+    clip_each,
     mean_gradients,
     stacked_batches,
     stacked_optimizers,
@@ -212,6 +214,7 @@ class _VirtualRun:
         """Load the task, or reuse what `previous` has loaded for the same task, seed and path."""
         self.run_id = work.run_id
         self.job = read_job(work.job)
+        check_settings(self.job.federated)
         self.source = (self.job.task, self.job.seed, work.base, work.layout)
         self.task: Task
         self.model: nn.Module
@@ -374,6 +377,7 @@ class _VirtualRun:
                 if name in added:
                     gradient.add_(added[name])
                 stacked[name].grad = gradient
+            clip_each(stacked, self.job.federated.clip_norm)
             optimizers.step()
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
             if done:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import Dataset
 
-from isthmus.errors import TaskError
+from isthmus.errors import JobError, TaskError
 from isthmus.job import Job
+from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task, user_code
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
@@ -77,6 +78,30 @@ class Gradients:
 
 _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam)
 """Optimizers that are not element-wise and would mix the stacked models of all devices."""
+
+
+def check_settings(settings: FederatedSection) -> None:
+    """Refuse settings of a device's training that stacked models cannot have.
+
+    Raises:
+        JobError: there is one.
+    """
+    if settings.precision != "fp32" or settings.compile:
+        raise JobError(
+            "virtual devices train together in float32, without federated.precision and "
+            "federated.compile; remove these, or use real devices"
+        )
+
+
+def clip_each(stacked: Stacked, clip_norm: float | None) -> None:
+    """Scale each device's gradient down to a 2-norm; see `torch.nn.utils.clip_grad_norm_`."""
+    gradients = [part.grad for part in stacked.values() if part.grad is not None]
+    if clip_norm is None or not gradients:
+        return
+    norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+    factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)  # (K)
+    for gradient in gradients:
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
 
 
 def stacked_optimizers(

@@ -167,6 +167,16 @@ class FederatedSection(Section):
     """Examples in one local step."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest 2-norm of the whole gradient of a local step; a longer one is scaled down. Default:
+    no limit."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the layers in local steps; parameters and updates stay float32."""
+    compile: bool = False
+    """Compile the model with `torch.compile` for local steps."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")] = "cpu"
+    """What the devices that `isthmus run` starts train on: `auto`, `cpu`, `cuda`, `cuda:N` or
+    `mps`; the owners of other devices choose it by `--device`."""
     secure_aggregation: bool = True
     """The server learns only the sum of a round's updates (Bell et al. 2020)."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
@@ -204,11 +214,7 @@ class FederatedSection(Section):
     @model_validator(mode="after")
     def _settings_that_an_app_ignores(self) -> FederatedSection:
         fields = type(self).model_fields
-        unused = [
-            name
-            for name in ("local_epochs", "local_steps", "batch_size", "proximal")
-            if getattr(self, name) != fields[name].default
-        ]
+        unused = [name for name in _TRAINING if getattr(self, name) != fields[name].default]
         if self.flower is not None and self.flower.app is not None and unused:
             raise ValueError(
                 f"{unused[0]} has no effect on flower.app={self.flower.app!r}, which trains "
@@ -309,6 +315,19 @@ class FederatedSection(Section):
     @staticmethod
     def _min_secure_quorum(cohort: int) -> int:
         return max(3, 56 * cohort // 100 + 1)
+
+
+_TRAINING = (
+    "local_epochs",
+    "local_steps",
+    "batch_size",
+    "proximal",
+    "clip_norm",
+    "precision",
+    "compile",
+    "device",
+)
+"""Settings of the training on devices."""
 
 
 def _too_large(cohort: int) -> str:

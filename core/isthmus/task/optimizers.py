@@ -219,15 +219,15 @@ class TaskOptimizers:
         for optimizer in self.named.values():
             optimizer.zero_grad(set_to_none=True)
 
-    def step(self) -> None:
-        """Apply the gradients.
+    def step(self, apply: Callable[[torch.optim.Optimizer], object] | None = None) -> None:
+        """Apply the gradients, by `apply` instead of each optimizer's `step()` if it is given.
 
         Raises:
             TaskError: an optimizer failed.
         """
         for optimizer in self.named.values():
             with user_code("the optimizer's step"):
-                optimizer.step()
+                optimizer.step() if apply is None else apply(optimizer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Averages:
     def add(self, figures: Mapping[str, torch.Tensor]) -> None:
         """Add the metrics of one batch: tensors of any shape with one value per scored unit."""
         for name, values in figures.items():
+            values = values.cpu() if values.device.type == "mps" else values  # has no float64
             total = values.detach().sum(dtype=torch.float64)
             self.sums[name] = self.sums[name] + total if name in self.sums else total
             self.counts[name] = self.counts.get(name, 0) + values.numel()
@@ -174,6 +175,18 @@ def losses(task: Task, model: nn.Module, inputs: Any, target: Any) -> tuple[Any,
     return output, losses_of(task, output, target)
 
 
+def output_of(task: Task, model: nn.Module, inputs: Any) -> Any:
+    """The model's output for inputs on the processor, moved there from the model's device.
+
+    Raises:
+        TaskError: the task's code raised an exception.
+    """
+    cpu = torch.device("cpu")
+    device = next((each.device for each in model.parameters()), cpu)
+    with user_code("forward()"):
+        return _to(task.forward(model, _to(inputs, device)), cpu)
+
+
 def losses_of(task: Task, output: Any, target: Any) -> torch.Tensor:
     """The loss of each scored unit of an output.
 
@@ -234,7 +247,7 @@ def _check_figures(figures: Any) -> None:
 
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type != "cpu")
     if isinstance(value, dict):
         return {key: _to(inner, device) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -289,3 +289,55 @@ def test_with_secure_aggregation_a_loss_of_nan_does_not_end_training_early(open_
     with pytest.raises(TaskError, match="is nan at step 1"):
         train(run)
     assert run.task.steps == (5 if secure else 1)
+
+
+def test_gradients_are_clipped_to_a_norm(open_run):
+    options = ["federated.local_steps=1", "federated.batch_size=20", "task.settings.lr=0.5"]
+    whole, clipped = (
+        train(open_run(*options, *more))[0] for more in ([], ["federated.clip_norm=0.01"])
+    )
+    assert whole.norm() > 0.005
+    torch.testing.assert_close(clipped, whole * 0.005 / whole.norm(), rtol=1e-3, atol=1e-7)
+    assert torch.equal(train(open_run(*options, "federated.clip_norm=1e6"))[0], whole)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_layers_compute_in_the_precision_of_the_job(open_run, precision):
+    seen = """
+    def loss(self, output, target):
+        self.seen = output.dtype
+        return super().loss(output, target)
+    """
+    options = ["federated.local_steps=4", f"federated.precision={precision}"]
+    run = open_run(*options, methods=seen)
+    update = train(run)[0]
+    assert run.task.seen == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {each.dtype for each in run.model.parameters()} == {torch.float32}
+    exact = train(open_run("federated.local_steps=4", methods=seen))[0]
+    assert not torch.equal(update, exact)
+    torch.testing.assert_close(update, exact, rtol=0.1, atol=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own modules
+def test_a_compiled_model_trains_as_another_does(open_run):
+    expected = train(open_run("federated.local_steps=2"))[0]
+    run = open_run("federated.local_steps=2", "federated.compile=true")
+    assert run._trained is not run.model
+    with torch.compiler.set_stance("force_eager"):  # the compiler would take long
+        assert torch.equal(train(run)[0], expected)
+
+
+def test_a_participant_has_the_round_where_an_optimizer_is_made(open_run):
+    methods = """
+    def local_data(self, participant):
+        self.rounds = [participant.round]
+        return super().local_data(participant)
+
+    def optimizer(self, parameters, participant):
+        self.rounds.append(participant.round)
+        return super().optimizer(parameters, participant)
+    """
+    run = open_run(methods=methods)
+    train(run, 1)
+    train(run, 7)
+    assert run.task.rounds == [0, 1, 7]

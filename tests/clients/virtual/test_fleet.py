@@ -20,6 +20,8 @@ def local_data(self, participant):
     return rows(5 + 4 * int(participant.name[-1]), seed=sum(participant.name.encode()))
 """
 
+POSITION = link_pb2.RoundPosition(start=1, steps=7, cohort=3)
+
 
 @pytest.fixture
 def opening(write_task, make_job, tmp_path):
@@ -47,6 +49,7 @@ async def updates(fleet, opening, start, layout, round_=1, gradient=None, scale=
         if gradient is not None:
             payload += layout.encode(gradient)
         work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1, gradient_scale=scale)
+        work.position.CopyFrom(POSITION)
         work.with_gradient = gradient is not None
         request = link_pb2.Request(id=device.participant.name, train_local=work)
         reply, back = await device.work(request, payload, None)
@@ -62,6 +65,12 @@ async def updates(fleet, opening, start, layout, round_=1, gradient=None, scale=
         ("federated.local_epochs=2",),
         ("federated.local_epochs=1", "federated.proximal=0.5"),
         ("federated.local_steps=0",),
+        (
+            "federated.local_steps=7",
+            "federated.clip_norm=0.3",
+            "learning_rate.schedule=step",
+            "learning_rate.step_size=2",
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -89,6 +98,7 @@ async def test_a_virtual_device_trains_as_a_real_one_does(
         room = layout.gradient_room if scale else 0
         memory = memoryview(bytearray(room) + layout.encode(start))
         request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, gradient_scale=scale)
+        request.position.CopyFrom(POSITION)
         result = memory[: sent.nbytes]
         expected = run.train(
             request, memory[room:], lambda progress: None, lambda: False, *along, result=result

@@ -45,6 +45,10 @@ _SYSTEM = (
 )
 """What programs need besides Python itself."""
 
+_DEVICES = Path("/dev")
+_NVIDIA = ("/proc/driver/nvidia", "/proc/devices", "/sys/module", "/sys/bus/pci", "/sys/devices")
+"""What the CUDA driver reads."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Confinement:
@@ -60,6 +64,8 @@ class Confinement:
     """Refuse to go on without the restrictions on network and files."""
     memory_mb: int | None = None
     """The owner's limit, see `isthmus_clients.device.resource_limits`."""
+    nvidia: bool = False
+    """The owner has the task train on an Nvidia device, whose driver it may use."""
 
 
 def confine(confinement: Confinement, *, separate: bool) -> str:
@@ -101,7 +107,11 @@ def _restrict_files(confinement: Confinement) -> tuple[str, str | None]:
     read = [part for path in system for part in _without(path, confinement.hidden)]
     # The null device is written to, and nothing can be changed in it.
     write = (confinement.scratch, Path("/dev/null"))
-    access = landlock.FileAccess((*read, *confinement.readable), write)
+    devices: tuple[Path, ...] = ()
+    if confinement.nvidia:
+        read += map(Path, _NVIDIA)
+        devices = tuple(sorted(_DEVICES.glob("nvidia*")))
+    access = landlock.FileAccess((*read, *confinement.readable), write, devices)
     try:
         landlock.restrict(access)
     except OSError as error:

@@ -24,6 +24,7 @@ _RULE_PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _LAST_RIGHT = {1: 12, 2: 13, 3: 14, 4: 14, 5: 15}
 """By ABI version: the number of the last right on files that it knows."""
 _TCP = 0b11
@@ -43,6 +44,8 @@ class FileAccess:
     """To read and to execute."""
     write: tuple[Path, ...]
     """Also to change, with everything beneath."""
+    devices: tuple[Path, ...] = ()
+    """To read, to write and to control with everything beneath; device files."""
 
 
 def abi_version() -> int:
@@ -69,6 +72,9 @@ def restrict(access: FileAccess) -> None:
     try:
         _allow(ruleset, access.read, (_EXECUTE | _READ_FILE | _READ_DIR) & rights)
         _allow(ruleset, access.write, rights & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV))
+        _allow(
+            ruleset, access.devices, (_READ_FILE | _READ_DIR | _WRITE_FILE | _IOCTL_DEV) & rights
+        )
         system_call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
@@ -81,10 +87,7 @@ def _allow(ruleset: int, paths: Iterable[Path], rights: int) -> None:
         except OSError:
             continue
         try:
-            if not path.is_dir():
-                rights_here = rights & (_EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE)
-            else:
-                rights_here = rights
+            rights_here = rights if path.is_dir() else rights & _OF_A_FILE
             rule = struct.pack("=Qi", rights_here, handle)
             system_call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.c_char_p(rule), 0)
         finally:

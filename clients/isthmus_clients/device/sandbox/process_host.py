@@ -23,6 +23,7 @@ from isthmus_clients.device.sandbox.confinement import Confinement
 from isthmus_clients.device.sandbox.frames import SharedMemory
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
+from isthmus_clients.training.accelerator import may_be_nvidia
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class ProcessHost:
         state: Path,
         limits: OwnerLimits,
         grace: float = 30.0,
+        device: str = "cpu",
     ) -> None:
         """Set up; `open` starts a process.
 
@@ -81,6 +83,7 @@ class ProcessHost:
             state: directory of the device's keys, which tasks cannot read; `tasks` may be in it.
             limits: of the owner, on CPU and memory and on the sandbox.
             grace: seconds after which a process that does not stop its request is ended.
+            device: the owner's choice of what to train on.
 
         Raises:
             UserError: a directory that tasks can read contains the state, or the state cannot be
@@ -106,12 +109,14 @@ class ProcessHost:
             hidden=self._state,
             required=limits.sandbox.required,
             memory_mb=limits.memory_mb,
+            nvidia=may_be_nvidia(device),
         )
         self._settings = WorkerSettings(
             participant=participant,
             data=None if data is None else data.resolve(),
             tasks=self._tasks,
             threads=threads,
+            device=device,
             cpu_percent=limits.cpu_percent,
             confinement=confinement,
         )

@@ -17,5 +17,7 @@ class WorkerSettings(pydantic.BaseModel):
     data: Path | None
     tasks: Path
     threads: int
+    device: str
+    """What to train on, see `isthmus_clients.training.accelerator`."""
     cpu_percent: int | None
     confinement: Confinement

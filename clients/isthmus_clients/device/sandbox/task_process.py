@@ -37,7 +37,18 @@ _END_SECONDS = 2.0
 """Time between the end of the connection and that of the process."""
 _MAX_LINE = 2000
 _PASSED_ON = ("LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED")
-_NUMERICAL = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_")
+_NUMERICAL = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "DNNL_",
+    "ONEDNN_",
+    "ATEN_",
+    "CUDA_",
+    "CUBLAS_",
+)
 """Prefixes of variables that select numerical code, and so the bits of a result."""
 
 

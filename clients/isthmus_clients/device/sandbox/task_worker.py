@@ -40,7 +40,9 @@ class TaskWorker:
         self._woken = threading.Event()
         self._throttle = CpuThrottle(settings.cpu_percent, sleep=self._woken.wait)
         who = settings.participant
-        self._host = InProcessHost(who, settings.data, settings.tasks, settings.threads)
+        self._host = InProcessHost(
+            who, settings.data, settings.tasks, settings.threads, device=settings.device
+        )
 
     def run(self, separate: bool) -> None:
         """Serve until the agent ends the connection, which ends this process."""

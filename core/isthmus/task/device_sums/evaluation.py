@@ -23,7 +23,7 @@ from isthmus.task.device_sums.metrics import (
     Mean,
 )
 from isthmus.task.loading import user_code
-from isthmus.task.scoring import batches, count_examples, losses
+from isthmus.task.scoring import batches, count_examples, losses_of, output_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -109,7 +109,8 @@ class EvaluationVector:
         model.eval()
         try:
             for inputs, target in batches(dataset, order, batch_size, torch.device("cpu")):
-                output, values = losses(self._task, model, inputs, target)
+                output = output_of(self._task, model, inputs)
+                values = losses_of(self._task, output, target)
                 with user_code("metrics()"):
                     figures = {**self._task.metrics(output, target), "loss": values}
                 for name, metric in self.metrics.items():

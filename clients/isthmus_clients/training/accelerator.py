@@ -1,0 +1,152 @@
+"""Where and in which precision a device trains: its accelerator, autocast and compilation.
+
+The parameters, the gradients that are applied and the update stay float32. This module imports
+PyTorch only where it is used, so that a device can check its settings while it is idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from typing import TYPE_CHECKING, cast
+
+from isthmus.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from isthmus.job.federated import FederatedSection
+    from isthmus.task.optimizers import TaskOptimizers
+
+_CHOICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+
+
+def check_choice(choice: str) -> str:
+    """The choice of an owner, if it can be one.
+
+    >>> check_choice("cuda:1")
+    'cuda:1'
+
+    Raises:
+        UserError: it has another form.
+    """
+    if not _CHOICE.fullmatch(choice):
+        raise UserError(f"--device {choice!r} is not one of auto, cpu, mps, cuda and cuda:N")
+    return choice
+
+
+def may_be_nvidia(choice: str) -> bool:
+    """Whether a task needs access to an Nvidia device for a choice."""
+    return choice == "auto" or choice.startswith("cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerators:
+    """The accelerators of this machine that PyTorch can use."""
+
+    cuda: int = 0
+    """Number of CUDA devices."""
+    mps: bool = False
+    """Whether there is a GPU of Apple."""
+
+    @classmethod
+    def present(cls) -> Accelerators:
+        """Those that PyTorch finds."""
+        import torch
+
+        return cls(torch.cuda.device_count(), torch.backends.mps.is_available())
+
+    def choose(self, choice: str) -> str:
+        """The device for an owner's choice.
+
+        >>> Accelerators(cuda=2).choose("auto"), Accelerators().choose("auto")
+        ('cuda', 'cpu')
+
+        Raises:
+            UserError: there is no such device.
+        """
+        if choice == "auto":
+            return "cuda" if self.cuda else "mps" if self.mps else "cpu"
+        name, _, number = choice.partition(":")
+        if name == "cuda" and int(number or 0) >= self.cuda:
+            found = f"{self.cuda} CUDA devices" if self.cuda else "no CUDA device"
+            raise UserError(
+                f"--device {choice} was chosen, and PyTorch finds {found} here; install a driver "
+                "and PyTorch with CUDA, or choose auto or cpu"
+            )
+        if name == "mps" and not self.mps:
+            raise UserError(
+                "--device mps was chosen, and PyTorch finds no GPU of Apple here; choose auto or "
+                "cpu"
+            )
+        return choice
+
+
+class Arithmetic:
+    """How the steps of a run are computed on a device."""
+
+    def __init__(self, choice: str, settings: FederatedSection) -> None:
+        """`choice` is the owner's device.
+
+        Raises:
+            UserError: there is no such device.
+        """
+        import torch
+
+        self.device = torch.device(
+            choice if choice == "cpu" else Accelerators.present().choose(choice)
+        )
+        self._settings = settings
+        self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            settings.precision
+        ]
+        self._scaler: torch.amp.GradScaler | None = None
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, in place; returns what runs its steps."""
+        import torch
+
+        model.to(self.device)
+        if not self._settings.compile:
+            return model
+        return cast("nn.Module", torch.compile(model))
+
+    def begin(self) -> None:
+        """Begin the steps of a round, with nothing of an earlier one."""
+        import torch
+
+        if self._settings.precision == "fp16":
+            self._scaler = torch.amp.GradScaler(self.device.type)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """The context of a forward pass."""
+        import torch
+
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._dtype)
+
+    def backward(self, loss: torch.Tensor, optimizers: TaskOptimizers) -> None:
+        """Compute the gradients of a loss; in fp16 the loss is scaled, and the gradients back."""
+        import torch
+
+        if self._scaler is None:
+            torch.autograd.backward(loss)
+            return
+        torch.autograd.backward(self._scaler.scale(loss))
+        for optimizer in optimizers.named.values():
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizers: TaskOptimizers, model: nn.Module) -> None:
+        """Clip and apply the gradients; a step whose gradients overflowed in fp16 is left out."""
+        import torch
+
+        if self._settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), self._settings.clip_norm)
+        if self._scaler is None:
+            optimizers.step()
+            return
+        optimizers.step(self._scaler.step)
+        self._scaler.update()
