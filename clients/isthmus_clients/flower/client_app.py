@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import TaskError
+from isthmus.integrations.flower.apps import APP, handles, has_client_fn, load_app, no_function
 from isthmus.integrations.flower.messages import (
     RUN,
     SERVER_NODE,
@@ -19,12 +20,12 @@ from isthmus.integrations.flower.messages import (
     Message,
     RecordDict,
     captured_warnings,
-    load_app,
     message,
     node_of,
 )
 from isthmus.integrations.flower.records import decode, encode
 from isthmus.job import read_job
+from isthmus.job.federated import evaluates
 from isthmus.task import Participant, user_code
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
@@ -52,9 +53,13 @@ class FlowerRun:
         flower = self.job.federated.flower
         assert flower is not None
         assert flower.app is not None
-        key = "federated.flower.app"
-        base, data = locate(flower.app, self.job, Path(work.base), data, tasks, key)
-        self.app = load_app(flower.app, key, base=base)
+        base, data = locate(flower.app, self.job, Path(work.base), data, tasks, APP)
+        self.app = load_app(flower.app, base=base, installed=tasks is not None)
+        if evaluates(flower) and not handles(self.app, "evaluate"):
+            raise TaskError(
+                f"fraction_evaluate asks for evaluation on devices, and {APP}={flower.app!r} has "
+                "no function for it; add one under @app.evaluate(), or remove fraction_evaluate"
+            )
         node: dict[str, bool | int | float | str] = {"name": participant.name}
         if participant.shard is not None:
             node["partition-id"], node["num-partitions"] = participant.shard
@@ -67,6 +72,13 @@ class FlowerRun:
             state=RecordDict(),
             run_config=dict(flower.config),
         )
+
+    def _call(self, request: Message) -> Message:
+        if not has_client_fn(self.app):
+            return self.app(request, self.context)
+        from isthmus_clients.flower.client_fn import call_client_fn
+
+        return call_client_fn(self.app, request, self.context)
 
     def answer(
         self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
@@ -82,8 +94,10 @@ class FlowerRun:
             group=work.group,
         )
         try:
+            if not handles(self.app, work.kind):
+                raise TaskError(no_function(self.app, work.kind))
             with captured_warnings(), user_code("the app"):
-                reply = self.app(request, self.context)
+                reply = self._call(request)
             failure = _failure_of(reply)
         except TaskError as error:
             failure = (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))

@@ -32,13 +32,23 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     """
     checked = load_job(path, overrides)
     base = path.resolve().parent
+    if (flower := checked.federated.flower) is not None and flower.server_app is not None:
+        from isthmus.integrations.flower.apps import load_app, load_server_app
+
+        assert flower.app is not None
+        load_app(flower.app, base=base)
+        load_server_app(flower.server_app, base=base)
+        click.echo(
+            f"{path} is fine: the ServerApp {flower.server_app} and {checked.federated.clients} "
+            f"clients with the ClientApp {flower.app}"
+        )
+        return
     data = checked.task.data_in(base)
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
-    flower = checked.federated.flower
     if flower is not None and flower.app is not None and checked.federated.clients:
-        from isthmus.integrations.flower.messages import load_app
+        from isthmus.integrations.flower.apps import load_app
 
-        load_app(flower.app, "federated.flower.app", base=base)
+        load_app(flower.app, base=base)
     points = sorted(entry_points(group=CHECKS), key=lambda point: point.name, reverse=True)
     tried = [point.load()(checked, task, base) for point in points]
     click.echo(

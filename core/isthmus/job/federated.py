@@ -125,14 +125,48 @@ class FlowerSection(Section):
     """Computes the next model from a round's updates, instead of their weighted mean."""
     app: str | None = None
     """A ClientApp that trains on the devices instead of the task: `path/to/file.py:app`, relative
-    to the job file, or `package.module:app`."""
+    to the job file, or `package.module:app`. The folder of the job file can be imported from."""
+    server_app: str | None = None
+    """A ServerApp that directs the whole run instead of Isthmus's rounds, named like `app`. Its
+    `main` needs no task; it has neither a policy nor limits nor committed rounds."""
     config: dict[str, bool | int | float | str] = Field(default={})
-    """The app's `context.run_config`, and each message's `content["config"]`."""
+    """The apps' `context.run_config`, and each message's `content["config"]`. The defaults are in
+    `[tool.flwr.app.config]` of a pyproject.toml next to the job file that names the same app."""
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """Most bytes of a round's updates, cohort x model, which are all in the server's memory."""
     max_examples: Annotated[int, Field(ge=1)] = 1_000_000
     """With an app, updates of devices that claim more examples are refused. The weight of an update
     is the number that the device claims: a tight bound limits the weight of a dishonest device."""
+
+    @model_validator(mode="after")
+    def _apps_fit(self) -> FlowerSection:
+        if self.app is None and evaluates(self):
+            raise ValueError(
+                "strategy.options.fraction_evaluate needs the devices' ClientApp, whose function "
+                "under @app.evaluate() it calls; name it in app, or remove fraction_evaluate"
+            )
+        if self.server_app is None:
+            return self
+        if self.app is None:
+            raise ValueError(
+                f"server_app={self.server_app!r} sends messages to a ClientApp; name it in app"
+            )
+        if self.strategy != FlowerSection.model_fields["strategy"].default:
+            raise ValueError(
+                f"strategy.name={self.strategy.name!r} has no effect on server_app="
+                f"{self.server_app!r}, which has its own strategy; remove one of them"
+            )
+        return self
+
+
+def evaluates(flower: FlowerSection) -> bool:
+    """Whether the job asks its strategy for an evaluation on devices, by `fraction_evaluate`."""
+    strategy: FlowerStrategy | None = flower.strategy
+    while strategy is not None:
+        if strategy.options.get("fraction_evaluate"):
+            return True
+        strategy = strategy.inner
+    return False
 
 
 class FederatedSection(Section):
@@ -224,13 +258,19 @@ class FederatedSection(Section):
 
     @model_validator(mode="after")
     def _a_strategy_sees_updates(self) -> FederatedSection:
-        if self.flower is not None and self.secure_aggregation:
+        if not self.secure_aggregation or self.flower is None:
+            return self
+        if self.flower.server_app is not None:
             raise ValueError(
-                f"flower.strategy.name={self.flower.strategy.name!r} works on single updates, and "
+                f"flower.server_app={self.flower.server_app!r} reads the reply of each device, and "
                 "with secure_aggregation the server learns only their sum; set "
-                "secure_aggregation = false if it may see each of them, or remove the strategy"
+                "secure_aggregation = false if it may see each of them"
             )
-        return self
+        raise ValueError(
+            f"flower.strategy.name={self.flower.strategy.name!r} works on single updates, and "
+            "with secure_aggregation the server learns only their sum; set "
+            "secure_aggregation = false if it may see each of them, or remove the strategy"
+        )
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> FederatedSection:

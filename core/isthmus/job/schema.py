@@ -26,6 +26,7 @@ from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.evaluation import EvaluationSection
 from isthmus.job.federated import FederatedSection
+from isthmus.job.flower_project import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
 from isthmus.job.strategy import StrategySection
@@ -34,8 +35,9 @@ from isthmus.job.strategy import StrategySection
 class TaskSection(Section):
     """The task and its data."""
 
-    source: str
-    """The task: `path/to/file.py:Name`, relative to the job file, or `package.module:Name`."""
+    source: str = ""
+    """The task: `path/to/file.py:Name`, relative to the job file, or `package.module:Name`. Only a
+    job with `federated.flower.server_app` has none."""
     data: str | None = None
     """Path of this machine's data, relative to the job file; the task reads it as `self.data`."""
     settings: dict[str, Any] = Field(default={})
@@ -87,6 +89,22 @@ class PricesSection(Section):
     """One device scoring one model."""
 
 
+UNUSED_BY_A_SERVER_APP = (
+    "rounds",
+    "budget",
+    "seconds",
+    "device_bytes",
+    "attempts",
+    "task",
+    "strategy",
+    "learning_rate",
+    "datacenter",
+    "evaluation",
+    "prices",
+)
+"""Keys of a job that a Flower ServerApp replaces."""
+
+
 class Job(Section):
     """A task and all settings of its training."""
 
@@ -106,7 +124,7 @@ class Job(Section):
     exceed this."""
     attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at one round before the run fails."""
-    task: TaskSection
+    task: TaskSection = TaskSection()
     strategy: StrategySection = StrategySection()
     federated: FederatedSection = FederatedSection()
     datacenter: DatacenterSection = DatacenterSection()
@@ -133,6 +151,24 @@ class Job(Section):
         self.learning_rate.check(
             self.schedule_steps, self.federated_round_steps, self.strategy, app=app
         )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_task_or_a_server_app(self) -> Job:
+        flower = self.federated.flower
+        server_app = None if flower is None else flower.server_app
+        if server_app is None:
+            if not self.task.source:
+                raise ValueError("task.source is missing")
+            return self
+        fields = type(self).model_fields
+        for name in UNUSED_BY_A_SERVER_APP:
+            if getattr(self, name) != fields[name].default:
+                raise ValueError(
+                    f"{name} has no effect on federated.flower.server_app={server_app!r}, which "
+                    "directs the run by itself; remove it, and set what the apps read in "
+                    "federated.flower.config"
+                )
         return self
 
     @model_validator(mode="after")
@@ -175,17 +211,28 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
         raise JobError(f"there is no job file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
-    return parse_job(text, overrides, origin=str(path))
+    return parse_job(text, overrides, origin=str(path), folder=path.parent)
 
 
-def parse_job(text: str, overrides: Iterable[str] = (), *, origin: str = "job") -> Job:
-    """Validate the text of a job file; see `load_job`."""
+def parse_job(
+    text: str,
+    overrides: Iterable[str] = (),
+    *,
+    origin: str = "job",
+    folder: Path | None = None,
+) -> Job:
+    """Validate the text of a job file; see `load_job`.
+
+    `folder`: where a `pyproject.toml` may have the configuration of the job's Flower app.
+    """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{origin} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(table, override)
+    if folder is not None:
+        add_project_config(table, folder)
     try:
         return Job.model_validate(table)
     except ValidationError as error:

@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +39,16 @@ def load_task(
         return cls(settings, data)
 
 
-def load_named(source: str, key: str, *, base: Path) -> Any:
+def load_named(source: str, key: str, *, base: Path, root: Path | None = None) -> Any:
     """Load the object that a key of the job names (`path/to/file.py:Name`, `package.module:Name`).
+
+    Args:
+        source: what the key says.
+        key: the key, for messages.
+        base: directory that a path in `source` is relative to.
+        root: directory of a project that its modules may be imported from.
+
+    A file in a package of the project is imported as the module of that package which it is.
 
     Raises:
         TaskError: no such file, module or name, or the module raised an exception.
@@ -48,7 +56,17 @@ def load_named(source: str, key: str, *, base: Path) -> Any:
     check_named(source, key, base=base)
     where, _, name = source.rpartition(":")
     setting = f"{key}={source!r}"
-    module = _load_file(base / where) if where.endswith(".py") else _load_module(where, setting)
+    if where.endswith(".py"):
+        path, top = (base / where).resolve(), base if root is None else root.resolve()
+        in_package = (path.parent / "__init__.py").is_file() and top in path.parents[1:]
+        if root is not None and in_package:
+            where = ".".join(path.relative_to(top).with_suffix("").parts)
+    if where.endswith(".py"):
+        module = _load_file(path, [] if root is None else [root])
+    else:
+        if root is not None:
+            _make_importable([root.resolve()])
+        module = _load_module(where, setting)
     value = getattr(module, name, None)
     if value is None:
         raise TaskError(f"{setting}: {where} has no {name!r}")
@@ -93,7 +111,7 @@ def check_installed(
     packages.check_loadable(tasks, where.partition("/")[0])
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path, folders: Sequence[Path] = ()) -> Any:
     path = path.resolve()
     name = f"isthmus_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -103,31 +121,35 @@ def _load_file(path: Path) -> Any:
     # Data loaders and compiled code look a function's module up by name. Files in the task's folder
     # are importable, as they are from a script.
     sys.modules[name] = module
-    _make_importable(str(path.parent))
+    _make_importable([path.parent, *(folder.resolve() for folder in folders)])
     with user_code(f"import of {path.name}"):
         spec.loader.exec_module(module)
     return module
 
 
 _task_folders: list[str] = []
-"""The folder of the last task, if it was added to Python's path; a process has one at a time."""
+"""The folders of the last task that were added to Python's path; a process has one at a time."""
 
 
-def _make_importable(directory: str) -> None:
-    """Make the files in a task's folder importable instead of those of the previous task.
+def _make_importable(folders: Iterable[Path]) -> None:
+    """Make the files in a task's folders importable instead of those of the previous task.
 
     A device or a server opens many tasks, and two may have a file of the same name.
     """
-    if directory in sys.path:
+    wanted = dict.fromkeys(map(str, folders))
+    if all(folder in sys.path for folder in wanted):
         return
     for earlier in _task_folders:
+        if earlier in wanted:
+            continue
         if earlier in sys.path:
             sys.path.remove(earlier)
         removed = {name for name, module in sys.modules.items() if _is_in(earlier, name, module)}
         for name in [name for name in sys.modules if name.partition(".")[0] in removed]:
             del sys.modules[name]
-    _task_folders[:] = [directory]
-    sys.path.append(directory)
+    added = [folder for folder in wanted if folder not in sys.path]
+    _task_folders[:] = [*(folder for folder in _task_folders if folder in wanted), *added]
+    sys.path.extend(added)
 
 
 def _is_in(directory: str, name: str, module: ModuleType) -> bool:

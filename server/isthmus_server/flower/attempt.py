@@ -7,6 +7,7 @@ are, how long to wait and how many must answer.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from flwr.app import Message
 
 from isthmus.errors import RoundFailed, UpdateError
 from isthmus.integrations.flower.messages import node_of
+from isthmus.job.federated import evaluates
+from isthmus_server.flower.device_evaluation import DeviceEvaluation
 from isthmus_server.flower.grid import LinkGrid, NodeReply
 from isthmus_server.flower.replies import check_reply, inconsistent_replies
 from isthmus_server.flower.strategy_round import StrategyRound
@@ -64,6 +67,7 @@ class FlowerAttempt:
             return UNREACHABLE if usable + outstanding < settings.needed else ""
 
         seconds = self._context.job.time.round_seconds
+        ends_at = time.monotonic() + seconds
         node_replies = await self._grid.exchange(messages, seconds, end_reason)
         replies = await asyncio.to_thread(self._usable_replies, node_replies)
         receipts = self.cancelled("the strategy did not select it")
@@ -77,9 +81,17 @@ class FlowerAttempt:
             pseudo_gradient = await asyncio.to_thread(self._strategy.aggregate, replies)
         except RoundFailed as error:
             raise AttemptFailed(str(error), receipts) from error
+        figures = dict(self._strategy.figures)
+        if evaluates(self._strategy.settings):
+            seed = f"{self._context.job.seed}/{self._spec.round}"
+            evaluation = DeviceEvaluation(self._strategy, self._grid, self._names, seed)
+            try:
+                figures |= await evaluation.run(max(ends_at - time.monotonic(), 1.0))
+            except RoundFailed as error:
+                raise AttemptFailed(str(error), receipts) from error
         return FederatedResult(
             pseudo_gradient=pseudo_gradient,
-            training=self._strategy.figures,
+            training=figures,
             receipts=receipts,
             extension_state=self._strategy.state,
         )

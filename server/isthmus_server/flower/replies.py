@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from flwr.app import RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 from isthmus.errors import UpdateError
 from isthmus.integrations.flower.messages import read_record
@@ -56,10 +56,28 @@ def check_reply(
     for name, array in arrays[0].items():
         if not array.dtype.startswith("float"):
             raise UpdateError(f"the array {name!r} is {array.dtype}, not a float type")
-    for name, value in metrics[0].items():
+    return _weight_of(metrics[0], weighted_by, max_examples)
+
+
+def check_metrics(records: RecordDict, *, weighted_by: str, max_examples: int) -> None:
+    """Check the reply to an evaluation, which has no arrays; see `check_reply`.
+
+    Raises:
+        UpdateError: there is not exactly one record of metrics, or one of them or the weight is
+            not valid.
+    """
+    metrics = list(records.metric_records.values())
+    if len(metrics) != 1:
+        raise UpdateError(f"it holds {len(metrics)} metric records, not one")
+    _weight_of(metrics[0], weighted_by, max_examples)
+
+
+def _weight_of(metrics: MetricRecord, weighted_by: str, max_examples: int) -> int:
+    """Check finite metrics and return their weight."""
+    for name, value in metrics.items():
         if not all(map(math.isfinite, value if isinstance(value, list) else [value])):
             raise UpdateError(f"the metric {name!r} is not finite")
-    weight = metrics[0].get(weighted_by)
+    weight = metrics.get(weighted_by)
     if not isinstance(weight, int | float) or not 0 <= weight <= max_examples:
         raise UpdateError(
             f"its {weighted_by}={weight!r} is not a number from 0 to "

@@ -38,6 +38,9 @@ def sampling_options(nodes: int) -> Mapping[str, float]:
     }
 
 
+EVALUATED = "fraction_evaluate"
+"""Sampling option that a job may set: the share of the cohort that evaluates the aggregate."""
+
 NOISE_COUNT_OPTION = "num_sampled_clients"
 """Number of updates for which a differential privacy wrapper scales its noise."""
 
@@ -74,6 +77,11 @@ def make_strategy(
     parameters = inspect.signature(strategy_class).parameters
     options = dict(config.options)
     for name, value in sampling.items():
+        if name == EVALUATED and name in options:
+            share = options[name]
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise JobError(f"{where}.options.{name}={share!r}: must be a number from 0 to 1")
+            continue
         if name in options:
             raise JobError(
                 f"{where}.options.{name} is not used here: federated.cohort and federated.quorum "

@@ -68,6 +68,7 @@ class StrategyRound:
         """The strategy's state; after `aggregate`, the new one."""
         self.figures: dict[str, float] = {}
         """The strategy's aggregate of the devices' metrics; set by `aggregate`."""
+        self._arrays = ArrayRecord()
 
     @property
     def name(self) -> str:
@@ -103,6 +104,7 @@ class StrategyRound:
             if arrays is None:
                 raise UpdateError("; ".join(["it returned no model", *warnings]))
             read_record(arrays, self.layout.parts(result))
+            self._arrays = arrays
             self.state = StrategyState.of(self.strategy, self._fresh)
         self.figures = {
             name: float(value)
@@ -110,6 +112,31 @@ class StrategyRound:
             if isinstance(value, int | float)
         }
         return torch.sub(self.start, result, out=result)
+
+    def configure_evaluation(self, grid: Grid) -> list[Message]:
+        """The strategy's messages to the nodes that evaluate the model of `aggregate`.
+
+        Raises:
+            RoundFailed: the strategy failed.
+        """
+        with self._strategy_errors("the evaluation of a round"):
+            config = ConfigRecord(dict(self.settings.config))
+            return list(self.strategy.configure_evaluate(self.round, self._arrays, config, grid))
+
+    def aggregate_evaluation(self, replies: list[Message]) -> dict[str, float]:
+        """The strategy's aggregate of the metrics of an evaluation.
+
+        Raises:
+            RoundFailed: the strategy failed.
+        """
+        with self._strategy_errors(f"{len(replies)} evaluations"):
+            metrics = self.strategy.aggregate_evaluate(self.round, replies)
+            self.state = StrategyState.of(self.strategy, self._fresh)
+        return {
+            name: float(value)
+            for name, value in (metrics or {}).items()
+            if isinstance(value, int | float)
+        }
 
     @contextmanager
     def _strategy_errors(self, what: str) -> Iterator[list[str]]:

@@ -132,7 +132,7 @@ def test_all_errors_are_reported_at_once():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "job: name is missing; task is missing"),
+        ("", "job: name is missing"),
         ('name = "a"\n[task]', "job: task.source is missing"),
     ],
 )

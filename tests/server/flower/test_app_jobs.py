@@ -52,11 +52,6 @@ def train(message, context):
     arrays = ArrayRecord(model.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 """
-OLD_APP = """
-from flwr.clientapp import ClientApp
-
-app = ClientApp(lambda context: None)
-"""
 JOB = ("federated.secure_aggregation=false", 'federated.flower.app="app.py:app"')
 
 
@@ -148,7 +143,6 @@ async def test_too_few_replies_are_one_sentence(deployment, tmp_path):
     ("code", "says"),
     [
         ("app = 3", "federated.flower.app='app.py:app' is of type int, not a flwr.clientapp."),
-        (OLD_APP, r"federated.flower.app='app.py:app' is built with a client_fn \(NumPyClient\)"),
         ("", "federated.flower.app='app.py:app': app.py has no 'app'"),
         ("import nothing_like_it", "import of app.py failed at .*ModuleNotFoundError"),
     ],

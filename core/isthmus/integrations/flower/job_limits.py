@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from isthmus.errors import JobError
+from isthmus.job.federated import evaluates
 from isthmus.job.schema import Job, load_job
 
 DIRECTORY = "directory"
@@ -34,6 +35,8 @@ def hosted_job(path: Path, run_config: Mapping[str, bool | int | float | str]) -
         )
     elif federated.mode != "rounds":
         refused = f"federated.mode={federated.mode!r}: Flower works in rounds"
+    elif federated.flower is not None and evaluates(federated.flower):
+        refused = "fraction_evaluate in federated.flower.strategy: its evaluation is central"
     elif federated.flower is not None and federated.flower.app is not None:
         refused = "federated.flower.app: the app is the one in pyproject.toml"
     if refused:

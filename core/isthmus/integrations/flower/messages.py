@@ -1,13 +1,14 @@
 """Create and read Flower's messages.
 
-This is the only module that uses non-public parts of `flwr`:
+This module and `apps`, next to it, are the only ones that use non-public parts of `flwr`:
 
   * `flwr.supercore.task_identity.TaskIdentity`, one per process, which a `Message` outside of
     Flower's own runtime requires;
   * `Message(metadata=...)`, the only way to set the sender and the answered message;
   * `flwr.common.constant.ErrorCode`, the error codes of messages;
   * `flwr.supercore.run.Run`, which a `Grid` has to return;
-  * `ClientApp._call`, which only an app with a `client_fn` has;
+  * `ClientApp._call`, which only an app with a `client_fn` has, `ClientApp._registered_funcs`, the
+    functions of the others, and `ServerApp._main`;
   * the encoding of `Array`s of the type `numpy.ndarray` as `.npy` files in memory.
 
 `tests/core/integrations/test_flower.py` tests all of them. Only the modules that run Flower's
@@ -25,13 +26,11 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from isthmus.errors import JobError, TaskError, UpdateError
-from isthmus.task.loading import load_named
+from isthmus.errors import JobError, UpdateError
 
 # Before flwr is imported: by default it sends telemetry of every start and message.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -53,6 +52,7 @@ try:
         )
         from flwr.clientapp import ClientApp
         from flwr.common.constant import ErrorCode
+        from flwr.serverapp import ServerApp
         from flwr.supercore.run import Run
         from flwr.supercore.task_identity import TaskIdentity
 except ModuleNotFoundError as error:
@@ -73,6 +73,7 @@ __all__ = [
     "MetricRecord",
     "RecordDict",
     "Run",
+    "ServerApp",
 ]
 
 SERVER_NODE = 1
@@ -103,24 +104,6 @@ def identify() -> None:
 def the_run() -> Run:
     """The run of a `Grid`."""
     return Run.create_empty(RUN)
-
-
-def load_app(source: str, key: str, *, base: Path) -> ClientApp:
-    """Load the ClientApp that a key of the job names.
-
-    Raises:
-        TaskError: it cannot be loaded, is not a ClientApp, or uses Flower's older `client_fn`.
-    """
-    app = load_named(source, key, base=base)
-    if not isinstance(app, ClientApp):
-        kind = type(app).__name__
-        raise TaskError(f"{key}={source!r} is of type {kind}, not a flwr.clientapp.ClientApp")
-    if app._call is not None:
-        raise TaskError(
-            f"{key}={source!r} is built with a client_fn (NumPyClient), which does not support "
-            "the messages of Flower's current strategies; use functions with @app.train() instead"
-        )
-    return app
 
 
 class _WarningCapture(logging.Handler):

@@ -1,5 +1,7 @@
 """A Flower app in a task's process: the same answers, errors and state as in the agent's."""
 
+import sys
+
 import pytest
 
 from isthmus.errors import TaskError
@@ -20,6 +22,7 @@ from isthmus_clients.device.task_host import InProcessHost
 APP = """
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from project.sizes import UNIT
 
 app = ClientApp()
 
@@ -33,7 +36,7 @@ def query(message, context):
 
         socket.socket()
         raise RuntimeError("it was permitted" if context.node_config["data"] else "")
-    size = 1000 * message.content["config"]["size"]
+    size = UNIT * message.content["config"]["size"]
     records = {"count": count, "name": MetricRecord({"values": [1.5] * size})}
     return Message(RecordDict(records), reply_to=message)
 """
@@ -41,13 +44,19 @@ WHO = Participant(name="a", regime="federated")
 
 
 @pytest.fixture
-def hosts(tmp_path, make_job):
+def hosts(tmp_path, make_job, monkeypatch):
     """The same app in both hosts."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading an app extends it
     state, tasks, data = (tmp_path / name for name in ("state", "tasks", "data"))
     for folder in (state, tasks, data):
         folder.mkdir()
-    (tasks / "app.py").write_text(APP)
-    job = make_job('federated.flower.app="app.py:app"', "federated.flower.max_bytes=20000")
+    folder = tasks / "installed" / "project"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "sizes.py").write_text("UNIT = 1000\n")
+    (folder / "app.py").write_text(APP)
+    source = "installed/project/app.py:app"
+    job = make_job(f'federated.flower.app="{source}"', "federated.flower.max_bytes=20000")
     work = link_pb2.OpenRun(run_id="run", job=job.model_dump_json(), base="/nowhere")
     made = [
         ProcessHost(WHO, data, tasks, 1, state=state, limits=OwnerLimits()),
