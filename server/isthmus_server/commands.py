@@ -281,7 +281,11 @@ def prepare() -> None:
 def _loaded(path: Path, overrides: tuple[str, ...]) -> Job:
     """Load a job; a missing task is reported before PyTorch is imported, which takes seconds."""
     job = load_job(path, overrides)
-    check_named(job.task.source, "task.source", base=path.resolve().parent)
+    flower, base = job.federated.flower, path.resolve().parent
+    if flower is None or flower.server_app is None:
+        check_named(job.task.source, "task.source", base=base)
+    else:
+        check_named(flower.server_app, "federated.flower.server_app", base=base)
     return job
 
 

@@ -36,7 +36,11 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
             f"time.lease_seconds={job.time.lease_seconds:g}, but this server has one "
             f"lease for all jobs: add --set time.lease_seconds={lease:g}"
         )
-    check_installed(job.task.source, tasks, movable=False)
+    flower = federated.flower
+    if flower is None or flower.server_app is None:
+        check_installed(job.task.source, tasks, movable=False)
+    else:
+        check_installed(flower.server_app, tasks, "federated.flower.server_app", movable=False)
     for key, name in _named_code(job):
         _check_module(job, tasks, key, name)
     if ":" not in job.strategy.policy:  # an external module is in the folder of the task

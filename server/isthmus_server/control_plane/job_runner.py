@@ -27,7 +27,7 @@ from isthmus_server.control_plane.early_returns import EarlyReturns
 from isthmus_server.control_plane.job_checks import check_job
 from isthmus_server.control_plane.job_queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.control_plane.server import ControlPlaneServer
-from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import (
     Event,
     EventStream,
@@ -79,7 +79,7 @@ class JobRunner:
         self._running: tuple[int, asyncio.Task[str]] | None = None
         self._cancelled = False
         self._leaving = False
-        self._coordinator: Coordinator | None = None
+        self._loop: RunLoop | None = None
         self._waiting: WaitingForParticipants | Paused | None = None
         """What the running job waits for."""
         self._woken = asyncio.Event()
@@ -124,8 +124,8 @@ class JobRunner:
         """End `run` after the running round, or at once if there is none."""
         self._leaving = True
         self._woken.set()
-        if self._coordinator is not None:
-            self._coordinator.drain.request()
+        if self._loop is not None:
+            self._loop.drain.request()
 
     async def _wait(self, seconds: float | None) -> None:
         """Wait for an operator, for a participant that a job is missing, or for that long."""
@@ -209,10 +209,10 @@ class JobRunner:
                 events = EventStream()
                 events.subscribe(view)
                 events.subscribe(self._note_waiting)
-                self._coordinator = Coordinator(store, self.server.link, events)
+                self._loop = run_loop(store, self.server.link, events, installed=True)
                 if self._leaving:
-                    self._coordinator.drain.request()
-                await self._coordinator.run()
+                    self._loop.drain.request()
+                await self._loop.run()
                 return store.status()[1]
         except asyncio.CancelledError:
             if self._cancelled:
@@ -223,7 +223,7 @@ class JobRunner:
                 store.finish("paused", str(error), None)
             raise
         finally:
-            self._coordinator = None
+            self._loop = None
             store.close()
 
     def _note_waiting(self, event: Event) -> None:
@@ -288,8 +288,8 @@ class JobRunner:
             self._cancelled = self._running[1].cancel()
             if not self._cancelled:
                 raise AdmissionRefused(f"{id_} has ended just now")
-            if self._coordinator is not None:
-                self._coordinator.abandon()
+            if self._loop is not None:
+                self._loop.abandon()
         self._returns.forget(entry.number, ended=True)
         self.queue.mark(
             entry, "cancelled", _CANCELLED

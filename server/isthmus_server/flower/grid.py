@@ -104,23 +104,12 @@ class LinkGrid(RunScopedGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages and return their ids."""
         listed = list(messages)  # in this thread: it may be a generator of the strategy
-
-        async def push() -> list[str]:
-            batch = self._send(listed, self.seconds)
-            self._tasks.update(batch)
-            return list(batch)
-
-        return asyncio.run_coroutine_threadsafe(push(), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(self.push(listed), self.loop).result()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that have arrived; each is returned once."""
-        ids = list(message_ids)
-
-        async def pull() -> list[Message]:
-            done = [id_ for id_ in ids if id_ in self._tasks and self._tasks[id_].done()]
-            return [self._tasks.pop(id_).result().reply for id_ in done]
-
-        return asyncio.run_coroutine_threadsafe(pull(), self.loop).result()
+        pull = self.pull(list(message_ids))
+        return asyncio.run_coroutine_threadsafe(pull, self.loop).result()
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -131,7 +120,18 @@ class LinkGrid(RunScopedGrid):
         node_replies = asyncio.run_coroutine_threadsafe(exchange, self.loop).result()
         return [node_reply.reply for node_reply in node_replies]
 
-    # -- sending and receiving ---------------------------------------------------------------------
+    # -- sending and receiving, on the event loop --------------------------------------------------
+
+    async def push(self, messages: Sequence[Message]) -> list[str]:
+        """See `push_messages`."""
+        batch = self._send(messages, self.seconds)
+        self._tasks.update(batch)
+        return list(batch)
+
+    async def pull(self, message_ids: Sequence[str]) -> list[Message]:
+        """See `pull_messages`."""
+        done = [id_ for id_ in message_ids if id_ in self._tasks and self._tasks[id_].done()]
+        return [self._tasks.pop(id_).result().reply for id_ in done]
 
     async def exchange(
         self,

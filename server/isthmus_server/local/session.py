@@ -15,6 +15,7 @@ from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import LocalProcesses, OnFailure, started_roles
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
@@ -31,7 +32,7 @@ class LocalRun:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._coordinator: Coordinator | None = None
+        self._loop: RunLoop | None = None
 
     @classmethod
     def new(cls, job: Job, base: Path, directory: Path) -> LocalRun:
@@ -50,8 +51,10 @@ class LocalRun:
 
     async def run(
         self, address: Address | None, console: Console, fork_server: ParticipantForkServer
-    ) -> FinalModel:
+    ) -> FinalModel | None:
         """Train to the end, in processes of the fork server; returns the final model.
+
+        A run that a ServerApp directs has none.
 
         With an address, other processes of this machine can take part too.
 
@@ -63,19 +66,19 @@ class LocalRun:
         events = EventStream()
         with contextlib.closing(store), store.locked(), ProgressView(console) as view:
             events.subscribe(view)
-            coordinator = self._coordinator = Coordinator(store, link, events)
-            coordinator.roster.started_here = started_roles(store.job)
-            if address is None:  # others could join there
+            loop = self._loop = run_loop(store, link, events, installed=False)
+            loop.roster.started_here = started_roles(store.job)
+            if address is None and isinstance(loop, Coordinator):  # others could join there
                 check_participants(store.job, load_policy(store.job.strategy))
             async with running_participants(
-                store.job, link, address, self.directory, fork_server, coordinator.roster.decline
+                store.job, link, address, self.directory, fork_server, loop.roster.decline
             ):
-                return await coordinator.run()
+                return await loop.run()
 
     def leave(self) -> None:
         """End `run` after the running round, or at once if there is none."""
-        if self._coordinator is not None:
-            self._coordinator.drain.request()
+        if self._loop is not None:
+            self._loop.drain.request()
 
 
 @asynccontextmanager

@@ -191,13 +191,14 @@ class RunStopped(ReportedEvent):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
-    """The final model is written."""
+    """The final model is written, or a ServerApp has returned."""
 
     kind: Literal["finished"] = "finished"
     reason: str
     spent: float
     """Price of the whole run."""
-    final: FinalModel
+    final: FinalModel | None
+    """None for a run that a ServerApp directed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

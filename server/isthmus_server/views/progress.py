@@ -110,7 +110,10 @@ class ProgressView:
             case RoundAttemptFailed():
                 attempt = f"round {event.record.round}, try {event.record.attempt}"
                 self._print(f"[red]{attempt} failed:[/red] {_safe(event.record.error)}")
+            case RunFinished(final=None):
+                self._print(f"[bold]done[/bold] ({_safe(event.reason)})")
             case RunFinished():
+                assert event.final is not None
                 self._print(
                     f"[bold]done[/bold] ({_safe(event.reason)}): "
                     f"{_safe(format_metrics(event.final.metrics))}, "

@@ -1,0 +1,23 @@
+"""Choose what directs a run: Isthmus's round loop, or the ServerApp of its job."""
+
+from __future__ import annotations
+
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.server_apps.run import ServerAppRun
+from isthmus_server.storage.events import EventStream
+from isthmus_server.storage.store import Store
+from isthmus_server.transport.link import Link
+
+RunLoop = Coordinator | ServerAppRun
+
+
+def run_loop(store: Store, link: Link, events: EventStream, *, installed: bool) -> RunLoop:
+    """What runs the job of `store` to its end; see `ServerAppRun` for the arguments.
+
+    Raises:
+        UserError: the job, its task or a checkpoint cannot be used.
+    """
+    flower = store.job.federated.flower
+    if flower is not None and flower.server_app is not None:
+        return ServerAppRun(store, link, events, installed=installed)
+    return Coordinator(store, link, events)
