@@ -10,6 +10,7 @@ import torch
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
+from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.exchange_set import TensorLayout
@@ -46,8 +47,25 @@ def check(job: Job, task: Task, base: Path) -> str:
             task, model, data, range(min(count, batch)), batch, torch.device("cpu")
         ).result()
     )
-    _check_metrics(job, policy, metrics)
-    return f"one batch of held-out data ({', '.join(sorted(metrics))})"
+    on_devices = _device_metrics(job, task)
+    _check_metrics(job, policy, [*metrics, *on_devices])
+    tried = f"one batch of held-out data ({', '.join(sorted(metrics))})" if metrics else ""
+    if on_devices:
+        asked = f"{job.evaluation.devices} devices will evaluate ({', '.join(on_devices)})"
+        return f"{tried}; {asked}" if tried else asked
+    return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
+
+
+def _device_metrics(job: Job, task: Task) -> list[str]:
+    """The metrics that devices will measure.
+
+    Raises:
+        UserError: the task has no validation data, or its `device_metrics` cannot be used.
+    """
+    if not job.evaluation.devices:
+        return []
+    check_evaluates_on_devices(job, task)
+    return EvaluationVector(task).figure_names
 
 
 def _check_metrics(job: Job, policy: Policy, known: Collection[str]) -> None:

@@ -156,6 +156,8 @@ def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
         return request.train_local.model
     if kind == "score":
         return request.score.models
+    if kind == "evaluate":
+        return request.evaluate.model
     if kind == "mean_gradient":
         return request.mean_gradient.model
     if kind == "flower":

@@ -272,7 +272,7 @@ class ClientRequirements:
     """Ceiling for `RoundConfig.dropout_permille`."""
     participations_per_run: int | None = None
     """Maximum number of attempts of one run that this device takes part in; None is no limit. The
-    comparisons of a run are a run of their own."""
+    comparisons of a run, and its evaluations, are runs of their own."""
     participations: int | None = None
     """Maximum number of attempts of all runs together; None is no limit."""
     selection_slack: int | None = None

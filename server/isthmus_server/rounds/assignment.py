@@ -84,7 +84,10 @@ def resolve_plan(
         steps=trained,
         datacenter_has_model=plan.start == CURRENT and datacenters == [state.holder],
         evaluate=single_datacenter and not averages and evaluates(job, round_),
-        hand_back=not single_datacenter or averages or any(plan.keep.values()),
+        hand_back=not single_datacenter
+        or averages
+        or any(plan.keep.values())
+        or (job.evaluation.devices > 0 and evaluates(job, round_)),
         transfers=transfers,
         gradient_sources=sources,
         gradient_steps=steps if sources else 0,

@@ -10,6 +10,7 @@ from isthmus.errors import RoundFailed
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.availability import DeviceAvailability
+from isthmus_server.rounds.device_sums.evaluation import Evaluated
 from isthmus_server.storage.events import Event, RoundAttemptFailed, RoundCommitted
 from isthmus_server.storage.records import (
     Cost,
@@ -51,7 +52,7 @@ class AttemptLog:
         spec: RoundSpec,
         results: TrainingResult,
         *,
-        metrics: Mapping[str, float],
+        evaluated: Evaluated,
         saved: Mapping[str, Any],
         averaged: int,
         time: AttemptTime,
@@ -62,7 +63,7 @@ class AttemptLog:
             state: of the run before the round.
             spec: the round.
             results: of its training.
-            metrics: central held-out figures; empty if the round was not evaluated.
+            evaluated: the evaluation of its model.
             saved: the fields of the state that the round's checkpoints change.
             averaged: models in the served average after it.
             time: of the attempt.
@@ -70,10 +71,18 @@ class AttemptLog:
         receipts = results.receipts
         devices = sum(receipt.regime == "federated" for receipt in receipts)
         price = self._price(devices, spec.priced_steps)
+        cost = Cost.of(receipts, price, state.comparisons)
+        if (on_devices := evaluated.on_devices) is not None:
+            cost = dataclasses.replace(
+                cost,
+                price=cost.price + on_devices.price,
+                device_bytes=cost.device_bytes + on_devices.device_bytes,
+            )
         record = RoundRecord(
             **_common(spec.plan, spec.round, spec.attempt, receipts, time),
-            cost=Cost.of(receipts, price, state.comparisons),
-            metrics=dict(metrics),
+            cost=cost,
+            metrics=dict(evaluated.metrics),
+            evaluation=on_devices,
             model_sha256=None if spec.model_stays else saved["models"][SERVED].sha256,
             comparisons=state.comparisons,
             training=results.training,

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
+from isthmus.job.evaluation import evaluations_run_id
 from isthmus.job.federated import FederatedSection
 from isthmus.task import paired_scores
 from isthmus_privacy.secagg.lottery import MILLION
@@ -29,6 +30,9 @@ from isthmus_server.storage.unmasking_log import Unmasking
 from isthmus_server.strategy.device_selection import select_devices
 from isthmus_server.strategy.gradients import REST
 from isthmus_server.transport.enrolment import Enrolments
+
+_EVALUATIONS = 1 << 32
+"""Selections for evaluations are numbered from here on, apart from those of comparisons."""
 
 MAX_GROUPS = 32
 """Groups in one round: each takes memory for a model, and a row in the log of unmaskings."""
@@ -187,6 +191,34 @@ class CohortSelector:
         return self._survivors_again(-number, unmasked, ready, settings) or self._secure(
             -number, unmasked, ready, settings, settings.cohort
         )
+
+    def select_for_evaluation(
+        self, round_: int, settings: FederatedSection, name: bytes, busy: Collection[str]
+    ) -> SelectedCohort:
+        """The devices that evaluate the model of a round; by group if the job has groups.
+
+        Args:
+            round_: its number; every attempt selects the same devices if it can.
+            settings: with the cohort and quorum of an evaluation.
+            name: of the evaluated model, see `isthmus_privacy.purpose.evaluated_model`.
+            busy: devices that are training across rounds.
+
+        Raises:
+            NoAllowedCohort: too few devices may take part.
+        """
+        ready = set(self._roster.available()) - set(busy)
+        number = -(_EVALUATIONS + round_)
+        if not settings.secure_aggregation:
+            return self._usual(number, ready, settings.cohort)
+        run_id = evaluations_run_id(self._run_id)
+        unmasked = self._unmaskings.about(run_id, round_, name)
+        again = self._groups_again(number, unmasked, ready, settings) or self._survivors_again(
+            number, unmasked, ready, settings
+        )
+        if again is not None:
+            return again
+        selected = self._secure(number, unmasked, ready, settings, settings.cohort)
+        return selected if settings.groups is None else self.by_group(selected, settings)
 
     def seconds_until_quorum(self) -> float | None:
         """Seconds until a quorum of the ready devices is available; None if it never is."""

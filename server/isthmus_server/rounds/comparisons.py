@@ -9,8 +9,6 @@ the same devices again.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -23,12 +21,12 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import ComparisonPurpose
 from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
-from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.round_configs import margins
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
+from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Retries
 from isthmus_server.storage.records import ComparisonRecord, Receipt
@@ -153,7 +151,7 @@ class ComparisonRunner:
             if settings.secure_aggregation:
                 return await _secure_scores(context, work, cohort, settings)
             devices = list(cohort.examples)
-            return await _PlaintextComparison(context, work, devices, settings).run()
+            return await _plaintext_scores(context, work, devices, settings)
 
     def _price(self, question: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)
@@ -223,59 +221,30 @@ async def _secure_scores(
     return PairedScores(result.pseudo_gradient.tolist(), devices, result.receipts)
 
 
-class _PlaintextComparison:
+async def _plaintext_scores(
+    context: FederatedContext,
+    work: link_pb2.Score,
+    cohort: Sequence[str],
+    settings: FederatedSection,
+) -> PairedScores:
     """A comparison in which the server sees the scores of each device."""
 
-    def __init__(
-        self,
-        context: FederatedContext,
-        work: link_pb2.Score,
-        cohort: Sequence[str],
-        settings: FederatedSection,
-    ) -> None:
-        self._context = context
-        self._work = work
-        self._needed = settings.needed
-        self._figures: dict[str, torch.Tensor] = {}
-        self._receipts = ReceiptBook(cohort, "federated")
+    def read(reply: link_pb2.Reply) -> torch.Tensor:
+        scores = list(reply.scored.scores)
+        if len(scores) != len(work.candidates):
+            raise UpdateError(f"it scored {len(scores)} models of {len(work.candidates)}")
+        if not all(0 <= score <= 1 for score in scores):
+            raise UpdateError(f"its scores {scores} are not all from 0 to 1")
+        return paired_scores.score_vector(scores)
 
-    async def run(self) -> PairedScores:
-        """Request scores from all devices; wait for all replies or the end of the round's time."""
-        seconds = self._context.job.time.round_seconds
-        tasks = [asyncio.create_task(self._ask(name)) for name in self._receipts.names]
-        try:
-            await asyncio.wait(tasks, timeout=seconds)
-        finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        for name in self._receipts.names:
-            if name not in self._receipts:
-                self._receipts.blame(name)
-        receipts = self._receipts.complete(f"it did not score within {seconds:g} s")
-        if len(self._figures) < self._needed:
-            reasons = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
-            raise AttemptFailed(
-                f"{len(self._figures)} of {len(receipts)} devices scored the models and "
-                f"{self._needed} are needed ({'; '.join(reasons[:3])})",
-                receipts,
-                excused=self._receipts.excused,
-            )
-        in_order = [self._figures[n] for n in self._receipts.names if n in self._figures]
-        return PairedScores(torch.stack(in_order).mean(0).tolist(), len(in_order), receipts)
-
-    async def _ask(self, name: str) -> None:
-        link, candidates = self._context.link, len(self._work.candidates)
-        request = link_pb2.Request(score=self._work)
-        with contextlib.suppress(CallFailed):
-            async with call(link, name, request, "scored", self._receipts) as reply:
-                scores = list(reply.scored.scores)
-                if len(scores) != candidates:
-                    raise UpdateError(f"it scored {len(scores)} models of {candidates}")
-                if not all(0 <= score <= 1 for score in scores):
-                    raise UpdateError(f"its scores {scores} are not all from 0 to 1")
-                self._figures[name] = paired_scores.score_vector(scores)
-                self._receipts.record(name, "accepted", sent=True, bytes_out=self._work.models.size)
+    answers = PlaintextAnswers(
+        context,
+        lambda: link_pb2.Request(score=work),
+        read,
+        outcome="scored",
+        verb="score the models",
+    )
+    vectors, receipts = await answers.of(
+        cohort, needed=settings.needed, sent_bytes=work.models.size
+    )
+    return PairedScores(torch.stack(vectors).mean(0).tolist(), len(vectors), receipts)

@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
-from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -28,6 +26,7 @@ from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.comparisons import ComparisonRunner
+from isthmus_server.rounds.device_sums.evaluation import RoundEvaluator
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Drain, Retries, RoundReadiness
 from isthmus_server.rounds.roster import ParticipantRoster
@@ -48,7 +47,7 @@ from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policy import CURRENT, SERVED, Compare, Observation, Plan, Stop
-from isthmus_server.strategy.round_spec import RoundSpec, evaluates
+from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.link import Link
 
 SAVE_ELAPSED_SECONDS = 30.0
@@ -117,6 +116,10 @@ class Coordinator:
         self._comparisons = ComparisonRunner(
             store, self._cohorts, context, self._versions, self.clock
         )
+        self.evaluator = RoundEvaluator(
+            self.model, self._cohorts, context, self.clock, lambda: self.federated.busy
+        )
+        self.evaluator.check_policy(self._policy)
         self._log = AttemptLog(store, availability, self._publish)
         self._began = self.clock.now()
 
@@ -253,14 +256,14 @@ class Coordinator:
             await self._load_start(plan.start, planned)
         results = await self._trainer.train(spec)
         await asyncio.to_thread(self._trainer.merge, spec, results)
-        metrics, saved = await asyncio.gather(
-            self._evaluate(spec, results), asyncio.to_thread(self._save, spec)
+        evaluated, saved = await asyncio.gather(
+            self.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
         )
         self.state = self._log.commit(
             self.state,
             spec,
             results,
-            metrics=metrics,
+            evaluated=evaluated,
             saved=saved,
             averaged=self.model.averaged,
             time=self._time_since(started_at),
@@ -352,14 +355,6 @@ class Coordinator:
         self.model.replace(await self._datacenter.export(name, self.state.datacenter_step))
         self.state = dataclasses.replace(self.state, model_in_datacenter=False)
 
-    async def _evaluate(self, spec: RoundSpec, results: TrainingResult) -> Mapping[str, float]:
-        """Figures of the served model on the central held-out data."""
-        if spec.evaluate:
-            return results.datacenters[0].evaluation
-        if not evaluates(self.job, spec.round):
-            return {}
-        return await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
-
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
         models = self._versions.write(
@@ -381,7 +376,7 @@ class Coordinator:
         path = self.store.write_final(self.model.served_payload)
         metrics = self.state.history[-1].metrics if self.state.history else {}
         if not metrics:
-            metrics = await asyncio.to_thread(self.model.evaluate, self.job.evaluation.batch_size)
+            metrics = await asyncio.to_thread(self.evaluator.central)
         final = FinalModel(
             metrics=metrics, model_sha256=self.model.served_sha256, model_path=str(path)
         )

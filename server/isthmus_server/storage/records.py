@@ -1,4 +1,4 @@
-"""Typed records of a run: receipts, attempts, committed rounds, comparisons and the final model.
+"""Typed records of a run.
 
 Records are frozen dataclasses. `to_json` gives the document that the round log stores and that
 ``isthmus report --json`` prints; `from_json` validates such a document and reads it back.
@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from isthmus.errors import DamagedError
+from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
@@ -70,7 +71,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """JSON data with one key per field."""
-        # Figures may be infinite or nan; a type adapter would write null for them in lists.
+        # A type adapter would write null for infinite figures and nan in lists.
         data: dict[str, Any] = to_jsonable_python(self, inf_nan_mode="constants")
         return data
 
@@ -100,7 +101,7 @@ class Receipt(Record):
     reason: str = ""
     """Why it was rejected or dropped; empty for an accepted participant without incident."""
     started: bool = True
-    """It was reachable and had received its model in time; otherwise it is not paid for."""
+    """It was reachable and had its model in time; otherwise it is not paid for."""
     sent: bool = False
     """It sent a result."""
     examples: int = 0
@@ -157,9 +158,6 @@ class Participants(Record):
         )
 
 
-# -- comparisons -----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparisonRecord(Record):
     """One attempt at a model comparison on devices."""
@@ -188,12 +186,9 @@ class ComparisonRecord(Record):
     """The policy's state after the attempt."""
 
 
-# -- attempts at rounds ----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost(Record):
-    """What an attempt cost, with the comparisons made for it."""
+    """What an attempt cost, with the comparisons and the evaluation made for it."""
 
     price: float
     """In the job's unit of price."""
@@ -202,7 +197,7 @@ class Cost(Record):
     bytes_down: int
     """Bytes of blobs sent to them."""
     device_bytes: int
-    """Bytes to and from devices, comparisons included."""
+    """Bytes to and from devices, these included."""
     device_seconds: float
     datacenter_seconds: float
 
@@ -247,7 +242,7 @@ class AttemptRecord(Record):
     receipts: Sequence[Receipt]
     cost: Cost
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Central held-out figures; empty where the round was not evaluated, or failed."""
+    """Figures of the evaluation; empty where the round was not evaluated, or failed."""
     epsilon: float | None = None
     """Reserved for privacy accounting; no mechanism reports it yet."""
     model_sha256: str | None = None
@@ -270,8 +265,10 @@ class RoundRecord(AttemptRecord):
     """Gradients at the model that the round started from, if the plan requested them."""
     groups: Mapping[str, GroupSum] = dataclasses.field(default_factory=dict)
     """The sum of each group of devices, if the round was summed by group."""
+    evaluation: SummedEvaluation | None = None
+    """The evaluation of the model on devices, if the job has one."""
     profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """Rates and memory of each datacenter's ranks, by its name."""
+    """Rates and memory of each datacenter's ranks."""
 
     @property
     def unusable(self) -> str:
@@ -356,15 +353,12 @@ class LoggedAttempt(Record):
     """None for an attempt that is under way or was cut short."""
 
 
-# -- the run ---------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinalModel(Record):
     """The model of a finished run."""
 
     metrics: Mapping[str, float]
-    """Central held-out figures."""
+    """Figures of its evaluation."""
     model_sha256: str
     """SHA-256 of the file, in hexadecimal."""
     model_path: str

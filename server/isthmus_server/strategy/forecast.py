@@ -71,20 +71,22 @@ def rounds_to_target(progress: float) -> float:
 def planned_price(plan: Plan, observation: Observation) -> float:
     """Return the price of a planned round in which every invited device takes part."""
     transfers = plan.regime == "hybrid" and (plan.merge or observation.merge) == "transfer"
-    return observation.price(
+    training = observation.price(
         plan.regime,
         plan.cohort,
         plan.datacenter_steps,
         measured=plan.measure_gradients and not transfers,
     )
+    return training + observation.evaluation_devices * observation.comparison_price
 
 
 def planned_bytes(plan: Plan, observation: Observation) -> float:
     """Return the bytes that a planned round moves to and from all invited devices."""
+    evaluating = float(observation.evaluation_devices * observation.model_bytes)
     if plan.regime == "datacenter":
-        return 0.0
+        return evaluating
     each = observation.client_bytes + plan.measure_gradients * observation.model_bytes
-    return observation.invited(plan.cohort) * each
+    return observation.invited(plan.cohort) * each + evaluating
 
 
 # -- the rounds before -----------------------------------------------------------------------------

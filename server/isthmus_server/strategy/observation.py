@@ -18,6 +18,7 @@ from isthmus_server.strategy.policy import (
     Observation,
     PastRound,
 )
+from isthmus_server.strategy.round_spec import evaluates
 from isthmus_server.strategy.windows import forecast
 
 
@@ -84,6 +85,7 @@ def observe(
         groups=dict(groups or {}),
         client_price=job.prices.client_update,
         step_price=job.prices.datacenter_step,
+        evaluation_devices=job.evaluation.devices if evaluates(job, len(history) + 1) else 0,
         comparison_price=job.prices.client_evaluation,
         client_bytes=_bytes_per_device(history, model_bytes),
         model_bytes=model_bytes,

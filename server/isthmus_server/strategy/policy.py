@@ -205,6 +205,8 @@ class Observation:
     """Price of one device taking part in a round."""
     step_price: float = 0.01
     """Price of one optimizer step of the datacenter."""
+    evaluation_devices: int = 0
+    """Devices that will evaluate the round's model, each for the price of scoring one model."""
     comparison_price: float = 0.02
     """Price of one device scoring one model."""
     client_bytes: float = 0.0

@@ -49,6 +49,7 @@ REPLY_KINDS = {
     "secure_step": {"secure_stepped"},
     "train_steps": {"trained"},
     "score": {"scored", "trained"},
+    "evaluate": {"counted", "trained"},
     "mean_gradient": {"trained"},
     "flower": {"flower_replied"},
     "agree": {"trained"},

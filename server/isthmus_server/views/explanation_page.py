@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.records import FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
 from isthmus_server.strategy.gradients import REST, GradientMeasurement, GroupSum
@@ -270,6 +271,7 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
         lines += [record.unusable] if record.unusable else []
         lines += [_gradients(record.gradients)] if record.gradients is not None else []
         lines += _groups(record.groups)
+        lines += _on_devices(record.evaluation) if record.evaluation is not None else []
         if record.metrics:
             change = _change(before, record.metrics)
             lines.append(f"held-out {format_metrics(record.metrics)}{change}")
@@ -277,6 +279,16 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
         comparison = compared(forecast, record) if forecast is not None else ""
         lines += [comparison] if comparison else []
     return lines
+
+
+def _on_devices(evaluation: SummedEvaluation) -> list[str]:
+    """How many devices evaluated the model, and what groups of them found."""
+    lines = [f"{evaluation.devices} of {evaluation.asked} devices evaluated the model"]
+    lines += [f"an evaluation on devices failed: {evaluation.error}"] if evaluation.error else []
+    return lines + [
+        f"group {name}, {group.devices} devices: {format_metrics(group.metrics)}"
+        for name, group in evaluation.groups.items()
+    ]
 
 
 def _gradients(measured: GradientMeasurement) -> str:

@@ -134,6 +134,9 @@ class ProgressView:
             if receipt.reason:
                 outcome = f"{_safe(receipt.participant)} {receipt.status}"
                 self._print(f"           [yellow]{outcome}:[/yellow] {_safe(receipt.reason)}")
+        if record.evaluation is not None and record.evaluation.error:
+            error = f"evaluation on devices: {_safe(record.evaluation.error)}"
+            self._print(f"           [yellow]{error}[/yellow]")
         if record.unusable:
             self._print(f"           [yellow]{record.unusable}[/yellow]")
 

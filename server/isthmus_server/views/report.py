@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.printable import in_a_line
+from isthmus.task.device_sums.metrics import DEVICES, SPREAD
 from isthmus.task.held_out import PUBLIC
 from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import (
@@ -22,6 +23,9 @@ from isthmus_server.storage.records import (
     adapter,
 )
 from isthmus_server.storage.store import Store
+
+_DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
+"""Ends of the names of devices' metrics that only the JSON report has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,10 +136,11 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics on one line, accuracies as percentages."""
+    """Metrics on one line, accuracies as percentages; without details of devices' metrics."""
     return " ".join(
         f"{name} {value:.1%}"
-        if name in ("accuracy", f"{PUBLIC}accuracy")
+        if name in ("accuracy", f"{PUBLIC}accuracy", f"{DEVICES}accuracy")
         else f"{name} {value:.4g}"
         for name, value in sorted(metrics.items())
+        if not (name.startswith(DEVICES) and name.endswith(_DETAILS))
     )

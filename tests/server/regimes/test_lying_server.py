@@ -5,83 +5,22 @@ import time
 import pytest
 import torch
 from tests.privacy.mutation import disabled
-from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
-from tests.server.waiting import wait_until
+from tests.server.regimes.lying_server import OTHERS, VICTIM
+from tests.server.regimes.secure_run import LAYOUT, NAMES
 
 from isthmus.job import with_changes
 from isthmus.job.federated import buffer_name
 from isthmus.task import paired_scores
-from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import LimitsGuard, parse
-from isthmus_clients.training.history_files import LogEnd, write_head
-from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose
+from isthmus_privacy.purpose import (
+    BufferedPurpose,
+    ComparisonPurpose,
+    TrainingPurpose,
+)
 from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
-from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure_sums.round_configs import margins
-
-VICTIM, OTHERS = NAMES[0], NAMES[1:]
-
-
-class LyingServer:
-    """A link with real devices that keep their history, and requests that differ between them."""
-
-    def __init__(self, run):
-        self.run = run
-        self.link = run.network.link
-
-    async def open(self, name, job, run_id="run"):
-        opening = self.run.opening(job)
-        opening.run_id = run_id
-        await self.ask(name, open=opening)
-        return opening
-
-    async def ask(self, name, **work):
-        return await self.link.ask(name, link_pb2.Request(id=self.link.new_id(), **work))
-
-    def published(self, *vectors):
-        payload = b"".join(LAYOUT.encode(vector) for vector in vectors)
-        blob = describe(payload)
-        self.link.publish(blob, payload)
-        return blob
-
-    async def attempt(self, opening, cohort, attempt=1):
-        """An attempt of these devices; returns the receipts by name."""
-        job = self.run.job
-        spec = AttemptSpec(
-            round=1,
-            attempt=attempt,
-            model=self.published(torch.linspace(-1, 1, LAYOUT.size)),
-            cohort=dict.fromkeys(cohort, 20),
-            settings=job.federated.for_cohort(len(cohort)),
-        )
-        context = FederatedContext(self.link, job, opening, LAYOUT, self.run.directory)
-        try:
-            receipts = (await FederatedRegime(context).train(spec)).receipts
-        except AttemptFailed as failed:
-            receipts = failed.receipts
-        return {receipt.participant: receipt for receipt in receipts}
-
-
-@pytest.fixture
-async def server(network, make_job, write_task, tmp_path):
-    write_task()
-    await network.listen()
-    job = make_job(
-        "federated.cohort=5",
-        "federated.quorum=4",
-        "federated.secure_aggregation=true",
-    )
-    run = SecureRun(network, job, tmp_path)
-    await run.open()
-    for name, device in run.devices.items():
-        device.agent._secure._history_file = tmp_path / f"{name}.log"
-        write_head(tmp_path / f"{name}.log", LogEnd())
-        device.agent._secure._credentials = None
-    await wait_until(lambda: set(NAMES) <= network.link.peers.keys())
-    return LyingServer(run)
 
 
 @pytest.mark.parametrize("removed", [False, True])

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from isthmus.errors import TaskError
+from isthmus.errors import JobError, TaskError
+from isthmus.job import Job
 from isthmus.task.definition import Task
 from isthmus.task.device_sums.metrics import (
+    DEVICES,
     MAX_COUNTS,
     SPREAD,
     BinnedScores,
@@ -27,9 +29,6 @@ from isthmus.task.scoring import batches, count_examples, losses_of, output_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
-
-DEVICES = "devices_"
-"""Prefix of the metrics of devices' validation data."""
 
 LARGEST_LOSS = 1000.0
 """Losses are clipped to this absolute value, unless the task gives other bounds for `loss`."""
@@ -138,9 +137,17 @@ class EvaluationVector:
             at += metric.size
 
 
-def evaluates_on_devices(task: Task) -> bool:
-    """Whether a task has `validation_data`."""
-    return type(task).validation_data is not Task.validation_data
+def check_evaluates_on_devices(job: Job, task: Task) -> None:
+    """Refuse a job that evaluates a task without `validation_data` on devices.
+
+    Raises:
+        JobError: with what to change.
+    """
+    if job.evaluation.devices and type(task).validation_data is Task.validation_data:
+        raise JobError(
+            f"evaluation.devices={job.evaluation.devices} and {type(task).__name__} has no "
+            "validation_data(); add it, or set evaluation.devices = 0"
+        )
 
 
 def _add(

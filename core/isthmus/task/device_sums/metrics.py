@@ -31,6 +31,9 @@ from isthmus.errors import TaskError
 if TYPE_CHECKING:
     import torch
 
+DEVICES = "devices_"
+"""Prefix of the metrics of devices' validation data."""
+
 LARGEST = 1 << 50
 """Largest absolute value of one count of one device. 2,048 of them can be added in 63 bits."""
 

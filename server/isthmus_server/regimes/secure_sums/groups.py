@@ -103,7 +103,15 @@ class GroupedAttempt:
         """Those of them that were then let through."""
 
     async def run(self) -> FederatedResult:
-        """Run the sums of all groups at the same time.
+        """Run the sums of all groups, and return their mean.
+
+        Raises:
+            AttemptFailed: the groups that were summed have too few devices, or no weight.
+        """
+        return self._combined(*await self.results())
+
+    async def results(self) -> tuple[dict[str, FederatedResult], list[Receipt]]:
+        """Run the sums of all groups at the same time; returns each, and all receipts.
 
         Raises:
             AttemptFailed: the groups that were summed have too few devices, or no weight.
@@ -124,7 +132,7 @@ class GroupedAttempt:
             else:
                 results[name] = outcome
         self._check_quorum(results, failures)
-        return self._combined(results, _sorted_receipts(results, failures))
+        return results, _sorted_receipts(results, failures)
 
     async def _run(self, name: str) -> FederatedResult | AttemptFailed:
         async def before_unmasking(entry: Unmasking) -> None:

@@ -1,0 +1,42 @@
+"""The result of an evaluation on devices: sums over devices, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupEvaluation:
+    """The evaluation of one group of devices by itself."""
+
+    devices: int
+    """Number of devices in the sum."""
+    metrics: Mapping[str, float]
+    """Metrics of their validation data, with the prefix ``devices_``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummedEvaluation:
+    """The evaluation of a round's model on the devices' validation data.
+
+    It has no figure of a single device.
+    """
+
+    asked: int
+    """Number of devices that were asked in the last attempt."""
+    devices: int
+    """Number of devices in the sum; 0 without a result."""
+    sums: Mapping[str, Sequence[int]]
+    """The sums of the devices' whole numbers by metric, see `isthmus.task.device_sums.metrics`."""
+    metrics: Mapping[str, float]
+    """The metrics that follow from the sums; they are also among the round's metrics."""
+    groups: Mapping[str, GroupEvaluation] = dataclasses.field(default_factory=dict)
+    """Sums of the groups that were summed by themselves."""
+    error: str | None = None
+    """Why there is no result, or why its first attempts failed."""
+    price: float
+    """Of all attempts."""
+    device_bytes: int
+    """Bytes to and from devices."""
+    seconds: float

@@ -1,0 +1,303 @@
+"""Evaluation of a round's model: centrally, and on the devices' own validation data.
+
+Devices count whole numbers (`isthmus.task.device_sums`), which are summed securely where the job's
+updates are. The server derives metrics from the sums and stores only these. An evaluation belongs
+to an attempt at a round and is committed with it. It is of the served model, so a crash leaves
+nothing to continue: the next attempt trains the same model and evaluates it on the same devices,
+because devices that have unmasked a sum of a model's counts are in another one only together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from isthmus.errors import JobError, RoundFailed, UpdateError
+from isthmus.job.evaluation import evaluations_run_id
+from isthmus.job.federated import FederatedSection
+from isthmus.task import Task
+from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
+from isthmus.task.device_sums.metrics import LARGEST
+from isthmus.wire import link_pb2
+from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model
+from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.model.summed_evaluation import GroupEvaluation, SummedEvaluation
+from isthmus_server.regimes.attempt_result import TrainingResult
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
+from isthmus_server.regimes.secure_sums.round_configs import margins
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
+from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
+from isthmus_server.rounds.readiness import Retries
+from isthmus_server.storage.records import Receipt
+from isthmus_server.strategy.gradients import REST
+from isthmus_server.strategy.observation import unknown_metric
+from isthmus_server.strategy.policies.adaptive import Adaptive
+from isthmus_server.strategy.policy import Policy
+from isthmus_server.strategy.round_spec import RoundSpec, evaluates
+from isthmus_server.transport.bundle import published
+
+_TRIES = 1 << 16
+"""More than the attempts at the evaluation of one attempt at a round, which number them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """What is known about the model of a round."""
+
+    metrics: Mapping[str, float]
+    """Central metrics, and those of devices with the prefix ``devices_``."""
+    on_devices: SummedEvaluation | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Sums of the devices' counts, int64 (size) each, and the receipts of all devices."""
+
+    total: torch.Tensor
+    devices: int
+    receipts: Sequence[Receipt]
+    groups: Mapping[str, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
+
+
+class RoundEvaluator:
+    """Evaluates the models of one run."""
+
+    def __init__(
+        self,
+        model: GlobalModel,
+        cohorts: CohortSelector,
+        context: FederatedContext,
+        clock: Clock,
+        busy: Callable[[], Sequence[str]] = list,
+    ) -> None:
+        """Read the task's declaration of what devices measure.
+
+        Args:
+            model: of the run.
+            cohorts: selects the devices.
+            context: of the run's federated rounds.
+            clock: measures durations.
+            busy: devices that train across rounds, which are not asked.
+
+        Raises:
+            JobError: devices are to evaluate a task without `validation_data`.
+            TaskError: the task's `device_metrics` cannot be used.
+        """
+        self._job = context.job
+        self._model = model
+        self._cohorts = cohorts
+        self._context = context
+        self._clock = clock
+        self._busy = busy
+        self._vector: EvaluationVector | None = None
+        if self._job.evaluation.devices:
+            check_evaluates_on_devices(self._job, model.task)
+            self._vector = EvaluationVector(model.task)
+
+    @property
+    def known_metrics(self) -> list[str] | None:
+        """Names of all metrics that a round can have; None if central data decide."""
+        task = type(self._model.task)
+        if task.eval_data is not Task.eval_data or task.public_eval is not Task.public_eval:
+            return None
+        return [] if self._vector is None else self._vector.figure_names
+
+    def check_policy(self, policy: Policy) -> None:
+        """Refuse a policy, or a target, that follows a metric which no round will have.
+
+        Raises:
+            JobError: with the key to change.
+        """
+        known, strategy = self.known_metrics, self._job.strategy
+        if known is None:
+            return
+        followed = {"strategy.settings.metric": getattr(policy, "metric", None)}
+        if strategy.target_metric is not None:
+            followed["strategy.target_metric.name"] = strategy.target_metric.name
+        elif isinstance(policy, Adaptive):
+            raise JobError(
+                'strategy.policy="adaptive" follows the loss on eval_data(), which '
+                f"{type(self._model.task).__name__} does not have; add it, or choose another policy"
+            )
+        for key, name in followed.items():
+            if name is not None and name not in known:
+                raise JobError(
+                    unknown_metric(name, key, known)
+                    if known
+                    else f"{key}={name!r} follows a metric, and nothing evaluates the model; add "
+                    "eval_data() to the task, or validation_data() and set evaluation.devices"
+                )
+
+    def central(self) -> dict[str, float]:
+        """Metrics of the served model on the central held-out data; empty without such data."""
+        return self._model.evaluate(self._job.evaluation.batch_size)
+
+    async def evaluate(self, spec: RoundSpec, results: TrainingResult) -> Evaluated:
+        """Evaluate the served model after a round, if the job evaluates that round."""
+        if not evaluates(self._job, spec.round):
+            return Evaluated({})
+        if spec.evaluate:
+            metrics = results.datacenters[0].evaluation
+        else:
+            metrics = await asyncio.to_thread(self.central)
+        if self._vector is None:
+            return Evaluated(metrics)
+        on_devices = await self._on_devices(self._vector, spec)
+        return Evaluated({**metrics, **on_devices.metrics}, on_devices)
+
+    async def _on_devices(self, vector: EvaluationVector, spec: RoundSpec) -> SummedEvaluation:
+        """Evaluate on devices, in up to `attempts` attempts; a round is not lost if they fail."""
+        started, retries = self._clock.now(), Retries(self._job, self._clock)
+        receipts: list[Receipt] = []
+        asked, error = 0, None
+        sums = None
+        context = self._context
+        served = iter([self._model.served_vector])
+        async with published(context.link, context.layout, context.spool, served, 1) as blob:
+            while sums is None:
+                attempt = spec.attempt * _TRIES + retries.failed
+                try:
+                    sums = await self._attempt(vector.size, spec.round, attempt, blob)
+                    tried = sums.receipts
+                except RoundFailed as failed:
+                    failure, error = failed, str(failed)
+                    tried = failed.receipts if isinstance(failed, AttemptFailed) else ()
+                receipts += tried
+                asked = len(tried)
+                if sums is None:
+                    if retries.give_up(failure):
+                        break
+                    await retries.pause(failure)
+        reached = sum(receipt.started for receipt in receipts)
+        return SummedEvaluation(
+            asked=asked,
+            devices=0 if sums is None else sums.devices,
+            sums={} if sums is None else vector.sums(sums.total),
+            metrics={} if sums is None else vector.figures(sums.total),
+            groups={}
+            if sums is None
+            else {
+                name: GroupEvaluation(devices=devices, metrics=vector.figures(total))
+                for name, (total, devices) in sums.groups.items()
+            },
+            error=error,
+            price=reached * self._job.prices.client_evaluation,
+            device_bytes=sum(receipt.bytes_in + receipt.bytes_out for receipt in receipts),
+            seconds=self._clock.now() - started,
+        )
+
+    async def _attempt(self, size: int, round_: int, attempt: int, blob: link_pb2.Blob) -> _Sums:
+        """Have a cohort evaluate the model; every attempt selects the same devices if it can.
+
+        Raises:
+            RoundFailed: too few devices.
+        """
+        settings = self._job.evaluation.on_devices(self._job.federated)
+        name = evaluated_model(blob.sha256)
+        cohort = self._cohorts.select_for_evaluation(round_, settings, name, self._busy())
+        if len(cohort.examples) < settings.needed:
+            raise AttemptFailed(
+                cohort.shortage
+                or f"{len(cohort.examples)} devices are ready and an evaluation on "
+                f"{settings.cohort} needs {settings.needed}",
+                [],
+                excused=True,
+            )
+        work = link_pb2.Evaluate(
+            run_id=self._context.run_id, round=round_, attempt=attempt, model=blob
+        )
+        if not settings.secure_aggregation:
+            return await self._plaintext(work, cohort, settings, size)
+        if not cohort.groups:
+            secure = self._secure(work, cohort, list(cohort.examples), settings, size, "")
+            result = await secure.run()
+            devices = int(result.training["examples"])  # every usable vector has a weight of 1
+            return _Sums(result.pseudo_gradient, devices, result.receipts)
+        return await self._by_group(work, cohort, settings, size)
+
+    async def _by_group(
+        self, work: link_pb2.Evaluate, cohort: SelectedCohort, settings: FederatedSection, size: int
+    ) -> _Sums:
+        sums = {}
+        for group, names in cohort.groups.items():
+            part = settings.for_group(len(names), exact=cohort.exact)
+            assert part is not None  # others are not summed by themselves
+            declared = "" if group == REST else group
+            sums[group] = self._secure(work, cohort, names, part, size, declared)
+        gate = UnmaskingGate(self._context.unmaskings, len(sums), settings.needed)
+        results, receipts = await GroupedAttempt(sums, {}, gate, settings.needed).results()
+        groups = {
+            group: (result.pseudo_gradient, int(result.training["examples"]))
+            for group, result in results.items()
+        }
+        total = torch.stack([counts for counts, _ in groups.values()]).sum(0)
+        devices = sum(number for _, number in groups.values())
+        groups.pop(REST, None)
+        return _Sums(total, devices, receipts, groups)
+
+    def _secure(
+        self,
+        work: link_pb2.Evaluate,
+        cohort: SelectedCohort,
+        names: Sequence[str],
+        settings: FederatedSection,
+        size: int,
+        group: str,
+    ) -> SecureAggregationAttempt:
+        """A secure sum of the counts of these devices."""
+
+        def first_request(config: bytes) -> link_pb2.Request:
+            request = link_pb2.Request(evaluate=work)
+            request.evaluate.secure = config
+            request.evaluate.group = group
+            return request
+
+        config = RoundConfig(
+            run_id=evaluations_run_id(self._context.run_id),
+            round=work.round,
+            attempt=work.attempt,
+            model_hash=evaluated_model(work.model.sha256),
+            purpose=EvaluationPurpose(self._context.purpose, group).hash,
+            size=size,
+            slots=SCORING_SLOTS,
+            **margins(self._context, settings),
+            whole=True,
+            bits=64,
+            draw=cohort.draw,
+            selected_ppm=cohort.selected_ppm,
+        )
+        return SecureAggregationAttempt(
+            self._context, config, work.model, names, first_request, exact=cohort.exact
+        )
+
+    async def _plaintext(
+        self, work: link_pb2.Evaluate, cohort: SelectedCohort, settings: FederatedSection, size: int
+    ) -> _Sums:
+        def read(reply: link_pb2.Reply) -> torch.Tensor:
+            counts = list(reply.counted.counts)
+            if len(counts) != size:
+                raise UpdateError(f"it sent {len(counts)} counts where the task has {size}")
+            if not all(abs(count) <= LARGEST for count in counts):
+                raise UpdateError(f"one of its counts is above {LARGEST}")
+            return torch.tensor(counts, dtype=torch.int64)
+
+        answers = PlaintextAnswers(
+            self._context,
+            lambda: link_pb2.Request(evaluate=work),
+            read,
+            outcome="counted",
+            verb="evaluate the model",
+        )
+        names = list(cohort.examples)
+        counts, receipts = await answers.of(
+            names, needed=settings.needed, sent_bytes=work.model.size
+        )
+        return _Sums(torch.stack(counts).sum(0), len(counts), receipts)

@@ -1,0 +1,288 @@
+"""Devices evaluate the model on their own data: equal to pooled data, and the server sees sums."""
+
+import json
+import math
+
+import pytest
+import torch
+from tests.server.deployment import Killed, SimulatedDatacenter
+from tests.server.waiting import wait_until
+from torch.utils.data import ConcatDataset
+
+from isthmus.errors import JobError
+from isthmus.task import Participant, load_task
+from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.wire import link_pb2
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.views.report import read_report
+
+VALIDATES = """
+def validation_data(self, participant):
+    return rows(15 + ord(participant.name) % 5, seed=100 + ord(participant.name))
+
+def device_metrics(self):
+    return {
+        "accuracy": isthmus.Mean(bins=10),
+        "confusion": isthmus.Confusion(
+            3, of=lambda output, target: (output.argmax(-1), target)
+        ),
+        "auc": isthmus.BinnedScores(
+            of=lambda output, target: (output.softmax(-1)[:, 2], target == 2)
+        ),
+    }
+"""
+WITHOUT_CENTRAL = VALIDATES + "\neval_data = isthmus.Task.eval_data\n"
+NOT_A_NUMBER = """
+def metrics(self, output, target):
+    right = (output.argmax(-1) == target).float()
+    return {"accuracy": torch.where(target == 2, torch.nan, right)}
+"""
+NAMES = tuple("abcd")
+SETTINGS = (
+    "federated.cohort=4",
+    "federated.quorum=3",
+    "evaluation.devices=4",
+    "evaluation.quorum=4",
+    "rounds=1",
+    "time.join_seconds=1",
+)
+
+
+def measured(folder, model, names):
+    """The task's vector, and what the named devices count with a model, int64 (devices, size)."""
+    task = load_task("task.py:Learn", {}, base=folder)
+    vector, module = EvaluationVector(task), task.model()
+    torch.nn.utils.vector_to_parameters(model, [module.bias, module.weight])
+    of = [task.validation_data(Participant(name=name, regime="federated")) for name in names]
+    pooled = vector.measure(module, ConcatDataset(of), 512)
+    return vector, torch.stack([vector.measure(module, each, 7) for each in of]), pooled
+
+
+async def run(deployment, name, *overrides):
+    store = deployment.create_run(name, *SETTINGS, *overrides)
+    coordinator = Coordinator(store, deployment.link)
+    final = await coordinator.run()
+    return store, coordinator, final
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_an_evaluation_on_devices_equals_that_of_their_pooled_data(
+    deployment, tmp_path, secure
+):
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    store, coordinator, final = await run(
+        deployment, "run", f"federated.secure_aggregation={secure}"
+    )
+    vector, each, pooled = measured(tmp_path, coordinator.model.vector, NAMES)
+    (row,) = read_report(store).rounds
+    evaluation = row.evaluation
+    assert (evaluation.asked, evaluation.devices, evaluation.error) == (4, 4, None)
+    assert evaluation.sums == vector.sums(each.sum(0))
+    assert evaluation.sums["confusion"] == vector.sums(pooled)["confusion"]
+    assert evaluation.sums["auc"] == vector.sums(pooled)["auc"]
+    expected = vector.figures(pooled)
+    for figure in ("accuracy", "confusion_recall", "auc"):
+        assert row.metrics[f"devices_{figure}"] == expected[f"devices_{figure}"]
+    loss = row.metrics["devices_loss"]
+    assert loss == pytest.approx(expected["devices_loss"], abs=1024 / 2**28)
+    assert row.metrics == evaluation.metrics == final.metrics  # there are no central ones
+    assert "devices_accuracy_p50" in row.metrics
+    assert row.cost.price == pytest.approx(4 + 4 * 0.02)
+    assert coordinator._observe().history[0].metrics == row.metrics
+
+
+async def test_central_metrics_stay_and_training_does_not_change(deployment):
+    await deployment.start(VALIDATES, NAMES)
+    _, _, with_devices = await run(deployment, "with")
+    store, _, without = await run(deployment, "without", "evaluation.devices=0")
+    central = {key: x for key, x in with_devices.metrics.items() if not key.startswith("devices_")}
+    assert central == without.metrics
+    assert with_devices.model_sha256 == without.model_sha256
+    assert read_report(store).rounds[0].evaluation is None
+
+
+async def test_groups_are_evaluated_by_themselves(deployment, tmp_path):
+    north, south = "abc", "def"
+    deployment.groups = {**dict.fromkeys(north, "north"), **dict.fromkeys(south, "south")}
+    await deployment.start(WITHOUT_CENTRAL, tuple(north + south))
+    settings = (
+        "federated.groups={minimum=3}",
+        "federated.cohort=6",
+        "federated.quorum=5",
+        "evaluation.devices=6",
+        "evaluation.quorum=6",
+    )
+    store, coordinator, _ = await run(deployment, "run", *settings)
+    (row,) = read_report(store).rounds
+    vector, each, _ = measured(tmp_path, coordinator.model.vector, north + south)
+    assert row.evaluation.devices == 6
+    assert row.evaluation.sums == vector.sums(each.sum(0))
+    for name, counts in (("north", each[:3]), ("south", each[3:])):
+        assert row.evaluation.groups[name].devices == 3
+        assert row.evaluation.groups[name].metrics == vector.figures(counts.sum(0))
+
+
+@pytest.mark.parametrize("when", ["evaluating", "committing"])
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
+    deployment, when, secure
+):
+    """Also one whose sum was unmasked: its devices take part once more, and only together."""
+    await deployment.start(WITHOUT_CENTRAL, tuple("abcdef"))
+    settings = (
+        "federated.clients=6",
+        f"federated.secure_aggregation={secure}",
+        "rounds=2",
+    )
+    whole, _, final = await run(deployment, "whole", *settings)
+    store = deployment.create_run("killed", *SETTINGS, *settings)
+    coordinator = Coordinator(store, deployment.link)
+    evaluator, commit = coordinator.evaluator, store.commit
+    evaluate = evaluator._attempt
+
+    async def die(size, round_, attempt, blob):
+        sums = await evaluate(size, round_, attempt, blob)
+        if round_ == 2:
+            raise Killed
+        return sums
+
+    def die_at_commit(record, state):
+        if record.round == 2:
+            raise Killed
+        commit(record, state)
+
+    if when == "evaluating":
+        evaluator._attempt = die
+    else:
+        store.commit = die_at_commit
+    with pytest.raises(Killed):
+        await coordinator.run()
+    again = deployment.reopen(store)
+    resumed = await Coordinator(again, deployment.link).run()
+    assert resumed.model_sha256 == final.model_sha256
+    rows, expected = read_report(again).rounds, read_report(whole).rounds
+    for row, other in zip(rows, expected, strict=True):
+        assert (row.metrics, row.evaluation.sums) == (other.metrics, other.evaluation.sums)
+    assert rows[1].attempt == 2
+
+
+async def test_a_device_that_cannot_evaluate_is_not_named_and_not_in_the_sum(deployment, tmp_path):
+    """One without validation data, or whose task fails, sends zeros of weight 0."""
+    fails = WITHOUT_CENTRAL.replace(
+        "    return rows(15",
+        "    if participant.name == 'b':\n        return None\n    return rows(15",
+    )
+    await deployment.start(fails, NAMES)
+    store, coordinator, _ = await run(deployment, "run", "evaluation.quorum=3")
+    (row,) = read_report(store).rounds
+    vector, each, _ = measured(tmp_path, coordinator.model.vector, "acd")
+    assert (row.evaluation.asked, row.evaluation.devices) == (4, 3)
+    assert row.evaluation.sums == vector.sums(each.sum(0))
+    assert row.evaluation.error is None
+
+
+async def test_a_loss_that_is_not_a_number_is_in_the_sum_and_not_told_of_a_device(deployment):
+    await deployment.start(WITHOUT_CENTRAL + NOT_A_NUMBER, NAMES)
+    store, _, _ = await run(deployment, "run")
+    (row,) = read_report(store).rounds
+    assert math.isnan(row.metrics["devices_accuracy"])
+    assert row.metrics["devices_loss"] > 0
+    assert row.evaluation.sums["accuracy"][2] > 0
+
+
+async def test_a_round_is_kept_when_its_evaluation_fails(deployment):
+    fails = WITHOUT_CENTRAL.replace("    return rows(15", "    raise ValueError(7)\n    rows(15")
+    await deployment.start(fails, NAMES)
+    store, _, final = await run(deployment, "run", "attempts=2")
+    (row,) = read_report(store).rounds
+    assert row.metrics == final.metrics == {}
+    assert "no device had a usable update" in row.evaluation.error
+    assert row.evaluation.sums == {}
+    assert row.cost.price == pytest.approx(4 + 2 * 4 * 0.02)
+
+
+async def test_nothing_that_the_server_receives_or_stores_is_a_devices_own_value(
+    deployment, network, tmp_path
+):
+    """The values are found where they must be: in a job that does not hide them."""
+    await deployment.start(WITHOUT_CENTRAL, ())
+    proxy, port = await network.start_proxy()
+    for name in NAMES:
+        network.dial(deployment.device(name), name, port)
+    await wait_until(lambda: set(NAMES) <= deployment.link.peers.keys())
+    for name, secure in (("plain", "false"), ("secure", "true")):
+        proxy.received.clear()
+        settings = (f"federated.secure_aggregation={secure}", "federated.clients=4")
+        store, coordinator, _ = await run(deployment, name, *settings)
+        _, each, _ = measured(tmp_path, coordinator.model.vector, NAMES)
+        received = bytes(proxy.received)
+        stored = b"".join(
+            path.read_bytes() for path in store.directory.rglob("*") if path.is_file()
+        )
+        assert str(each[:, 0].sum().item()).encode() in stored  # the sum is
+        for counts in each.tolist():
+            sent = link_pb2.Counted(counts=counts).SerializeToString()
+            assert (sent in received) == (secure == "false")
+            for text in (str(counts[0]), json.dumps(counts)[1:-1]):
+                assert text.encode() not in stored + received
+            for value in (counts[0], counts[0] + (1 << 50)):
+                needle = value.to_bytes(8, "little", signed=True)
+                assert needle not in stored + received
+
+
+async def test_a_task_without_validation_data_is_refused_at_the_start(deployment):
+    await deployment.start("pass", NAMES)
+    with pytest.raises(JobError, match=r"Learn has no validation_data\(\); add it, or set"):
+        await run(deployment, "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("strategy.policy=plateau",), "strategy.settings.metric='loss' is not a held-out metric"),
+        (("strategy.policy=plateau", "evaluation.devices=0"), "and nothing evaluates the model"),
+        (("strategy.policy=adaptive",), "follows the loss on"),
+        (
+            ("strategy.target_metric={name='accuracy', at_least=0.9}",),
+            "strategy.target_metric.name='accuracy' is not a held-out metric",
+        ),
+    ],
+)
+async def test_a_policy_that_follows_a_metric_that_no_round_has_is_refused(
+    deployment, settings, reason
+):
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    with pytest.raises(JobError, match=reason):
+        await run(deployment, "run", *settings)
+
+
+async def test_a_target_can_be_a_metric_of_devices(deployment):
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    target = "strategy.target_metric={name='devices_accuracy', at_least=0.0}"
+    store, _, _ = await run(deployment, "run", "rounds=3", target)
+    report = read_report(store)
+    assert len(report.rounds) == 1
+    assert "devices_accuracy" in report.reason
+
+
+async def test_a_model_that_a_datacenter_trained_is_evaluated_on_devices(
+    deployment, network, tmp_path
+):
+    """It has to come to the server, which it does not without devices."""
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    settings = ("strategy.policy=datacenter", "datacenter.ranks=1")
+    store = deployment.create_run("run", *SETTINGS, *settings)
+    coordinator = Coordinator(store, deployment.link)
+    datacenter = SimulatedDatacenter(coordinator.model.layout)
+    await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
+    await coordinator.run()
+    (row,) = read_report(store).rounds
+    vector, each, _ = measured(tmp_path, datacenter.vector, NAMES)
+    assert row.evaluation.sums == vector.sums(each.sum(0))
+
+
+async def test_a_run_without_any_evaluation_ends_without_metrics(deployment):
+    await deployment.start("eval_data = isthmus.Task.eval_data", NAMES)
+    _, coordinator, final = await run(deployment, "run", "evaluation.devices=0")
+    assert coordinator.evaluator.known_metrics == []
+    assert final.metrics == {}
