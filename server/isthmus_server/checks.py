@@ -14,7 +14,7 @@ from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluate
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_server.model.optimizers import make_optimizer
+from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.base import load_extension
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
@@ -40,6 +40,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     model = build_model(task, job.seed)
     layout = TensorLayout.of(model)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
+    check_round_length(job, task, model)
     load_extension(job.federated, layout)
     batch = job.evaluation.batch_size
     metrics = HeldOut(task).measure(

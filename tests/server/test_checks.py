@@ -111,3 +111,15 @@ async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, ma
     run = LocalRun.new(job, tmp_path, tmp_path / "run")
     with pytest.raises(UserError, match=r"trains hybrid rounds, and datacenter.ranks=0 starts no"):
         await run.run(None, Console(), None)
+
+
+def test_a_schedule_needs_the_length_of_a_federated_round(check_job):
+    methods = """
+    def optimizer(self, parameters, participant):
+        optimizer = super().optimizer(parameters, participant)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    """
+    sentence = "set federated.local_steps or learning_rate.federated_round_steps"
+    with pytest.raises(UserError, match=sentence):
+        check_job(FEDERATED, methods=methods)
+    check_job(FEDERATED, "learning_rate.federated_round_steps=7", methods=methods)

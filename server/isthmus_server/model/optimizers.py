@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from isthmus.errors import JobError
-from isthmus.job import ServerOptimizer
+from isthmus.errors import JobError, TaskError
+from isthmus.job import Job, ServerOptimizer
+from isthmus.task import Participant, Task, user_code
+from isthmus.task.optimizers import NO_LENGTH, TaskOptimizers
 
 
 class Yogi(torch.optim.Optimizer):
@@ -67,6 +69,28 @@ class Yogi(torch.optim.Optimizer):
                 state["square"].addcmul_(square, direction, value=second - 1)
                 denominator = state["square"].sqrt().add_(group["eps"])
                 parameter.addcdiv_(state["mean"], denominator, value=-group["lr"])
+
+
+def check_round_length(job: Job, task: Task, model: nn.Module) -> None:
+    """Refuse a task with a schedule in a job that does not say how long a federated round is.
+
+    A device that noticed it could not tell the server, with secure aggregation. Code that fails
+    here is left to the participants, whose optimizer it is.
+
+    Raises:
+        JobError: the task's `optimizer()` returns a scheduler, and the job has no length.
+    """
+    if job.federated_round_steps or job.strategy.policy == "datacenter":
+        return
+    participant = Participant(name="server", regime="federated", round=1)
+    parameters = list(model.parameters())
+    try:
+        with user_code("optimizer()"):
+            optimizers = TaskOptimizers(task.optimizer(parameters, participant), parameters)
+    except TaskError:
+        return
+    if optimizers.needs_position:
+        raise JobError(NO_LENGTH)
 
 
 def make_optimizer(

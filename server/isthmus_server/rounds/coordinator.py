@@ -15,6 +15,7 @@ from typing import Any
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.model.optimizers import check_round_length
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -94,6 +95,7 @@ class Coordinator:
         self.model = GlobalModel(
             task, self.job.seed, strategy.server_optimizer, strategy.served_average
         )
+        check_round_length(self.job, task, self.model.module)
         layout = self.model.layout
         opening = opening_of(store.run_id, self.job, store.base, self.model)
         context = FederatedContext(

@@ -87,6 +87,18 @@ def a_gradient_that_is_not_bound_with_a_kept_update():
 
 
 @expect_refusal("config-purpose-differs")
+def a_position_at_which_all_others_have_a_rate_of_zero():
+    own = TrainingPurpose(RUN, with_gradient=False, position=(100, 10, 8))
+    sum_with(TrainingPurpose(RUN, with_gradient=False, position=(10_000, 10, 8)), own=own)
+
+
+@expect_refusal("config-purpose-differs")
+def a_cohort_that_scales_the_rate_of_all_others_down():
+    own = TrainingPurpose(RUN, with_gradient=False, position=(100, 10, 8))
+    sum_with(TrainingPurpose(RUN, with_gradient=False, position=(100, 10, 1)), own=own)
+
+
+@expect_refusal("config-purpose-differs")
 def all_others_are_a_group():
     sum_with(TrainingPurpose(RUN, with_gradient=False, group="north"))
 
@@ -126,6 +138,12 @@ def a_buffer_for_all_others():
 def other_start_models_for_all_others():
     earlier = (2, bytes(32), False, (0, 0, 0))
     sum_with(BufferedPurpose(RUN, (START,)), own=BufferedPurpose(RUN, (earlier, START)))
+
+
+@expect_refusal("buffered-start-differs")
+def a_kept_update_from_another_position():
+    purpose = BufferedPurpose(RUN, ((3, bytes(32), False, (900, 10, 8)),))
+    purpose.check_start(START, round_=4, max_staleness=2)
 
 
 @expect_refusal("buffered-mode-differs")
