@@ -25,7 +25,7 @@ from isthmus.integrations.flower.messages import (
 )
 from isthmus.integrations.flower.records import decode, encode
 from isthmus.job import read_job
-from isthmus.job.federated import evaluates
+from isthmus.job.flower import evaluates
 from isthmus.task import Participant, user_code
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from isthmus.errors import JobError
+from isthmus.job.flower import FlowerSection
 from isthmus.job.section import Hours, PositiveSeconds, Section
 
 
@@ -107,66 +108,8 @@ def buffer_name(run_id: str, round_: int) -> bytes:
     return hashlib.sha256(f"isthmus/buffer/{run_id}/{round_}".encode()).digest()
 
 
-class FlowerStrategy(Section):
-    """A strategy of Flower, or one written for it."""
-
-    name: str
-    """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own class."""
-    options: dict[str, Any] = Field(default={})
-    """Its keyword arguments."""
-    inner: FlowerStrategy | None = None
-    """For one that wraps another, such as those for differential privacy: its `strategy`."""
-
-
-class FlowerSection(Section):
-    """Flower strategies and apps. The server, and devices for an `app`, need the extra `flower`."""
-
-    strategy: FlowerStrategy = FlowerStrategy(name="FedAvg")
-    """Computes the next model from a round's updates, instead of their weighted mean."""
-    app: str | None = None
-    """A ClientApp that trains on the devices instead of the task: `path/to/file.py:app`, relative
-    to the job file, or `package.module:app`. The folder of the job file can be imported from."""
-    server_app: str | None = None
-    """A ServerApp that directs the whole run instead of Isthmus's rounds, named like `app`. Its
-    `main` needs no task; it has neither a policy nor limits nor committed rounds."""
-    config: dict[str, bool | int | float | str] = Field(default={})
-    """The apps' `context.run_config`, and each message's `content["config"]`. The defaults are in
-    `[tool.flwr.app.config]` of a pyproject.toml next to the job file that names the same app."""
-    max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
-    """Most bytes of a round's updates, cohort x model, which are all in the server's memory."""
-    max_examples: Annotated[int, Field(ge=1)] = 1_000_000
-    """With an app, updates of devices that claim more examples are refused. The weight of an update
-    is the number that the device claims: a tight bound limits the weight of a dishonest device."""
-
-    @model_validator(mode="after")
-    def _apps_fit(self) -> FlowerSection:
-        if self.app is None and evaluates(self):
-            raise ValueError(
-                "strategy.options.fraction_evaluate needs the devices' ClientApp, whose function "
-                "under @app.evaluate() it calls; name it in app, or remove fraction_evaluate"
-            )
-        if self.server_app is None:
-            return self
-        if self.app is None:
-            raise ValueError(
-                f"server_app={self.server_app!r} sends messages to a ClientApp; name it in app"
-            )
-        if self.strategy != FlowerSection.model_fields["strategy"].default:
-            raise ValueError(
-                f"strategy.name={self.strategy.name!r} has no effect on server_app="
-                f"{self.server_app!r}, which has its own strategy; remove one of them"
-            )
-        return self
-
-
-def evaluates(flower: FlowerSection) -> bool:
-    """Whether the job asks its strategy for an evaluation on devices, by `fraction_evaluate`."""
-    strategy: FlowerStrategy | None = flower.strategy
-    while strategy is not None:
-        if strategy.options.get("fraction_evaluate"):
-            return True
-        strategy = strategy.inner
-    return False
+_SELECTION = ("over_selection", "selection", "utility", "participation")
+"""Keys for selecting the devices of a round, which a ServerApp does by itself."""
 
 
 class FederatedSection(Section):
@@ -253,6 +196,12 @@ class FederatedSection(Section):
             raise ValueError(
                 f"{unused[0]} has no effect on flower.app={self.flower.app!r}, which trains "
                 "in its own way; remove it, and set what the app reads in flower.config"
+            )
+        unused = [name for name in _SELECTION if getattr(self, name) != fields[name].default]
+        if self.flower is not None and self.flower.server_app is not None and unused:
+            raise ValueError(
+                f"{unused[0]} has no effect on flower.server_app={self.flower.server_app!r}, which "
+                "selects devices in its own way; remove it"
             )
         return self
 

@@ -26,7 +26,7 @@ from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.evaluation import EvaluationSection
 from isthmus.job.federated import FederatedSection
-from isthmus.job.flower_project import add_project_config
+from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
 from isthmus.job.strategy import StrategySection

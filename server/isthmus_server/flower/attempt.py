@@ -16,7 +16,7 @@ from flwr.app import Message
 
 from isthmus.errors import RoundFailed, UpdateError
 from isthmus.integrations.flower.messages import node_of
-from isthmus.job.federated import evaluates
+from isthmus.job.flower import evaluates
 from isthmus_server.flower.device_evaluation import DeviceEvaluation
 from isthmus_server.flower.grid import LinkGrid, NodeReply
 from isthmus_server.flower.replies import check_reply, inconsistent_replies

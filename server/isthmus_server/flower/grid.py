@@ -122,6 +122,13 @@ class LinkGrid(RunScopedGrid):
 
     # -- sending and receiving, on the event loop --------------------------------------------------
 
+    async def close(self) -> None:
+        """Cancel the messages that were pushed and not pulled."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
     async def push(self, messages: Sequence[Message]) -> list[str]:
         """See `push_messages`."""
         batch = self._send(messages, self.seconds)

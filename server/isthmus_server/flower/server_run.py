@@ -24,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 from isthmus.errors import RoundFailed, UpdateError, UserError
 from isthmus.integrations.flower.job_limits import DIRECTORY, hosted_job
 from isthmus.job import Job
-from isthmus.job.federated import FlowerSection
+from isthmus.job.flower import FlowerSection
 from isthmus.task import load_task
 from isthmus_server.flower.replies import check_reply, inconsistent_replies
 from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter

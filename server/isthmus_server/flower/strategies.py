@@ -16,7 +16,7 @@ from flwr.serverapp import strategy as shipped
 from flwr.serverapp.strategy import Strategy
 
 from isthmus.errors import JobError, UpdateError
-from isthmus.job.federated import FlowerStrategy
+from isthmus.job.flower import FlowerStrategy
 
 ALL_NODES: Mapping[str, float] = {
     "fraction_train": 1.0,

@@ -20,7 +20,7 @@ from isthmus.integrations.flower.messages import (
     read_record,
     record_of,
 )
-from isthmus.job.federated import FlowerSection
+from isthmus.job.flower import FlowerSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2

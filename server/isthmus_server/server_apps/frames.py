@@ -16,9 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
-
-from isthmus.integrations.flower.messages import message
+from isthmus.integrations.flower.messages import Error, Message, RecordDict, message
 from isthmus.integrations.flower.records import decode, encode
 
 LENGTH = struct.Struct("<Q")

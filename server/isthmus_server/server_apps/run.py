@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 
@@ -95,8 +96,6 @@ class ServerAppRun:
     async def _call_main(self) -> str:
         """Run the app's process to its end; returns why the run ended."""
         # Only such a run needs Flower on the server.
-        import asyncio
-
         from isthmus_server.flower.grid import LinkGrid
         from isthmus_server.server_apps.process import ServerAppProcess
 
@@ -121,7 +120,11 @@ class ServerAppRun:
             "config": dict(flower.config),
             "seed": self.job.seed,
         }
-        await ServerAppProcess(grid, logs / f"{NAME}.log", self._show).run(directory, start)
+        process = ServerAppProcess(grid, logs / f"{NAME}.log", self._show)
+        try:
+            await process.run(directory, start)
+        finally:
+            await grid.close()
         return f"the ServerApp returned; its files are in {directory}"
 
     def _show(self, line: str) -> None:

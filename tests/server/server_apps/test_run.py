@@ -4,10 +4,12 @@ import asyncio
 import os
 
 import pytest
+from click.testing import CliRunner
 from tests.server.waiting import wait_until
 
 from isthmus.errors import CannotContinue, TaskError
 from isthmus.job import parse_job
+from isthmus.job.commands import check
 from isthmus_server.server_apps import process
 from isthmus_server.server_apps.loop import run_loop
 from isthmus_server.server_apps.run import ServerAppRun
@@ -77,7 +79,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    assert "FLWR_TELEMETRY_ENABLED" in os.environ and os.environ["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert os.environ["FLWR_TELEMETRY_ENABLED"] == "0"
     assert len(NAMES) == 3
     strategy = FedAvg(fraction_evaluate=1.0)
     arrays = ArrayRecord([np.zeros(2)])
@@ -150,7 +152,8 @@ def project(deployment, tmp_path):
         store.close()
 
 
-async def test_a_server_app_reaches_devices_until_it_returns(project, tmp_path):
+async def test_a_server_app_reaches_devices_until_it_returns(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
     run, lines = await project()
     assert isinstance(run, ServerAppRun)
     assert await run.run() is None
@@ -201,3 +204,26 @@ async def test_a_process_that_is_killed_is_no_mistake_of_the_user(project, monke
     run, _ = await project()
     with pytest.raises(CannotContinue, match=r"was ended by the signal 9; see .*app\.log"):
         await run.run()
+
+
+async def test_a_job_is_checked_with_its_apps(project, tmp_path):
+    await project()
+    (tmp_path / "job.toml").write_text(JOB)
+    checked = CliRunner().invoke(check, [str(tmp_path / "job.toml")])
+    assert checked.output == (
+        f"{tmp_path / 'job.toml'} is fine: the ServerApp project.server_app:app and 3 clients with "
+        "the ClientApp project/client_app.py:app\n"
+    )
+    (tmp_path / "project" / "other.py").write_text(
+        "from flwr.serverapp import ServerApp\napp = ServerApp(server_fn=lambda context: None)\n"
+    )
+    for source, says in (
+        ("project/other.py:app", "has no function under @app.main(): one made from a server_fn"),
+        ("project.client_app:app", "is of type ClientApp, not a flwr.serverapp.ServerApp"),
+        ("project/none.py:app", f"there is no file {tmp_path / 'project' / 'none.py'}"),
+    ):
+        options = [str(tmp_path / "job.toml"), "--set", f"federated.flower.server_app={source}"]
+        refused = CliRunner().invoke(check, options)
+        assert isinstance(refused.exception, TaskError)
+        assert f"federated.flower.server_app={source!r}" in str(refused.exception)
+        assert says in str(refused.exception)

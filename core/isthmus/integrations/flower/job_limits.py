@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from isthmus.errors import JobError
-from isthmus.job.federated import evaluates
+from isthmus.job.flower import evaluates
 from isthmus.job.schema import Job, load_job
 
 DIRECTORY = "directory"

@@ -62,7 +62,9 @@ def test_a_project_of_another_app_is_not_read(load):
         (["federated.secure_aggregation=true"], "server_app='pkg.server_app:app' reads the reply"),
         (["rounds=4"], "rounds has no effect on federated.flower.server_app='pkg.server_app:app'"),
         (["task.source=task.py:A"], "task has no effect on federated.flower.server_app="),
-        (["federated.flower.strategy.name=FedAdam"], "strategy.name='FedAdam' has no effect on"),
+        (["federated.flower.strategy.name=FedAdam"], "strategy has no effect on server_app="),
+        (["federated.flower.max_examples=9"], "max_examples has no effect on server_app="),
+        (["federated.over_selection=2"], "over_selection has no effect on flower.server_app="),
         (["federated.flower.config.when=1979-05-27"], "config.when=datetime.date(1979, 5, 27): mu"),
     ],
 )
