@@ -33,7 +33,7 @@ from regime_simulation.simulation import simulate
 from safetensors.torch import load_file
 
 from isthmus.job import Job, with_changes
-from isthmus.task.definition import load_task
+from isthmus.task import load_task
 from isthmus.task.scoring import build_model
 
 PROBLEMS = (("heart", "A"), ("diabetes", "B"), ("heart", "P"))

@@ -18,6 +18,9 @@ from tests import forked
 
 from isthmus_server.commands import report
 
+collect_ignore = ["flower_quickstarts"]
+"""Modules with the names of packages that they stand in for."""
+
 TASK = '''
 import os
 from pathlib import Path

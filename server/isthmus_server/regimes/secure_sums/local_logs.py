@@ -29,12 +29,13 @@ class LocalLogs:
         }
 
     def task_failures(self) -> dict[str, str]:
-        """How the task of each device failed since, by the device's name."""
+        """How the task of each device failed since, and in which log, by the device's name."""
         reasons = {}
         for name, (file, start) in self._ends.items():
             with file.open("rb") as log:
                 log.seek(max(start, file.stat().st_size - _MOST_BYTES))
                 errors = _TASK_ERROR.findall(log.read(_MOST_BYTES))
             if errors:
-                reasons[name] = in_a_line(errors[-1].decode(errors="replace"))
+                error = in_a_line(errors[-1].decode(errors="replace"))
+                reasons[name] = f"{error}; {file} has the traceback"
         return reasons
