@@ -31,7 +31,7 @@ def check(job: Job, task: Task, base: Path) -> str:
 
     name = "client-0"
     model = build_model(task, job.seed)
-    layout = TensorLayout.of(model)
+    layout = TensorLayout.of(model, statistics=job.exchange.buffers == "average")
     one_step = {"federated.local_epochs": None, "federated.local_steps": 1}
     opening = link_pb2.OpenRun(
         run_id=_RUN,

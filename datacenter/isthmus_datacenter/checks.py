@@ -44,6 +44,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     from isthmus_datacenter.training.round import train_round
 
     model = build_model(task, job.seed)
+    layout = TensorLayout.of(model, statistics=job.exchange.buffers == "average")
     data = job.task.data_in(base)
     opening = Command(
         op="open",
@@ -51,7 +52,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         job=with_changes(job, _ONE_RANK).model_dump_json(),
         base=str(base),
         data=None if data is None else str(data),
-        layout=TensorLayout.of(model).header.decode("latin-1"),
+        layout=layout.header.decode("latin-1"),
         frozen=fingerprint(model),
     )
     with _group_of_one(), tempfile.TemporaryDirectory(prefix="isthmus-check-") as state:

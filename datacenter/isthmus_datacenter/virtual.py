@@ -193,9 +193,9 @@ class VirtualRun:
             torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
             loss = self._steps(command.from_step, command.until_step, lambda: None)
         vector = torch.zeros(self.layout.size)
-        parameters = dict(self.model.named_parameters())
+        gradients = {name: each.grad for name, each in self.model.named_parameters()}
         for name, part in self.layout.parts(vector):
-            gradient = parameters[name].grad
+            gradient = gradients.get(name)
             if gradient is not None:
                 part.copy_(gradient).div_(max(count, 1))
         self.model.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ def check(job: Job, task: Task, base: Path) -> str:
             "the other"
         )
     model = build_model(task, job.seed)
-    layout = TensorLayout.of(model)
+    layout = TensorLayout.of(model, statistics=job.exchange.buffers == "average")
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
     load_extension(job.federated, layout)

@@ -86,6 +86,13 @@ class Table(_Small):
         return _Noisy(rows) if self.settings.get("noise") else rows
 
 
+class Normalised(Table):
+    """The same with batch normalisation."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
 class Diverging(Table):
     """Becomes infinite or NaN on one rank, independently of the processor's rounding.
 

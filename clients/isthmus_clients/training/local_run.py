@@ -30,6 +30,7 @@ from isthmus.task.scoring import (
     losses,
 )
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.fingerprint import explain_change, fingerprint
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
@@ -118,6 +119,7 @@ class DeviceRun:
         self._trained = self._arithmetic.placed(self.model)
         """The model, or what was compiled of it."""
         self._buffers = InitialBuffers(self.model)
+        self._frozen = fingerprint(self.model)
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
@@ -172,6 +174,7 @@ class DeviceRun:
                 start = update.copy_(start)
             self._write_gradient(work.round, measured, stopped)
             self._buffers.restore()
+            self.layout.scatter(start, self.model)
             is_finite = bool(torch.isfinite(measured).all())
             # A factor that a server chooses may not decide whose update is usable.
             measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
@@ -183,6 +186,8 @@ class DeviceRun:
                 f"the gradient of {self.participant.name} at the round's model is not finite; "
                 "lower the learning rates or check the data"
             )
+        if change := explain_change(self.model, self._frozen):
+            raise TaskError(change)
         if steps and not bool(torch.isfinite(start).all()):
             raise TaskError(
                 f"the update of {self.participant.name} is not finite after {steps} steps; "
@@ -220,9 +225,9 @@ class DeviceRun:
                     _, values = losses(self.task, self.model, inputs, target)
                     with user_code("the backward pass"):
                         torch.autograd.backward(values.mean() * (len(indices) / total))
-        parameters = dict(self.model.named_parameters())
+        gradients = {name: each.grad for name, each in self.model.named_parameters()}
         for name, part in self.layout.parts(out):
-            gradient = parameters[name].grad
+            gradient = gradients.get(name)
             part.zero_() if gradient is None else part.copy_(gradient)
         self.model.zero_grad(set_to_none=True)
 
@@ -354,9 +359,8 @@ class DeviceRun:
 
     def _subtract_end(self, start: torch.Tensor) -> None:
         """Replace `start` (N) by start minus end, in place."""
-        parameters = dict(self.model.named_parameters())
-        for name, part in self.layout.parts(start):
-            part.sub_(parameters[name].detach().to(part.device))
+        for tensor, part in self.layout.pairs(self.model, start):
+            part.sub_(tensor.to(part.device))
 
     def _on_device(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and its part of a vector (N), where the model is."""

@@ -233,6 +233,11 @@ class _VirtualRun:
         self.model, self.layout = build_same_model(
             self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "a virtual device"
         )
+        if self.layout.statistics:
+            raise TaskError(
+                f"virtual devices cannot keep running statistics ({self.layout.statistics[0]!r}); "
+                "set exchange.buffers = 'frozen', or use GroupNorm"
+            )
         self.gradients = Gradients(self.task, self.model)
 
     def dataset(self, participant: Participant) -> Dataset[Any]:

@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError, model_validator
 from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.evaluation import EvaluationSection
+from isthmus.job.exchange import ExchangeSection
 from isthmus.job.federated import FederatedSection
 from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
@@ -126,6 +127,7 @@ class Job(Section):
     """Attempts at one round before the run fails."""
     task: TaskSection = TaskSection()
     strategy: StrategySection = StrategySection()
+    exchange: ExchangeSection = ExchangeSection()
     federated: FederatedSection = FederatedSection()
     datacenter: DatacenterSection = DatacenterSection()
     learning_rate: LearningRateSection = LearningRateSection()

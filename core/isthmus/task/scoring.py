@@ -30,6 +30,7 @@ from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_difference
+from isthmus.tensors.running_statistics import freeze_statistics
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -95,6 +96,8 @@ def build_same_model(
 ) -> tuple[nn.Module, TensorLayout]:
     """Build the task's model and check that it equals the server's.
 
+    Running statistics that are not in the server's exchange set are frozen.
+
     Args:
         task: of this participant.
         seed: of the job.
@@ -106,10 +109,11 @@ def build_same_model(
         TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
     """
     model = build_model(task, seed)
-    layout = TensorLayout.of(model)
-    difference = layout.explain_difference(TensorLayout.from_header(header)) or explain_difference(
-        model, frozen
-    )
+    expected = TensorLayout.from_header(header)
+    layout = TensorLayout.of(model, statistics=bool(expected.statistics))
+    if not expected.statistics:
+        freeze_statistics(model)
+    difference = layout.explain_difference(expected) or explain_difference(model, frozen)
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
     return model, layout

@@ -1,9 +1,10 @@
 """The exchange set: the exchanged parameters as one flat vector and as safetensors bytes.
 
 A model's trainable parameters, sorted by name, form one float32 vector, on which all operations
-work: sending, masking, adding, stepping. `TensorLayout` maps parts of the vector to parameters. Its
-header followed by the vector's bytes is a safetensors file, so that every program that reads this
-format can read what is sent and stored.
+work: sending, masking, adding, stepping. The running statistics of normalisation layers follow
+them: they are averaged like parameters, but have no gradients and no optimizer. `TensorLayout` maps
+parts of the vector to both. Its header followed by the vector's bytes is a safetensors file, so
+that every program that reads this format can read what is sent and stored.
 
 Shape legend: N = number of float32 elements in the exchange set.
 
@@ -25,7 +26,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     """In elements, from the start of the vector."""
+    statistic: bool = False
+    """Whether it is a running statistic of a normalisation layer instead of a parameter."""
 
     @property
     def count(self) -> int:
@@ -58,7 +61,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """Names and shapes of the exchange set, in the vector's order (sorted by name).
+    """Names and shapes of the exchange set, in the vector's order: parameters, then statistics.
+
+    Both are sorted by name.
 
     Guarantees:
       * models with equal layouts can exchange vectors;
@@ -68,17 +73,22 @@ class TensorLayout:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> TensorLayout:
-        """The layout of a module's trainable parameters, tied ones once.
+    def of(cls, model: nn.Module, *, statistics: bool = True) -> TensorLayout:
+        """The layout of a module's trainable parameters, tied ones once, and running statistics.
+
+        Args:
+            model: the module.
+            statistics: whether running statistics of normalisation layers are exchanged.
 
         Raises:
             TaskError: nothing to train, a parameter that is not of a real floating type or has no
-                values yet, or normalisation statistics, which change in training but are not
-                exchanged.
+                values yet, or a layer that normalises by its batch in evaluation too.
         """
         from torch.nn.parameter import is_lazy
 
-        _refuse_running_statistics(model)
+        from isthmus.tensors.running_statistics import find_statistics
+
+        buffers = find_statistics(model) if statistics else {}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
@@ -101,14 +111,17 @@ class TensorLayout:
             shapes[name] = tuple(parameter.shape)
         if not shapes:
             raise TaskError("the model has nothing to train: no parameter has requires_grad")
-        return cls.from_shapes(shapes)
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        return cls.from_shapes(shapes, buffers)
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> TensorLayout:
-        """The layout of the given names and shapes, in any order."""
+    def from_shapes(
+        cls, shapes: Mapping[str, tuple[int, ...]], statistics: Collection[str] = ()
+    ) -> TensorLayout:
+        """The layout of the given names and shapes, in any order; some are of statistics."""
         entries, offset = [], 0
-        for name in sorted(shapes):
-            entries.append(Entry(name, shapes[name], offset))
+        for name in sorted(shapes, key=lambda name: (name in statistics, name)):
+            entries.append(Entry(name, shapes[name], offset, name in statistics))
             offset += entries[-1].count
         return cls(tuple(entries))
 
@@ -130,6 +143,9 @@ class TensorLayout:
                 for name, row in table.items()
                 if name != "__metadata__"
             }
+            statistics = json.loads(table.get("__metadata__", {}).get("statistics", "[]"))
+            if not isinstance(statistics, list) or not shapes.keys() >= set(statistics):
+                raise ValueError("its statistics are not tensors of it")
             if any(size < 0 for shape in shapes.values() for size in shape):
                 raise ValueError("it has a negative size")
         except (
@@ -144,7 +160,7 @@ class TensorLayout:
             raise UpdateError(
                 f"this is not a safetensors header of an exchange set: {error}"
             ) from error
-        layout = cls.from_shapes(shapes)
+        layout = cls.from_shapes(shapes, statistics)
         if layout.header != raw:
             raise UpdateError("this safetensors header does not have the form that Isthmus writes")
         return layout
@@ -155,6 +171,16 @@ class TensorLayout:
         return self.entries[-1].offset + self.entries[-1].count if self.entries else 0
 
     @property
+    def trained_size(self) -> int:
+        """Number of elements of parameters; those of running statistics follow them."""
+        return next((entry.offset for entry in self.entries if entry.statistic), self.size)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the running statistics."""
+        return tuple(entry.name for entry in self.entries if entry.statistic)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one encoded vector including the header."""
         return len(self.header) + 4 * self.size
@@ -162,7 +188,10 @@ class TensorLayout:
     @cached_property
     def header(self) -> bytes:
         """The safetensors header: 8 bytes of length, then JSON padded with spaces to 8 bytes."""
-        table = {
+        table: dict[str, Any] = {}
+        if self.statistics:
+            table["__metadata__"] = {"statistics": json.dumps(self.statistics)}
+        table |= {
             entry.name: {
                 "dtype": "F32",
                 "shape": list(entry.shape),
@@ -182,9 +211,10 @@ class TensorLayout:
         >>> [entry.name for entry in layout.gradient_and_update.entries]
         ['gradient.bias', 'update.bias']
         """
+        # A slash sorts after a dot: statistics follow the parameters in each half.
         return TensorLayout.from_shapes(
             {
-                f"{part}.{entry.name}": entry.shape
+                f"{part}{'/' if entry.statistic else '.'}{entry.name}": entry.shape
                 for part in ("gradient", "update")
                 for entry in self.entries
             }
@@ -211,23 +241,29 @@ class TensorLayout:
     # -- module and vector ----------------------------------------------------------------------
 
     def gather(self, model: nn.Module, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The module's parameters, in a new float32 vector (N) or in `out`."""
+        """The module's values, in a new float32 vector (N) or in `out`."""
         import torch
 
         vector = torch.empty(self.size, dtype=torch.float32) if out is None else out
-        parameters = dict(model.named_parameters())
-        for name, part in self.parts(vector):
-            part.copy_(parameters[name].detach())
+        for tensor, part in self.pairs(model, vector):
+            part.copy_(tensor)
         return vector
 
     def scatter(self, vector: torch.Tensor, model: nn.Module) -> None:
-        """Copy the vector (N) into the module's parameters, in place."""
-        parameters = dict(model.named_parameters())
+        """Copy the vector (N) into the module's parameters and statistics, in place."""
+        for tensor, part in self.pairs(model, vector):
+            tensor.copy_(part)
+
+    def pairs(
+        self, model: nn.Module, vector: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each exchanged tensor of a module, detached, and a view of its part of the vector."""
+        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         for name, part in self.parts(vector):
-            parameters[name].detach().copy_(part)
+            yield tensors[name].detach(), part
 
     def parts(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's name and a view of its part of the vector."""
+        """Each entry's name and a view of its part of the vector."""
         for entry in self.entries:
             yield entry.name, vector.narrow(0, entry.offset, entry.count).view(entry.shape)
 
@@ -266,18 +302,3 @@ class TensorLayout:
 def digest(payload: bytes | bytearray | memoryview) -> bytes:
     """The SHA-256 that identifies a blob."""
     return hashlib.sha256(payload).digest()
-
-
-def _refuse_running_statistics(model: nn.Module) -> None:
-    """Refuse running batch statistics: they are local, and not valid after averaging."""
-    for name, module in model.named_modules():
-        if getattr(module, "track_running_stats", False) and _has_buffer(module, "running_mean"):
-            raise TaskError(
-                f"module {name!r} ({type(module).__name__}) keeps running batch statistics, which "
-                "are not exchanged and differ between participants; use GroupNorm or LayerNorm, or "
-                "track_running_stats=False"
-            )
-
-
-def _has_buffer(module: Any, name: str) -> bool:
-    return getattr(module, name, None) is not None

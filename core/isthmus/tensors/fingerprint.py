@@ -49,6 +49,29 @@ def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]
     return None
 
 
+def explain_change(model: nn.Module, before: Mapping[str, Sequence[float]]) -> str | None:
+    """Name a frozen parameter that training has changed in a sentence, or None.
+
+    `before` is a fingerprint from before the training.
+    """
+    for name, values in fingerprint(model).items():
+        if torch.tensor(values).ne(torch.tensor(before[name])).any():
+            return changed_frozen(name)
+    return None
+
+
+def changed_frozen(name: str) -> str:
+    """The sentence for a frozen parameter that training has changed.
+
+    Such a change, as of a teacher that follows the model by an average, would stay on one
+    participant.
+    """
+    return (
+        f"training changed {name!r}, which is frozen and not exchanged; register it as a buffer, "
+        "which has its first values again in every round, or set requires_grad"
+    )
+
+
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     flat = parameter.reshape(-1)
     indices = torch.linspace(0, max(len(flat) - 1, 0), min(_VALUES, len(flat))).long()

@@ -35,8 +35,8 @@ def store_shards(path: Path, layout: TensorLayout, shard: ModelShard) -> None:
     """
     written = {
         name
-        for name, parameter in shard.parameters().items()
-        if name not in shard.tied.copies and _is_first_replica(parameter, shard.mesh)
+        for name, tensor in shard.tensors().items()
+        if name not in shard.tied.copies and _is_first_replica(tensor, shard.mesh)
     }
     vector = _mapped_vector(path, layout, writable=True)
     for local_part, file_part in _matching_parts(vector, layout, shard, only=written):
@@ -53,11 +53,11 @@ def _matching_parts(
     vector: torch.Tensor, layout: TensorLayout, shard: ModelShard, only: set[str] | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of a rank's part of a parameter and the same part of the vector, both as views."""
-    parameters = shard.parameters()
+    tensors = shard.tensors()
     for name, part in layout.parts(vector):
-        if name not in parameters or (only is not None and name not in only):
+        if name not in tensors or (only is not None and name not in only):
             continue
-        parameter = parameters[name].detach()
+        parameter = tensors[name].detach()
         if not isinstance(parameter, DTensor):
             yield parameter, part
             continue

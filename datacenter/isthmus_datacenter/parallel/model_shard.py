@@ -25,6 +25,10 @@ BUCKET_BYTES = 1 << 25
 """Maximum size of a message that combines several gradients."""
 
 
+_SAMPLE = 16
+"""Values of a frozen parameter by which a change of it is noticed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterNames:
     """Names of the parameters and buffers of a whole model, by object identity."""
@@ -207,6 +211,29 @@ class ModelShard:
             for name, buffer in stage.named_buffers():
                 buffers.setdefault(self.names[index].get(name, name), buffer)
         return buffers
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank."""
+        return {**self.buffers(), **self.parameters()}
+
+    def frozen_samples(self) -> dict[str, torch.Tensor]:
+        """Some values of this rank's part of each frozen parameter."""
+        return {
+            name: local(each).flatten()[:_SAMPLE].clone()
+            for name, each in self.parameters().items()
+            if not each.requires_grad
+        }
+
+    def average_statistics(self, names: Sequence[str]) -> None:
+        """Average running statistics over the replicas, each of which has seen other examples."""
+        if not names or self.dims.ranks == 1:
+            return
+        buffers = self.buffers()
+        statistics = [buffers[name] for name in names]
+        flat = torch.cat([each.float().flatten() for each in statistics])
+        dist.all_reduce(flat)
+        flat /= self.dims.ranks
+        _copy_back(flat, statistics)
 
     def has_buffers(self) -> bool:
         """Whether any stage of the model has buffers. All ranks call this together."""

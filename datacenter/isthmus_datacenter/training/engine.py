@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from isthmus.errors import UserError
+from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.optimizers import ScheduleState, job_schedule
@@ -79,6 +79,7 @@ class Engine:
             streamed = isinstance(self.data, IterableDataset)
             self.examples = 0 if streamed else count_examples(self.data, "local_data()")
             self.dims = self._choose_dims()
+            self._check_statistics()
         self.coordinates = self.dims.coordinates(placement.rank)
         self.order = ExampleOrder(
             examples=self.examples,
@@ -214,6 +215,15 @@ class Engine:
             )
             self.note = f"layout: {why}"
         return ParallelDims.from_section(section, self.placement.ranks)
+
+    def _check_statistics(self) -> None:
+        """Refuse layouts in which running statistics would be those of a part of the examples."""
+        if self.layout.statistics and (self.dims.tensor > 1 or self.dims.pipeline > 1):
+            raise TaskError(
+                f"the model has running statistics ({self.layout.statistics[0]!r}), which cannot "
+                "be kept with tensor_parallel or pipeline_parallel above 1; set both to 1, or "
+                "exchange.buffers = 'frozen'"
+            )
 
     def _build_initial_state(self) -> tuple[ModelShard, ForwardBackward, ShardedOptimizer]:
         """Build the state of step 0: the model as initialised from the seed, and its optimizer."""

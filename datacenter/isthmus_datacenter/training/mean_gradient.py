@@ -45,6 +45,8 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
     batches = engine.batch_source.batches(command.from_step, command.until_step)
     loss = accumulate(averager, engine.forward_backward, batches, read_signal)
     averager.store_in_parameters()
+    for name in engine.layout.statistics:
+        engine.shard.buffers()[name].zero_()
     store_shards(Path(command.result), engine.layout, engine.shard)
     steps = command.until_step - command.from_step
     return {

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from isthmus.errors import StorageError
+from isthmus.errors import StorageError, TaskError
+from isthmus.tensors.fingerprint import changed_frozen
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
@@ -230,6 +231,7 @@ class _Round:
                 loss_sum_before=start.loss_sum,
             )
         optimizer.inner.zero_grad(set_to_none=True)  # of a step that was stopped
+        frozen = engine.shard.frozen_samples()
         profile.begin()
         batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
         for step, (inputs, target) in enumerate(batches, start=start.step):
@@ -241,6 +243,7 @@ class _Round:
             with profile.device_time("optimizer"):
                 optimizer.go_to(self._command.position + step - first)
                 optimizer.step(result.gradient_factor)
+                engine.shard.average_statistics(engine.layout.statistics)
             loss_sum += result.loss_sum
             units += result.global_units
             if reporter is not None:
@@ -248,6 +251,9 @@ class _Round:
             if self._lineage is not None and step + 1 < until:
                 checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
                 self._save_mid_round(checkpoint, loss_sum, units, result.signal)
+        for name, values in engine.shard.frozen_samples().items():
+            if not torch.equal(values, frozen[name]):
+                raise TaskError(changed_frozen(name))
         mean = None
         if until > first:
             mean = finite_mean_loss(

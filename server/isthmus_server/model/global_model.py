@@ -9,7 +9,7 @@ second one. The module's parameters are views of the served model.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +37,13 @@ class GlobalModel:
     """
 
     def __init__(
-        self, task: Task, seed: int, optimizer: ServerOptimizer, served_average: float = 0.0
+        self,
+        task: Task,
+        seed: int,
+        optimizer: ServerOptimizer,
+        served_average: float = 0.0,
+        *,
+        statistics: bool = True,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -46,6 +52,7 @@ class GlobalModel:
             seed: of the job; the same seed gives the same initial model.
             optimizer: the server optimizer, which steps on pseudo-gradients.
             served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
+            statistics: whether running statistics of normalisation layers are exchanged.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
@@ -54,7 +61,7 @@ class GlobalModel:
         self.task = task
         self.seed = seed
         self.module = build_model(task, seed)
-        self.layout = TensorLayout.of(self.module)
+        self.layout = TensorLayout.of(self.module, statistics=statistics)
         self._buffer = MmapBuffer(self.layout.nbytes)
         self.spilled: BinaryIO | None = None
         """The file that holds the model while its memory is released; otherwise None."""
@@ -65,9 +72,15 @@ class GlobalModel:
         self.served_vector = self.layout.decode(self.served_payload)
         self.averaged = 0
         """Number of models in the served average."""
-        self._views = {name: nn.Parameter(part) for name, part in self.layout.parts(self.vector)}
+        self._views = [
+            nn.Parameter(part)
+            for entry, (_, part) in zip(
+                self.layout.entries, self.layout.parts(self.vector), strict=True
+            )
+            if not entry.statistic
+        ]
         self._share_memory()
-        self.optimizer = make_optimizer(optimizer, list(self._views.values()))
+        self.optimizer = make_optimizer(optimizer, self._views)
         self._blob: link_pb2.Blob | None = None
         self._stored: Path | None = None
         """A file with the same bytes as `payload`, if there is one."""
@@ -150,12 +163,13 @@ class GlobalModel:
         Raises:
             UpdateError: the new model is not finite.
         """
-        for (_, view), (_, part) in zip(
-            self._views.items(), self.layout.parts(pseudo_gradient), strict=True
-        ):
+        # Statistics, which follow the parameters, become the participants' mean.
+        for view, (_, part) in zip(self._views, self.layout.parts(pseudo_gradient), strict=False):
             view.grad = part
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        trained = self.layout.trained_size
+        self.vector[trained:].sub_(pseudo_gradient[trained:])
         self.mark_changed()
         if not bool(torch.isfinite(self.vector.sum())) and not bool(
             torch.isfinite(self.vector).all()
@@ -252,14 +266,19 @@ class GlobalModel:
         return buffer.view
 
     def _share_memory(self) -> None:
-        parts = dict(self.layout.parts(self.served_vector))
-        for name, parameter in self.module.named_parameters():
-            if name in parts and parameter.dtype == torch.float32:
-                parameter.data = parts[name]
+        for tensor, part in self._exchanged():
+            if tensor.dtype == torch.float32:
+                tensor.data = part
 
     def _refresh_module(self) -> None:
         """Update the parameters of other dtypes, which are copies and not views."""
-        parts = dict(self.layout.parts(self.served_vector))
-        for name, parameter in self.module.named_parameters():
-            if name in parts and parameter.dtype != torch.float32:
-                parameter.data.copy_(parts[name])
+        for tensor, part in self._exchanged():
+            if tensor.dtype != torch.float32:
+                tensor.data.copy_(part)
+
+    def _exchanged(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each exchanged parameter and buffer of the module, and its part of the served model."""
+        module = self.module
+        tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        for name, part in self.layout.parts(self.served_vector):
+            yield tensors[name], part

@@ -93,7 +93,11 @@ class Coordinator:
         strategy = self.job.strategy
         self._policy = load_policy(strategy)  # its module may be next to the task's
         self.model = GlobalModel(
-            task, self.job.seed, strategy.server_optimizer, strategy.served_average
+            task,
+            self.job.seed,
+            strategy.server_optimizer,
+            strategy.served_average,
+            statistics=self.job.exchange.buffers == "average",
         )
         check_round_length(self.job, task, self.model.module)
         layout = self.model.layout

@@ -302,13 +302,16 @@ class Trainer:
             "datacenter": datacenter if transferred is None else transferred,
         }
         present = {name: vector for name, vector in vectors.items() if vector is not None}
-        results.norms, results.cosine = merge.norms_and_cosine(present)
+        trained = model.layout.trained_size  # lengths and angles are those of parameters
+        results.norms, results.cosine = merge.norms_and_cosine(
+            {name: vector[:trained] for name, vector in present.items()}
+        )
         if plan.reset_optimizer:
             model.reset_optimizer()
         if not one_datacenter:
             merged = self._merged(plan, federated, datacenter, weight)
             if plan.step_scale != 1:
-                merged.mul_(plan.step_scale)
+                merged[:trained].mul_(plan.step_scale)
             model.step(merged)
         elif models:
             model.replace(models[0])
@@ -339,7 +342,8 @@ class Trainer:
             assert merged is not None
             return merged
         if (plan.merge or self._job.strategy.merge) == "projected":
-            datacenter = merge.remove_conflict(datacenter, federated)
+            trained = self._model.layout.trained_size
+            merge.remove_conflict(datacenter[:trained], federated[:trained])
         return merge.interpolate(federated, datacenter, datacenter_weight=datacenter_weight)
 
 

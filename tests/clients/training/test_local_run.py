@@ -341,3 +341,50 @@ def test_a_participant_has_the_round_where_an_optimizer_is_made(open_run):
     train(run, 1)
     train(run, 7)
     assert run.task.rounds == [0, 1, 7]
+
+
+NORMALISED = """
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+"""
+
+
+def test_running_statistics_start_from_the_server_and_travel(open_run):
+    run = open_run("federated.local_steps=2", methods=NORMALISED)
+    start = build_start(run)
+    trained = run.layout.trained_size
+    start[trained:] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # means, then variances
+    update, *_ = train(run, start=start)
+    model = run.model
+    ends = torch.cat([model[1].running_mean, model[1].running_var])
+    torch.testing.assert_close(update[trained:], start[trained:] - ends)
+    again, *_ = train(run, start=start)
+    assert torch.equal(again, update), "nothing is left of the first training"
+
+
+def test_frozen_statistics_are_those_of_the_built_model(open_run, write_task, tmp_path, make_job):
+    write_task(NORMALISED)
+    task = load_task("task.py:Learn", {}, base=tmp_path)
+    layout = TensorLayout.of(build_model(task, 0), statistics=False)
+    run = open_run("federated.local_steps=2", methods=NORMALISED, layout=layout)
+    update, *_ = train(run)
+    assert len(update) == layout.trained_size == run.layout.size
+    assert run.model[1].running_mean.eq(0).all()
+    assert run.model[1].running_var.eq(1).all()
+
+
+def test_a_frozen_parameter_that_training_changes_is_named(open_run):
+    teacher = """
+        def model(self):
+            model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+            model[1].requires_grad_(False)
+            return model
+
+        def forward(self, model, inputs):
+            for old, new in zip(model[1].parameters(), model[0].parameters()):
+                old.data.lerp_(new.data, 0.5)
+            return model[0](inputs)
+    """
+    run = open_run("federated.local_steps=2", methods=teacher)
+    with pytest.raises(TaskError, match=r"^training changed '1.(weight|bias)', which is frozen"):
+        train(run)

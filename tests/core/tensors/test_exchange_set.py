@@ -237,14 +237,6 @@ def test_parameters_that_are_not_real_numbers_are_refused():
         TensorLayout.of(model)
 
 
-def test_batch_norm_is_refused_with_alternatives():
-    with pytest.raises(TaskError, match=r"'1' \(BatchNorm1d\) keeps running batch statistics"):
-        TensorLayout.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    TensorLayout.of(nn.BatchNorm1d(2, track_running_stats=False))
-    TensorLayout.of(nn.GroupNorm(1, 2))
-    TensorLayout.of(nn.InstanceNorm1d(2, affine=True))
-
-
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(TaskError, match="nothing to train"):
         TensorLayout.of(nn.Linear(2, 2).requires_grad_(False))

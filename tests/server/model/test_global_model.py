@@ -299,3 +299,24 @@ def test_without_an_average_the_served_model_is_the_model(make_model):
     model.average()
     assert model.served_payload is model.payload
     assert model.served_sha256 == model.sha256
+
+
+def test_the_server_optimizer_does_not_apply_to_running_statistics(make_model):
+    """They become the participants' mean, whatever the optimizer makes of parameters."""
+    model = make_model(
+        """
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        """,
+        name="Adam",
+        lr=0.1,
+    )
+    trained = model.layout.trained_size
+    for _ in range(2):
+        before = model.vector.clone()
+        change = torch.linspace(-1, 1, model.layout.size)
+        model.step(change)
+        assert torch.equal(model.vector[trained:], before[trained:] - change[trained:])
+        assert not torch.equal(model.vector[:trained], before[:trained] - change[:trained])
+    assert torch.equal(model.module[1].running_mean, model.vector[trained : trained + 3])
+    assert len(model.optimizer.param_groups[0]["params"]) == 4
