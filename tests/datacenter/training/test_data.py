@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,19 +62,42 @@ class Seekable(Stream):
         return iter([(number, -number) for number in range(at, self.count)])
 
 
+def received(send: Callable[..., None], *arguments: Any) -> list[Any]:
+    """The two objects that `send` sends from a process that has not used gRPC.
+
+    The threads of gRPC do not survive the fork of a reader process.
+    """
+    ours, theirs = forked.context().Pipe(duplex=False)
+    process = forked.context().Process(target=send, args=(*arguments, theirs))
+    process.start()
+    theirs.close()
+    objects = [ours.recv(), ours.recv()]
+    process.join()
+    return objects
+
+
 def batch_inputs(source: BatchSource, first: int, until: int) -> list[list[int]]:
     return [inputs.tolist() for inputs, _ in source.batches(first, until)]
 
 
-@pytest.mark.parametrize("kind", [Stream, Seekable])
-@pytest.mark.parametrize("readers", [0, 1])
-def test_a_stream_is_divided_and_resumed_at_the_exact_example(kind: Any, readers: int) -> None:
+def send_streams(kind: type[Stream], readers: int, to: Connection) -> None:
+    """Send the batches of two replicas, and of a replica that continues."""
     order = ExampleOrder(examples=0, replicas=2, batch_size=2, seed=0)
     cpu = torch.device("cpu")
     sources = [BatchSource(kind(7), order, replica, cpu, readers) for replica in (0, 1)]
-    assert batch_inputs(sources[0], 0, 4) == [[0, 1], [4, 5], [1, 2], [5, 6]]
-    assert batch_inputs(sources[1], 0, 4) == [[2, 3], [6, 0], [3, 4], [0, 1]]
-    assert batch_inputs(sources[1], 2, 4) == [[3, 4], [0, 1]]
+    to.send([batch_inputs(sources[0], 0, 4), batch_inputs(sources[1], 0, 4)])
+    to.send(batch_inputs(sources[1], 2, 4))
+
+
+@pytest.mark.parametrize("kind", [Stream, Seekable])
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_stream_is_divided_and_resumed_at_the_exact_example(
+    kind: type[Stream], readers: int
+) -> None:
+    both, rest = received(send_streams, kind, readers)
+    assert both[0] == [[0, 1], [4, 5], [1, 2], [5, 6]]
+    assert both[1] == [[2, 3], [6, 0], [3, 4], [0, 1]]
+    assert rest == both[1][2:]
 
 
 def test_an_empty_stream_is_refused() -> None:
@@ -93,11 +116,5 @@ def send_batches(to: Connection) -> None:
 
 
 def test_reader_processes_do_not_change_the_batches() -> None:
-    """In a process that has not used gRPC: its threads do not survive the fork of a reader."""
-    ours, theirs = forked.context().Pipe(duplex=False)
-    process = forked.context().Process(target=send_batches, args=(theirs,))
-    process.start()
-    theirs.close()
-    without = ours.recv()
-    assert (len(without), ours.recv()) == (5, without)
-    process.join()
+    without, with_readers = received(send_batches)
+    assert (len(without), with_readers) == (5, without)
