@@ -8,7 +8,7 @@ from isthmus.job import Job, with_changes, write_job
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages, position_message
 from isthmus.wire import link_pb2
@@ -31,14 +31,16 @@ def check(job: Job, task: Task, base: Path) -> str:
 
     name = "client-0"
     model = build_model(task, job.seed)
-    layout = TensorLayout.of(model, statistics=job.exchange.buffers == "average")
+    division = divide(model, job.exchange)
+    layout = division.exchanged
     one_step = {"federated.local_epochs": None, "federated.local_steps": 1}
     opening = link_pb2.OpenRun(
         run_id=_RUN,
         job=write_job(with_changes(job, one_step)),
         base=str(base),
         layout=layout.header,
-        frozen=fingerprint_messages(fingerprint(model)),
+        frozen=fingerprint_messages(fingerprint(model, division.personal.names)),
+        personal=division.personal.header if division.personal.size else b"",
     )
     participant = Participant(name=name, regime="federated", shard=(0, job.federated.clients))
     run = DeviceRun(opening, participant, None, device=job.federated.device)

@@ -24,6 +24,7 @@ from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
 from isthmus_clients.training.accelerator import check_choice
 from isthmus_clients.training.history_files import begin_history, replace_history
+from isthmus_clients.training.personal_state import PersonalStates
 
 
 @click.group()
@@ -176,7 +177,10 @@ def start(
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
-        agent = Agent(participant, data, threads, hours, log_file=log_file, device=device)
+        states = PersonalStates(state / "personal")
+        agent = Agent(
+            participant, data, threads, hours, log_file=log_file, device=device, states=states
+        )
         asyncio.run(_serve_until_stopped(server, agent, None))
         return
     if log_file is not None:

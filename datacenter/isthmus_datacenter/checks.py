@@ -11,7 +11,7 @@ from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus.task import Task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 
 _ONE_RANK = {
@@ -44,7 +44,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     from isthmus_datacenter.training.round import train_round
 
     model = build_model(task, job.seed)
-    layout = TensorLayout.of(model, statistics=job.exchange.buffers == "average")
+    division = divide(model, job.exchange)
     data = job.task.data_in(base)
     opening = Command(
         op="open",
@@ -52,8 +52,8 @@ def check(job: Job, task: Task, base: Path) -> str:
         job=with_changes(job, _ONE_RANK).model_dump_json(),
         base=str(base),
         data=None if data is None else str(data),
-        layout=layout.header.decode("latin-1"),
-        frozen=fingerprint(model),
+        layout=division.exchanged.header.decode("latin-1"),
+        frozen=fingerprint(model, division.personal.names),
     )
     with _group_of_one(), tempfile.TemporaryDirectory(prefix="isthmus-check-") as state:
         placement = RankPlacement(

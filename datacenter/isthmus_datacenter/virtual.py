@@ -102,13 +102,15 @@ class VirtualRun:
         if data is None:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
-        self.model, self.layout = build_same_model(
+        self.model, division = build_same_model(
             self.task,
-            self.job.seed,
+            self.job,
             open_.layout,
             fingerprint_of(open_.frozen),
             "the virtual datacenter",
         )
+        division.check_datacenter()
+        self.layout = division.exchanged
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):

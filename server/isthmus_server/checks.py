@@ -13,7 +13,7 @@ from isthmus.task import Task
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.division import divide
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.base import load_extension
 from isthmus_server.strategy.loading import check_participants, load_policy
@@ -38,7 +38,7 @@ def check(job: Job, task: Task, base: Path) -> str:
             "the other"
         )
     model = build_model(task, job.seed)
-    layout = TensorLayout.of(model, statistics=job.exchange.buffers == "average")
+    layout = divide(model, job.exchange).exchanged
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
     load_extension(job.federated, layout)

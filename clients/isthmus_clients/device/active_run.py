@@ -23,6 +23,9 @@ MAX_MODELS = 8
 """Maximum number of models of one comparison."""
 
 
+_NOTHING = TensorLayout(())
+
+
 @dataclasses.dataclass(frozen=True)
 class ActiveRun:
     """What the agent checks requests against, before and after the task works on them."""
@@ -36,6 +39,8 @@ class ActiveRun:
     without secure aggregation."""
     group: str = ""
     """The group that the device has declared; empty for none."""
+    personal: TensorLayout = _NOTHING
+    """Of what stays on the device, which the task's must equal."""
 
     @classmethod
     def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
@@ -54,10 +59,11 @@ class ActiveRun:
         job = read_job(work.job)
         flower = job.federated.flower
         if flower is not None and flower.app is not None:
-            return cls(work.run_id, job, TensorLayout(()))
+            return cls(work.run_id, job, _NOTHING)
         layout = TensorLayout.from_header(work.layout)
+        personal = TensorLayout.from_header(work.personal) if work.personal else _NOTHING
         if not job.federated.secure_aggregation:
-            return cls(work.run_id, job, layout)
+            return cls(work.run_id, job, layout, personal=personal)
         from isthmus_privacy.purpose import RunPurpose
 
         base = Path(work.base) if tasks is None else tasks
@@ -74,7 +80,7 @@ class ActiveRun:
         purpose = RunPurpose.of(
             job=work.job, task=digest, layout=work.layout, frozen=fingerprint_of(work.frozen)
         )
-        return cls(work.run_id, job, layout, purpose)
+        return cls(work.run_id, job, layout, purpose, personal=personal)
 
     @property
     def has_app(self) -> bool:

@@ -23,6 +23,7 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.device.task_host import InProcessHost, TaskHost
+from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.training.withholding import constant_failures
 from isthmus_privacy.purpose import check_gradient_scale
 
@@ -58,6 +59,7 @@ class Agent:
         group: str = "",
         log_file: Path | None = None,
         device: str = "cpu",
+        states: PersonalStates | None = None,
     ) -> None:
         """Create a device.
 
@@ -76,6 +78,8 @@ class Agent:
             log_file: where this process logs, for failures to name; only for a server that started
                 this device itself.
             device: what to train on, without a `host`; see `isthmus_clients.training.accelerator`.
+            states: keeps what stays on the device between rounds, without a `host`; None keeps it
+                as long as this process runs.
         """
         self.participant = participant
         self.hours = hours
@@ -89,7 +93,9 @@ class Agent:
         privacy = None if limits is None else limits.privacy
         self._secure = SecureSessions(participant.name, signing_key, history_file, privacy, threads)
         pause = self._throttle.pause
-        self.host = host or InProcessHost(participant, data, tasks, threads, pause, device)
+        self.host = host or InProcessHost(
+            participant, data, tasks, threads, pause, device, states or PersonalStates(None)
+        )
         self._working = asyncio.Lock()
         self._cancelled: dict[int, link_pb2.Request] = {}
         """Requests that the server has cancelled, by identity: a lying server may repeat ids."""
@@ -255,7 +261,7 @@ class Agent:
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Reuse the memory of the acknowledged update, unless it is kept for a later sum."""
         if not self._secure.keeps(request):  # another may have the same id, of a lying server
-            self.host.release(request.id)
+            self.host.release(request.id, accepted)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training at the next step: its result is no longer needed."""
@@ -331,6 +337,8 @@ class Agent:
         task_delivery.admit_job(work, package, self.tasks, self._guard)
         run = ActiveRun.of(work, self.tasks)
         run = dataclasses.replace(run, group=self._group_in(run.job))
+        if self._guard is not None:
+            PersonalStates(None, self._guard.limits.personal_mb).check(run.personal)
         self._secure.run_opened(work.run_id)
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):

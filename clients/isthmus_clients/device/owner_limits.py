@@ -96,6 +96,10 @@ class OwnerLimits(Section):
     """CPU limit in percent of one core; see `isthmus_clients.device.resource_limits`."""
     memory_mb: Annotated[int, Field(ge=128)] | None = None
     """Memory limit of the process; see `isthmus_clients.device.resource_limits`."""
+    personal_mb: Annotated[int, Field(ge=0)] = 0
+    """Disk space for what jobs keep on this device between rounds (`exchange.personal`), of all
+    runs; the run that was used longest ago is forgotten first. 0 refuses such jobs: a lying server
+    can prepare a device that keeps a state for a later sum."""
     privacy: PrivacyLimits = PrivacyLimits()
     """Minimum privacy that this device requires."""
     sandbox: SandboxLimits = SandboxLimits()

@@ -15,6 +15,7 @@ from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.training.personal_state import PersonalState, PersonalStates
 
 if TYPE_CHECKING:
     from isthmus_clients.flower.client_app import FlowerRun
@@ -97,8 +98,11 @@ class TaskHost(Protocol):
         """Stop a request early if possible, training at its next step; it may not have begun."""
         ...
 
-    def release(self, request_id: str) -> None:
-        """Reuse the memory of the update of a request, which has been acknowledged."""
+    def release(self, request_id: str, accepted: bool = True) -> None:
+        """Reuse the memory of the update of a request, which has been acknowledged.
+
+        If it was not `accepted`, the personal state that was trained with it is forgotten.
+        """
         ...
 
     def close(self) -> None:
@@ -112,8 +116,12 @@ def train_in(
     memory: Buffer,
     progress: ReportProgress,
     stopped: Callable[[], bool],
+    personal: Buffer | None = None,
 ) -> tuple[link_pb2.Trained, memoryview]:
-    """Train from the models in memory that `TaskHost.buffer` has laid out; the result is in it."""
+    """Train from the models in memory that `TaskHost.buffer` has laid out; the result is in it.
+
+    See `DeviceRun.train` for `personal`.
+    """
     from isthmus_clients.training.local_run import pieces
 
     view, layout = memoryview(memory), run.layout
@@ -122,7 +130,14 @@ def train_in(
     # The update replaces the model, which the room in front completes to the result.
     result = view[: layout.gradient_and_update.nbytes] if room else model
     added = gradient[0] if gradient else None
-    return run.train(work, model, progress, stopped, added, result if room else None), result
+    out = result if room else None
+    return run.train(work, model, progress, stopped, added, out, personal), result
+
+
+def states_key(work: link_pb2.OpenRun, participant: Participant) -> str:
+    """What the personal states of a run belong to, see `PersonalStates.open`."""
+    source = read_job(work.job).task.source
+    return f"{work.run_id}\n{participant.name}\n{source}\n{work.personal.hex()}"
 
 
 class InProcessHost:
@@ -136,6 +151,7 @@ class InProcessHost:
         threads: int,
         between_steps: Callable[[], None] = lambda: None,
         device: str = "cpu",
+        states: PersonalStates | None = None,
     ) -> None:
         """Set up; `open` loads the task.
 
@@ -146,6 +162,7 @@ class InProcessHost:
             threads: CPU threads used for training.
             between_steps: called before every training step.
             device: the owner's choice of what to train on.
+            states: keeps the personal states of this device; None if the caller has them.
         """
         self.run: DeviceRun | None = None
         """The open run, unless it has a Flower app."""
@@ -156,10 +173,14 @@ class InProcessHost:
         self._threads = threads
         self._between_steps = between_steps
         self._device = device
+        self._states = states
+        self._personal: PersonalState | None = None
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
         self._sent: tuple[str, bytearray] | None = None
         """The last update: the ID of its request and the memory that contains it."""
+        self._saved = "", 0
+        """The request that has trained the last personal state, and its round."""
         self._spare: bytearray | None = None
         """Memory for the next model: allocating it takes longer than filling it."""
 
@@ -177,7 +198,10 @@ class InProcessHost:
             return 0
         from isthmus_clients.training.local_run import DeviceRun
 
-        self.run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
+        run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
+        if self._states is not None:
+            self._personal = self._states.open(states_key(work, self._participant), run.personal)
+        self.run = run
         log.info("opened %s with %d examples", work.run_id, self.run.examples)
         return self.run.examples
 
@@ -204,19 +228,25 @@ class InProcessHost:
 
         memory = memoryview(payload).obj
         assert isinstance(memory, bytearray)
-        trained, result = train_in(self.run, work, memory, progress, stopped)
+        state = None if self._personal is None else self._personal.begin(work.round)
+        trained, result = train_in(self.run, work, memory, progress, stopped, state)
+        if self._personal is not None and state is not None:
+            self._personal.save(work.round, state)
+            self._saved = request_id, work.round
         self._sent = request_id, memory
         return trained, result
 
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """See `TaskHost.score`."""
         assert self.run is not None
-        return self.run.score(payload, [list(mean.of) for mean in work.candidates])
+        state = None if self._personal is None else self._personal.newest()
+        return self.run.score(payload, [list(mean.of) for mean in work.candidates], state)
 
     def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
         """See `TaskHost.evaluate`."""
         assert self.run is not None
-        return self.run.evaluate(payload)
+        state = None if self._personal is None else self._personal.newest(work.round)
+        return self.run.evaluate(payload, state)
 
     def answer(
         self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
@@ -229,13 +259,15 @@ class InProcessHost:
         """See `TaskHost.cancel`."""
         self._cancelled.add(request_id)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, accepted: bool = True) -> None:
         """See `TaskHost.release`."""
         self._cancelled.discard(request_id)
+        if not accepted and self._personal is not None and self._saved[0] == request_id:
+            self._personal.drop(self._saved[1])
         if self._sent is not None and self._sent[0] == request_id:
             self._spare, self._sent = self._sent[1], None
 
     def close(self) -> None:
         """See `TaskHost.close`."""
-        self.run = self.app = None
+        self.run = self.app = self._personal = None
         self._sent = self._spare = None

@@ -45,6 +45,7 @@ from isthmus_clients.training.example_order import (
 )
 from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.model_scores import Candidates, score_each
+from isthmus_clients.training.personal_state import check_agreed, is_initial
 
 CPU = torch.device("cpu")
 
@@ -112,9 +113,18 @@ class DeviceRun:
         source = self.job.task.source
         base, data = locate(source, self.job, Path(work.base), data, tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
-        self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "this device"
+        self.model, division = build_same_model(
+            self.task,
+            self.job,
+            work.layout,
+            fingerprint_of(work.frozen),
+            "this device",
+            on_device=True,
         )
+        self.layout, self.personal = division.exchanged, division.personal
+        check_agreed(self.personal, work.personal)
+        self._initial = self.personal.gather(self.model)
+        """What is personal, before any training."""
         self._arithmetic = Arithmetic(device, self.job.federated)
         self._trained = self._arithmetic.placed(self.model)
         """The model, or what was compiled of it."""
@@ -140,6 +150,7 @@ class DeviceRun:
         stopped: Callable[[], bool],
         gradient: Buffer | None = None,
         result: Buffer | None = None,
+        personal: Buffer | None = None,
     ) -> link_pb2.Trained:
         """Train from the encoded model in `payload` and replace it by the update.
 
@@ -149,6 +160,9 @@ class DeviceRun:
         If `work` has a factor for it, the mean gradient at the received model is computed first,
         over the examples of the first pass, and written with the update to `result`, as
         `TensorLayout.gradient_and_update`. The model may be in the last bytes of `result`.
+
+        An encoded state `personal` of this device is loaded too, and replaced by the one that
+        training ends with; zeros stand for the initial values.
 
         The update is the pseudo-gradient, start minus end (Reddi et al. 2021). It depends only
         on the job's seed, the round, the device's name and its data. The figures lack `result`,
@@ -163,8 +177,7 @@ class DeviceRun:
         """
         started = time.monotonic()
         start = self.layout.decode(payload)
-        self._buffers.restore()
-        self.layout.scatter(start, self.model)
+        self._load(start, personal)
         added = {} if gradient is None else dict(self._on_device(self.layout.decode(gradient)))
         is_finite = True
         if work.gradient_scale:
@@ -173,14 +186,14 @@ class DeviceRun:
             if update.data_ptr() != start.data_ptr():
                 start = update.copy_(start)
             self._write_gradient(work.round, measured, stopped)
-            self._buffers.restore()
-            self.layout.scatter(start, self.model)
+            self._load(start, personal)
             is_finite = bool(torch.isfinite(measured).all())
             # A factor that a server chooses may not decide whose update is usable.
             measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
         position = position_of(work.position)
         steps, averages = self._steps(work.round, position, start, added, progress, stopped)
         self._subtract_end(start)
+        personal_is_finite = self._keep(personal)
         if not is_finite:
             raise TaskError(
                 f"the gradient of {self.participant.name} at the round's model is not finite; "
@@ -188,7 +201,7 @@ class DeviceRun:
             )
         if change := explain_change(self.model, self._frozen):
             raise TaskError(change)
-        if steps and not bool(torch.isfinite(start).all()):
+        if steps and not (personal_is_finite and bool(torch.isfinite(start).all())):
             raise TaskError(
                 f"the update of {self.participant.name} is not finite after {steps} steps; "
                 "lower the learning rate or check the data"
@@ -199,6 +212,24 @@ class DeviceRun:
             seconds=time.monotonic() - started,
             training=averages.result(),
         )
+
+    def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
+        """Load the exchange set (N) and a personal state, and the buffers as they were built."""
+        self._buffers.restore()
+        self.layout.scatter(vector, self.model)
+        if personal is None or is_initial(personal):
+            self.personal.scatter(self._initial, self.model)
+        else:
+            self.personal.scatter(self.personal.decode(personal), self.model)
+
+    def _keep(self, personal: Buffer | None) -> bool:
+        """Replace a personal state by the model's; returns whether that is finite."""
+        if personal is None:
+            return True
+        view = memoryview(personal)
+        view[: len(self.personal.header)] = self.personal.header
+        kept = self.personal.gather(self.model, self.personal.decode(view))
+        return bool(torch.isfinite(kept).all())
 
     def _halves(self, result: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient (N) and the update (N) in the memory of a result."""
@@ -332,16 +363,18 @@ class DeviceRun:
             else:
                 parameter.grad.add_(added[name])
 
-    def score(self, payload: Buffer, candidates: Candidates) -> list[float]:
+    def score(
+        self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None
+    ) -> list[float]:
         """Score candidates, means of the encoded models in `payload`, on this device's data."""
-        self._buffers.restore()
         batch = self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
+        self._load(self.layout.decode(models[0]), personal)
         return score_each(
             self.task, self.model, self.layout, self.dataset, batch, models, candidates
         )
 
-    def evaluate(self, payload: Buffer) -> list[int]:
+    def evaluate(self, payload: Buffer, personal: Buffer | None = None) -> list[int]:
         """Count how the encoded model in `payload` does on this device's validation data.
 
         Raises:
@@ -352,8 +385,7 @@ class DeviceRun:
                 self._validation = self.task.validation_data(self.participant)
         if self._validation is None:
             raise TaskError(f"validation_data() of {self.participant.name} returned None")
-        self._buffers.restore()
-        self.layout.scatter(self.layout.decode(payload), self.model)
+        self._load(self.layout.decode(payload), personal)
         vector = EvaluationVector(self.task)
         return vector.measure(self.model, self._validation, self.job.evaluation.batch_size).tolist()
 

@@ -215,7 +215,7 @@ class _VirtualRun:
         self.run_id = work.run_id
         self.job = read_job(work.job)
         check_settings(self.job.federated)
-        self.source = (self.job.task, self.job.seed, work.base, work.layout)
+        self.source = (self.job.task, self.job.seed, self.job.exchange, work.base, work.layout)
         self.task: Task
         self.model: nn.Module
         self.layout: TensorLayout
@@ -230,9 +230,13 @@ class _VirtualRun:
         if data is None:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
-        self.model, self.layout = build_same_model(
-            self.task, self.job.seed, work.layout, fingerprint_of(work.frozen), "a virtual device"
+        self.model, division = build_same_model(
+            self.task, self.job, work.layout, fingerprint_of(work.frozen), "a virtual device"
         )
+        division.check_exchanged_only(
+            "virtual devices", "remove exchange.personal and exchange.buffers = 'local'"
+        )
+        self.layout = division.exchanged
         if self.layout.statistics:
             raise TaskError(
                 f"virtual devices cannot keep running statistics ({self.layout.statistics[0]!r}); "

@@ -1,16 +1,38 @@
-"""The job's table `[exchange]`: what participants exchange besides trainable parameters."""
+"""The job's table `[exchange]`: what participants exchange, and what stays on each device."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from isthmus.job.section import Section
 
+Pattern = Annotated[str, Field(min_length=1)]
+
 
 class ExchangeSection(Section):
-    """What participants exchange besides trainable parameters."""
+    """What participants exchange, and what stays on each device.
 
-    buffers: Literal["average", "frozen"] = "average"
+    Patterns are those of `fnmatch`, for names as in `model.named_parameters()`: `head.*` matches
+    `head.weight`, and `*` also matches dots.
+    """
+
+    include: tuple[Pattern, ...] = ()
+    """Patterns of the parameters and running statistics that are trained and exchanged; others are
+    frozen. Empty for all."""
+    exclude: tuple[Pattern, ...] = ()
+    """Patterns of those that are frozen although `include` or `personal` names them."""
+    personal: tuple[Pattern, ...] = ()
+    """Patterns of those that each device trains for itself and keeps between its rounds. They are
+    not exchanged, and have their initial values elsewhere."""
+    buffers: Literal["average", "frozen", "local"] = "average"
     """Running statistics of normalisation layers such as BatchNorm: `average`, the participants'
     mean, like parameters but without the server optimizer; `frozen`, those that the model was built
-    with, by which layers normalise in training too."""
+    with, by which layers normalise in training too; `local`, these layers' statistics and
+    parameters are personal (FedBN)."""
+
+    @property
+    def has_personal(self) -> bool:
+        """Whether something may stay on each device."""
+        return bool(self.personal) or self.buffers == "local"

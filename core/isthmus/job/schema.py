@@ -98,6 +98,7 @@ UNUSED_BY_A_SERVER_APP = (
     "attempts",
     "task",
     "strategy",
+    "exchange",
     "learning_rate",
     "datacenter",
     "evaluation",
@@ -181,6 +182,29 @@ class Job(Section):
                 'strategy.merge="transfer" has devices add the datacenter\'s gradient to their '
                 f"steps, and federated.flower.app={flower.app!r} makes its own steps; use "
                 '"weighted" or "projected"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_can_keep_a_state(self) -> Job:
+        flower = self.federated.flower
+        if flower is not None and flower.app is not None and self.exchange != ExchangeSection():
+            raise ValueError(
+                "[exchange] divides the model of a task, and "
+                f"federated.flower.app={flower.app!r} has its own; remove it"
+            )
+        if not self.exchange.has_personal:
+            return self
+        if self.federated.mode == "buffered":
+            raise ValueError(
+                "exchange.personal and buffers='local' keep one state for each round of a device, "
+                "which mode='buffered' does not have; use federated.mode='rounds'"
+            )
+        if self.exchange.buffers == "local" and self.datacenter.ranks:
+            raise ValueError(
+                f"exchange.buffers='local' keeps running statistics on devices, and datacenter."
+                f"ranks={self.datacenter.ranks} would train without them; set ranks = 0, or "
+                "buffers = 'average'"
             )
         return self
 

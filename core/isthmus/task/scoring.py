@@ -28,12 +28,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from isthmus.errors import TaskError
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
+from isthmus.tensors.division import Division, divide
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_difference
-from isthmus.tensors.running_statistics import freeze_statistics
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+    from isthmus.job import Job
 
 
 class Averages:
@@ -92,31 +94,36 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def build_same_model(
-    task: Task, seed: int, header: bytes, frozen: Mapping[str, Sequence[float]], owner: str
-) -> tuple[nn.Module, TensorLayout]:
-    """Build the task's model and check that it equals the server's.
-
-    Running statistics that are not in the server's exchange set are frozen.
+    task: Task,
+    job: Job,
+    header: bytes,
+    frozen: Mapping[str, Sequence[float]],
+    owner: str,
+    *,
+    on_device: bool = False,
+) -> tuple[nn.Module, Division]:
+    """Build the task's model, divided as the job says, and check that it equals the server's.
 
     Args:
         task: of this participant.
-        seed: of the job.
+        job: gives the seed, and what is exchanged.
         header: `TensorLayout.header` of the server's model.
         frozen: the fingerprint of its frozen parameters.
         owner: owner of the model for the error message, e.g. "this device".
+        on_device: whether personal parameters are trained.
 
     Raises:
         TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
+        JobError: see `isthmus.tensors.division.divide`.
     """
-    model = build_model(task, seed)
+    model = build_model(task, job.seed)
     expected = TensorLayout.from_header(header)
-    layout = TensorLayout.of(model, statistics=bool(expected.statistics))
-    if not expected.statistics:
-        freeze_statistics(model)
-    difference = layout.explain_difference(expected) or explain_difference(model, frozen)
+    division = divide(model, job.exchange, on_device=on_device)
+    difference = division.exchanged.explain_difference(expected)
+    difference = difference or explain_difference(model, frozen)
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
-    return model, layout
+    return model, division
 
 
 def count_examples(dataset: Dataset[Any], what: str) -> int:

@@ -181,6 +181,11 @@ class TensorLayout:
         return tuple(entry.name for entry in self.entries if entry.statistic)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(entry.name for entry in self.entries)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one encoded vector including the header."""
         return len(self.header) + 4 * self.size

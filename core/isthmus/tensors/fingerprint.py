@@ -8,7 +8,7 @@ processors differs in the last digits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,12 +23,12 @@ _RELATIVE, _ABSOLUTE = 1e-4, 1e-6
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> Fingerprint:
-    """Up to 16 values of each parameter of a model that is not trained."""
+def fingerprint(model: nn.Module, without: Collection[str] = ()) -> Fingerprint:
+    """Up to 16 values of each parameter of a model that is not trained, `without` some."""
     return {
         name: _sample(parameter).tolist()
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
+        if not parameter.requires_grad and name not in without
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import MethodType
 
 import torch
@@ -35,13 +36,30 @@ def find_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def freeze_statistics(model: nn.Module) -> None:
-    """Keep the layers with running statistics in evaluation mode, whatever mode the model gets."""
+def normalisation_layers(model: nn.Module) -> dict[str, list[str]]:
+    """The names of the parameters and running statistics of each layer that has statistics."""
+    layers = {}
+    for path, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            names += [name for name in _NAMES if getattr(module, name, None) is not None]
+            layers[path] = [f"{path}.{name}" if path else name for name in names]
+    return layers
+
+
+def freeze_statistics(model: nn.Module, names: Collection[str] | None = None) -> None:
+    """Keep layers with running statistics in evaluation mode, whatever mode the model gets.
+
+    Args:
+        model: is changed.
+        names: of the statistics whose layers are meant; None for all layers.
+    """
 
     def stay(self: nn.Module, mode: bool = True) -> nn.Module:
         return self
 
-    for module in model.modules():
-        if getattr(module, "track_running_stats", False):
+    for path, module in model.named_modules():
+        name = f"{path}.{_NAMES[0]}" if path else _NAMES[0]
+        if getattr(module, "track_running_stats", False) and (names is None or name in names):
             module.eval()
-            module.train = MethodType(stay, module)  # type: ignore[method-assign]  # of this object only
+            module.train = MethodType(stay, module)  # of this object only

@@ -229,9 +229,10 @@ class Engine:
         """Build the state of step 0: the model as initialised from the seed, and its optimizer."""
         device = self.placement.device
         with fail_together():
-            model, _ = build_same_model(
-                self.task, self.job.seed, self.layout.header, self.frozen, "the datacenter"
+            model, division = build_same_model(
+                self.task, self.job, self.layout.header, self.frozen, "the datacenter"
             )
+            division.check_datacenter()
             shard = parallelize(
                 self.task, model, self.dims, self.placement.rank, device, sample=self._sample
             )

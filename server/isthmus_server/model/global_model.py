@@ -18,10 +18,11 @@ from torch import nn
 
 from isthmus.errors import UpdateError
 from isthmus.job import ServerOptimizer
+from isthmus.job.exchange import ExchangeSection
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.division import divide
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
@@ -42,8 +43,7 @@ class GlobalModel:
         seed: int,
         optimizer: ServerOptimizer,
         served_average: float = 0.0,
-        *,
-        statistics: bool = True,
+        exchange: ExchangeSection | None = None,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -52,16 +52,19 @@ class GlobalModel:
             seed: of the job; the same seed gives the same initial model.
             optimizer: the server optimizer, which steps on pseudo-gradients.
             served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
-            statistics: whether running statistics of normalisation layers are exchanged.
+            exchange: what is exchanged; None for the defaults.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
-            JobError: unknown optimizer, or options that it does not accept.
+            JobError: unknown optimizer, or options that it does not accept; or see `divide`.
         """
         self.task = task
         self.seed = seed
         self.module = build_model(task, seed)
-        self.layout = TensorLayout.of(self.module, statistics=statistics)
+        division = divide(self.module, exchange or ExchangeSection())
+        self.layout = division.exchanged
+        self.personal = division.personal
+        """What stays on each device; here it has its initial values."""
         self._buffer = MmapBuffer(self.layout.nbytes)
         self.spilled: BinaryIO | None = None
         """The file that holds the model while its memory is released; otherwise None."""

@@ -45,8 +45,10 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
         job=write_job(job),
         base=str(base),
         layout=model.layout.header,
-        frozen=fingerprint_messages(fingerprint(model.module)),
+        frozen=fingerprint_messages(fingerprint(model.module, model.personal.names)),
     )
+    if model.personal.size:
+        opening.personal = model.personal.header
     if job.federated.secure_aggregation:
         opening.task_digest = code_digest(job.task.source, base)
     return opening

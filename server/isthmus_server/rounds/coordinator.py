@@ -97,7 +97,7 @@ class Coordinator:
             self.job.seed,
             strategy.server_optimizer,
             strategy.served_average,
-            statistics=self.job.exchange.buffers == "average",
+            self.job.exchange,
         )
         check_round_length(self.job, task, self.model.module)
         layout = self.model.layout

@@ -366,7 +366,8 @@ def test_frozen_statistics_are_those_of_the_built_model(open_run, write_task, tm
     write_task(NORMALISED)
     task = load_task("task.py:Learn", {}, base=tmp_path)
     layout = TensorLayout.of(build_model(task, 0), statistics=False)
-    run = open_run("federated.local_steps=2", methods=NORMALISED, layout=layout)
+    frozen = "exchange.buffers='frozen'"
+    run = open_run("federated.local_steps=2", frozen, methods=NORMALISED, layout=layout)
     update, *_ = train(run)
     assert len(update) == layout.trained_size == run.layout.size
     assert run.model[1].running_mean.eq(0).all()

@@ -14,6 +14,7 @@ from pathlib import Path
 from isthmus.errors import TaskError, UserError
 from isthmus.system.private_files import make_private_directory, remove_directory
 from isthmus.task import Participant
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -23,7 +24,9 @@ from isthmus_clients.device.sandbox.confinement import Confinement
 from isthmus_clients.device.sandbox.frames import SharedMemory
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
+from isthmus_clients.device.task_host import states_key
 from isthmus_clients.training.accelerator import may_be_nvidia
+from isthmus_clients.training.personal_state import PersonalState, PersonalStates
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class _Opened:
 
     work: link_pb2.OpenRun
     run: ActiveRun
+    personal: PersonalState | None = None
     process: TaskProcess | None = None
     examples: int | None = None
 
@@ -122,6 +126,9 @@ class ProcessHost:
         )
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
+        self._states = PersonalStates(self._state / "personal", limits.personal_mb)
+        self._saved = "", 0
+        """The request that has trained the last personal state, and its round."""
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
         self._spare: SharedMemory | None = None
@@ -135,7 +142,9 @@ class ProcessHost:
     def open(self, work: link_pb2.OpenRun) -> int:
         """See `TaskHost.open`."""
         self.close()
-        opened = _Opened(work, ActiveRun.of(work, self._tasks))
+        run = ActiveRun.of(work, self._tasks)
+        key = states_key(work, self._settings.participant)
+        opened = _Opened(work, run, self._states.open(key, run.personal))
         with self._lock:
             self._opened = opened
         try:
@@ -170,15 +179,18 @@ class ProcessHost:
                 progress(link_pb2.Progress(steps=received.steps, loss=received.loss))
 
         request = link_pb2.Request(id=request_id, train_local=work)
-        trained = self._call(opened, request, [memory], report).trained
+        states = [] if opened.personal is None else [opened.personal.begin(work.round)]
+        shared = [_shared(state) for state in states]
+        trained = self._call(opened, request, [memory, *shared], report).trained
+        if opened.personal is not None:
+            opened.personal.save(work.round, _copy_of(shared[0], opened.run.personal))
+            self._saved = request_id, work.round
         # Private before it is read: the task may still write to the memory that it shares.
         layout = opened.run.layout
         room = layout.gradient_room if work.gradient_scale else 0
         if room:
             layout = layout.gradient_and_update
-        update = _private(layout.nbytes)
-        update[: len(layout.header)] = layout.header
-        memory.copy(len(layout.header), update[len(layout.header) :])
+        update = _copy_of(memory, layout)
         self._spare = memory
         figures = {name: trained.training[name] for name in ("loss",) if name in trained.training}
         if not all(map(math.isfinite, figures.values())):
@@ -195,7 +207,9 @@ class ProcessHost:
         """See `TaskHost.score`."""
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, score=work)
-        scores = list(self._call(self._run(), request, [memory]).scored.scores)
+        opened = self._run()
+        shared = [] if opened.personal is None else [_shared(opened.personal.newest())]
+        scores = list(self._call(opened, request, [memory, *shared]).scored.scores)
         self._spare = memory
         if len(scores) != len(work.candidates) or not all(0 <= score <= 1 for score in scores):
             raise TaskError(f"the task's process reported the scores {scores[:8]}")
@@ -205,7 +219,9 @@ class ProcessHost:
         """See `TaskHost.evaluate`."""
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, evaluate=work)
-        counts = list(self._call(self._run(), request, [memory]).counted.counts)
+        opened = self._run()
+        shared = [] if opened.personal is None else [_shared(opened.personal.newest(work.round))]
+        counts = list(self._call(opened, request, [memory, *shared]).counted.counts)
         self._spare = memory
         return counts
 
@@ -241,10 +257,13 @@ class ProcessHost:
         if process is not None:
             process.cancel(request_id, self._grace)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, accepted: bool = True) -> None:
         """See `TaskHost.release`; shared memory is reused as soon as an update is copied."""
         with self._lock:
             self._cancelled.discard(request_id)
+            personal = None if self._opened is None else self._opened.personal
+        if not accepted and personal is not None and self._saved[0] == request_id:
+            personal.drop(self._saved[1])
 
     def close(self) -> None:
         """See `TaskHost.close`: ends the process."""
@@ -305,6 +324,14 @@ def _private(size: int) -> memoryview:
     """Memory of this process, which is not cleared before it is filled as a bytearray's is."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return memoryview(mmap.mmap(-1, size, flags) if size else bytearray())
+
+
+def _copy_of(memory: SharedMemory, layout: TensorLayout) -> memoryview:
+    """A private copy of an encoded vector, with this header instead of the task's."""
+    copy = _private(layout.nbytes)
+    copy[: len(layout.header)] = layout.header
+    memory.copy(len(layout.header), copy[len(layout.header) :])
+    return copy
 
 
 def _shared(payload: Buffer | bytes) -> SharedMemory:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import traceback
+from typing import TYPE_CHECKING
 
 from isthmus.errors import IsthmusError
 from isthmus.wire import link_pb2
@@ -21,6 +22,9 @@ from isthmus_clients.device.sandbox import frames
 from isthmus_clients.device.sandbox.confinement import confine
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.task_host import InProcessHost, train_in
+
+if TYPE_CHECKING:
+    from isthmus_clients.training.local_run import DeviceRun
 
 _PROGRESS_SECONDS = 0.25
 """Shortest time between two reports; the agent passes on even fewer."""
@@ -58,7 +62,7 @@ class TaskWorker:
             self._woken.clear()
             self._throttle.begin()
             try:
-                reply = self._execute(request, [_mapped(handle) for handle in handles])
+                reply = self._execute(request, [memoryview(_mapped(handle)) for handle in handles])
             except Exception as error:  # noqa: BLE001 - reported to the agent
                 reply = _failure(error)
             self._throttle.pause()
@@ -76,21 +80,22 @@ class TaskWorker:
         except EOFError:
             os._exit(0)
 
-    def _execute(self, request: link_pb2.Request, memory: list[mmap.mmap]) -> link_pb2.Reply:
+    def _execute(self, request: link_pb2.Request, memory: list[memoryview]) -> link_pb2.Reply:
         kind, host = request.WhichOneof("work"), self._host
         if kind == "open":
             examples = host.open(request.open)
             return link_pb2.Reply(opened=link_pb2.Opened(examples=examples))
         if kind == "train_local":
-            return link_pb2.Reply(trained=self._train(request, memory[0]))
+            return link_pb2.Reply(trained=self._train(request, *memory))
         if kind == "score":
-            scores = host.score(request.id, request.score, memoryview(memory[0]))
+            candidates = [list(mean.of) for mean in request.score.candidates]
+            scores = self._run.score(memory[0], candidates, *memory[1:])
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         if kind == "evaluate":
-            counts = host.evaluate(request.id, request.evaluate, memoryview(memory[0]))
+            counts = self._run.evaluate(*memory)
             return link_pb2.Reply(counted=link_pb2.Counted(counts=counts))
         *sent, out = memory
-        payload = memoryview(sent[0]) if sent else b""
+        payload = sent[0] if sent else b""
         answer, records = host.answer(request.id, request.flower, payload)
         if records is not None:
             if len(records) > len(out):
@@ -101,9 +106,16 @@ class TaskWorker:
             out[: len(records)] = bytes(records)
         return link_pb2.Reply(flower_replied=answer)
 
-    def _train(self, request: link_pb2.Request, memory: mmap.mmap) -> link_pb2.Trained:
-        run, reported_at = self._host.run, 0.0
-        assert run is not None
+    @property
+    def _run(self) -> DeviceRun:
+        """The open run, whose personal state the agent sends in memory of its own."""
+        assert self._host.run is not None
+        return self._host.run
+
+    def _train(
+        self, request: link_pb2.Request, memory: memoryview, personal: memoryview | None = None
+    ) -> link_pb2.Trained:
+        run, reported_at = self._run, 0.0
 
         def stopped() -> bool:
             self._throttle.pause()
@@ -115,7 +127,8 @@ class TaskWorker:
                 reported_at = time.monotonic()
                 frames.send(self._end, link_pb2.Envelope(progress=progress))
 
-        return train_in(run, request.train_local, memoryview(memory), report, stopped)[0]
+        work = request.train_local
+        return train_in(run, work, memory, report, stopped, personal)[0]
 
     def _reply(self, request_id: str, reply: link_pb2.Reply) -> None:
         reply.id = request_id

@@ -161,6 +161,39 @@ def test_a_process_that_hangs_fails_one_request_and_leaves_nothing_behind(hostil
     assert hostile.host.process is not process
 
 
+def test_what_stays_on_the_device_is_out_of_reach_of_its_tasks(tmp_path):
+    """The agent keeps it: a process gets the state of its own run only, and starts again."""
+    reads = """
+    def optimizer(self, parameters, participant):
+        import os
+        try:
+            os.listdir(os.path.join(os.environ["HOME"], "../../personal"))
+        except OSError:
+            return super().optimizer(parameters, participant)
+        raise AssertionError("it was permitted")
+"""
+    device = Device(tmp_path, reads, limits=OwnerLimits(personal_mb=1))
+    layout = TensorLayout.from_shapes({"weight": (3, 4)})
+    work = opening("exchange.personal=['bias']")
+    work.layout = layout.header
+    work.personal = TensorLayout.from_shapes({"bias": (3,)}).header
+    try:
+        device.host.open(work)
+        updates = []
+        for round_ in (1, 2, 2):
+            payload = device.host.buffer(layout.nbytes)
+            payload[:] = layout.encode(torch.ones(layout.size))
+            training = link_pb2.TrainLocal(run_id="run", round=round_)
+            _, update = device.host.train("train", training, payload, lambda progress: None)
+            updates.append(bytes(update))
+            device.host.process.kill("a test")
+            device.host.process.wait()
+        assert updates[0] != updates[1] == updates[2]
+        assert len(list((device.state / "personal").rglob("*.safetensors"))) == 2
+    finally:
+        device.close()
+
+
 def descendants_of(pid):
     """Ids of the processes that a process has started, and of theirs."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -1,0 +1,212 @@
+"""What stays on a device between rounds: its personal parameters and statistics, in files.
+
+A state belongs to the round that it was trained in. The one before it is kept until the next round
+begins, so that a repeated attempt at a round starts where the first one did. A file is named after
+its round, the round that it was trained from, and its SHA-256, and is a valid safetensors file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from isthmus.errors import AdmissionRefused, DamagedError, TaskError
+from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.blobs import Buffer
+
+log = logging.getLogger(__name__)
+
+MAX_MB = 1024
+"""Disk space for the states of all runs, where no owner has set another."""
+
+_SUFFIX = ".safetensors"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Stored:
+    """A file, by the round of its state."""
+
+    round: int
+    base: int
+    """The round of the state that it was trained from; 0 for the initial values."""
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path) -> _Stored:
+        round_, base, _ = path.stem.split("-")
+        return cls(int(round_), int(base), path)
+
+
+class PersonalStates:
+    """The personal states of a device, in a directory for each run.
+
+    Guarantees:
+      * files are written atomically and readable by their owner only;
+      * together they are not larger than the limit: the run that was used longest ago goes first.
+    """
+
+    def __init__(self, directory: Path | None, max_mb: int = MAX_MB) -> None:
+        """Set up; without a directory the states end with this object."""
+        self._directory = directory
+        self._max_mb = max_mb
+
+    def check(self, layout: TensorLayout) -> None:
+        """Refuse states of this layout if they are larger than the limit.
+
+        Raises:
+            AdmissionRefused: a state and the one before it are.
+        """
+        if layout.size and not self._max_mb:
+            raise AdmissionRefused(
+                "its owner does not let jobs keep a part of the model on it between rounds "
+                "(personal_mb in policy.toml)"
+            )
+        if layout.size and 2 * layout.nbytes > self._max_mb << 20:
+            raise AdmissionRefused(
+                f"this run keeps 2 x {layout.nbytes} bytes on each device, and its owner allows "
+                f"personal_mb={self._max_mb} for all runs"
+            )
+
+    def open(self, key: str, layout: TensorLayout) -> PersonalState | None:
+        """The states of a run; None if its job keeps nothing.
+
+        Args:
+            key: names the run, the device and the task, so that no other reads these states.
+            layout: of a state.
+
+        Raises:
+            AdmissionRefused: see `check`.
+            UserError: the directory cannot be made.
+        """
+        if not layout.size:
+            return None
+        self.check(layout)
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="isthmus-personal-"))
+            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        folder = self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+        make_private_directory(self._directory)
+        make_private_directory(folder)
+        self._make_room(folder, 2 * layout.nbytes)
+        return PersonalState(folder, layout)
+
+    def _make_room(self, folder: Path, needed: int) -> None:
+        assert self._directory is not None
+        others = [each for each in self._directory.iterdir() if each != folder and each.is_dir()]
+        others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+        for other in others:
+            needed += sum(file.stat().st_size for file in other.iterdir())
+            if needed > self._max_mb << 20:
+                log.info("removing the personal state of an earlier run, %s", other)
+                shutil.rmtree(other, ignore_errors=True)
+
+
+class PersonalState:
+    """The personal states of one run on one device."""
+
+    def __init__(self, folder: Path, layout: TensorLayout) -> None:
+        """Set up for states of a layout."""
+        self.layout = layout
+        self._folder = folder
+        self._base = 0
+        """Round of the state that the current training began from."""
+
+    def begin(self, round_: int) -> bytearray:
+        """What training in a round starts from, encoded; zeros for the initial values.
+
+        Attempts at the same round start from the same state. After `isthmus runs rollback` to a
+        round before all stored ones, it is the oldest of them.
+
+        Raises:
+            DamagedError: the file is not what was written.
+        """
+        stored = self._stored()
+        own = next((each for each in stored if each.round == round_), None)
+        base = self._before(round_) if own is None else None
+        if own is not None and own.base:
+            base = next((each for each in stored if each.round == own.base), None)
+            if base is None:
+                raise self._damaged(own.path.with_name(f"{own.base}-*"), "missing")
+        self._base = 0 if base is None else base.round
+        return self._read(base)
+
+    def save(self, round_: int, state: Buffer) -> None:
+        """Store the state that training in a round ended with.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        kept = self._base
+        for each in self._stored():
+            if each.round == round_ or each.round != kept:
+                each.path.unlink()
+        digest = hashlib.sha256(state).hexdigest()
+        path = self._folder / f"{round_}-{kept}-{digest}{_SUFFIX}"
+        write_private_file(path, bytes(state))
+
+    def drop(self, round_: int) -> None:
+        """Forget the state of a round whose update the server did not use."""
+        for each in self._stored():
+            if each.round == round_:
+                each.path.unlink()
+
+    def newest(self, until: int | None = None) -> bytearray:
+        """The last state, of a round up to `until`, encoded; zeros for the initial values.
+
+        Raises:
+            DamagedError: the file is not what was written.
+        """
+        if until is not None:
+            return self._read(self._before(until + 1))
+        return self._read(max(self._stored(), default=None))
+
+    def _before(self, round_: int) -> _Stored | None:
+        stored = self._stored()
+        earlier = [each for each in stored if each.round < round_]
+        if earlier:
+            return max(earlier)
+        oldest = min(stored, default=None)
+        return oldest if oldest is not None and oldest.base else None
+
+    def _stored(self) -> list[_Stored]:
+        return [_Stored.of(path) for path in self._folder.glob(f"*-*-*{_SUFFIX}")]
+
+    def _read(self, stored: _Stored | None) -> bytearray:
+        """The bytes of a state; zeros, which no state has, for the initial values."""
+        state = bytearray(self.layout.nbytes)
+        if stored is None:
+            return state
+        with stored.path.open("rb") as file:
+            whole = file.readinto(state) == len(state) and not file.read(1)
+        if not whole or not stored.path.stem.endswith(hashlib.sha256(state).hexdigest()):
+            raise self._damaged(stored.path, "damaged")
+        return state
+
+    def _damaged(self, path: Path, how: str) -> DamagedError:
+        return DamagedError(
+            f"{path}, a personal state of this device, is {how}; remove {self._folder} to begin "
+            "with the model's initial values"
+        )
+
+
+def is_initial(state: Buffer) -> bool:
+    """Whether an encoded state stands for the model's initial values."""
+    return not any(memoryview(state)[:8])
+
+
+def check_agreed(layout: TensorLayout, header: bytes) -> None:
+    """Check that the server, with this `header`, and a device agree on what is personal.
+
+    Raises:
+        TaskError: they do not.
+    """
+    if layout.size or header:
+        difference = layout.explain_difference(TensorLayout.from_header(header))
+        if difference is not None:
+            raise TaskError(f"what stays on this device is not what the server says: {difference}")

@@ -1,0 +1,196 @@
+"""What stays on a device between rounds: in the model, and in files."""
+
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isthmus.errors import AdmissionRefused, DamagedError, TaskError
+from isthmus.task import Participant, load_task
+from isthmus.task.scoring import build_model
+from isthmus.tensors.division import divide
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.wire import link_pb2
+from isthmus_clients.device.task_host import InProcessHost
+from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.training.personal_state import PersonalStates, is_initial
+
+LAYOUT = TensorLayout.from_shapes({"head": (3,)})
+BIAS = "exchange.personal=['bias']"
+
+
+def encoded(value):
+    return LAYOUT.encode(torch.full([3], float(value)))
+
+
+def value(state):
+    return None if is_initial(state) else float(LAYOUT.decode(state)[0])
+
+
+def open_states(folder, key="run", **limits):
+    return PersonalStates(folder, **limits).open(key, LAYOUT)
+
+
+def train(states, round_):
+    """One round: the state increases by one; returns what it started from."""
+    start = value(states.begin(round_))
+    states.save(round_, encoded((start or 0) + 1))
+    return start
+
+
+def test_attempts_at_a_round_start_from_the_round_before(tmp_path):
+    states = open_states(tmp_path)
+    assert [train(states, 1), train(states, 1)] == [None, None]
+    assert [train(states, 2), train(states, 2), train(states, 5)] == [1, 1, 2]
+    states = open_states(tmp_path)  # the process was started again
+    assert [train(states, 5), train(states, 6)] == [2, 3]
+    assert (value(states.newest(5)), value(states.newest())) == (3, 4)
+
+
+def test_a_state_whose_update_was_not_used_is_forgotten(tmp_path):
+    states = open_states(tmp_path)
+    train(states, 1)
+    train(states, 2)
+    states.drop(2)
+    assert train(states, 3) == 1
+
+
+def test_after_a_rollback_the_oldest_state_is_used(tmp_path):
+    states = open_states(tmp_path)
+    for round_ in (1, 2, 3, 4):
+        train(states, round_)
+    assert [train(states, 2), train(states, 2)] == [3, 3]
+    assert [train(states, 3), train(states, 4)] == [4, 5]
+    fresh = open_states(tmp_path, "other")
+    train(fresh, 3)
+    assert train(fresh, 1) is None, "its first state was trained from the initial values"
+
+
+def test_files_are_private_small_in_number_and_readable_by_others_tools(tmp_path):
+    states = open_states(tmp_path)
+    for round_ in range(1, 5):
+        train(states, round_)
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == 2
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert stat.S_IMODE(files[0].parent.stat().st_mode) == 0o700
+    assert load_file(files[1])["head"].tolist() == [4.0] * 3
+
+
+def test_a_damaged_state_is_not_used(tmp_path):
+    states = open_states(tmp_path)
+    train(states, 1)
+    (file,) = tmp_path.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(DamagedError, match="is damaged; remove"):
+        states.begin(2)
+
+
+def test_the_owner_limits_their_size(tmp_path):
+    large = TensorLayout.from_shapes({"head": (100_000,)})  # 400 kB, two of them are kept
+    with pytest.raises(AdmissionRefused, match="does not let jobs keep a part of the model"):
+        PersonalStates(tmp_path, 0).check(large)
+    states = PersonalStates(tmp_path, 1)
+    with pytest.raises(AdmissionRefused, match="allows personal_mb=1 for all runs"):
+        states.open("run", TensorLayout.from_shapes({"head": (200_000,)}))
+    first = states.open("first", large)
+    first.begin(1)
+    first.save(1, large.encode(torch.ones(large.size)))
+    states.open("second", large)
+    assert not list(tmp_path.rglob("*.safetensors")), "the earlier run made room"
+
+
+@pytest.fixture
+def open_host(write_task, make_job, tmp_path):
+    def open_host(*overrides, methods="pass"):
+        write_task(methods)
+        job = make_job(*overrides, "federated.local_steps=2")
+        model = build_model(load_task(job.task.source, {}, base=tmp_path), job.seed)
+        divided = divide(model, job.exchange)
+        work = link_pb2.OpenRun(
+            run_id="run",
+            job=job.model_dump_json(),
+            base=str(tmp_path),
+            layout=divided.exchanged.header,
+            personal=divided.personal.header,
+        )
+        who = Participant(name="a", regime="federated")
+        host = InProcessHost(who, None, None, 1, states=PersonalStates(tmp_path / "personal"))
+        host.open(work)
+        return host
+
+    return open_host
+
+
+def update(host, round_, accepted=True):
+    layout = host.run.layout
+    payload = host.buffer(layout.nbytes)
+    payload[:] = layout.encode(torch.linspace(-1, 1, layout.size))
+    work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
+    _, result = host.train(str(round_), work, payload, lambda progress: None)
+    result = bytes(result)
+    host.release(str(round_), accepted)
+    return result
+
+
+def test_personal_parameters_are_trained_kept_and_not_sent(open_host):
+    host = open_host(BIAS)
+    assert host.run.layout.names == ("weight",)
+    initial = host.run.model.bias.detach().clone()
+    first = update(host, 1)
+    after = host.run.model.bias.detach().clone()
+    assert not torch.equal(after, initial)
+    assert update(host, 1) == first, "a repeated attempt starts from the same state"
+    second = update(host, 2)
+    assert not torch.equal(host.run.model.bias, after)
+    again = open_host(BIAS)  # the device was started again
+    assert update(again, 2) == second
+    rejected = update(again, 3, accepted=False)
+    assert update(again, 4) != rejected
+    again._personal.drop(4)
+
+
+def test_scores_and_evaluations_use_the_personal_state(open_host):
+    validates = "def validation_data(self, participant):\n    return rows(20, seed=5)"
+    host = open_host(BIAS, methods=validates)
+    layout = host.run.layout
+    payload = layout.encode(torch.zeros(layout.size))
+    work, score = link_pb2.Evaluate(run_id="run", round=1), link_pb2.Score(run_id="run")
+    score.candidates.add(of=[0])
+    before = host.evaluate("e", work, payload), host.score("s", score, payload)
+    for round_ in range(1, 4):
+        update(host, round_)
+        host.run.model.bias.data.fill_(1e6)  # what is left in the model has no effect
+    work.round = 3
+    after = host.evaluate("e", work, payload), host.score("s", score, payload)
+    assert after[0] != before[0]
+    assert after[1] != before[1]
+    assert host.evaluate("e", work, payload) == after[0]
+
+
+def test_normalisation_of_its_own(open_host):
+    methods = """
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    """
+    host = open_host("exchange.buffers='local'", methods=methods)
+    assert host.run.layout.names == ("0.bias", "0.weight")
+    update(host, 1)
+    means = host.run.model[1].running_mean.clone()
+    assert means.abs().max() > 0
+    update(host, 2)
+    torch.testing.assert_close(host.run.model[1].running_mean, means, rtol=1, atol=1)
+    assert not torch.equal(host.run.model[1].running_mean, means)
+
+
+def test_a_server_with_another_division_is_refused(open_host, make_job, tmp_path):
+    layout = open_host().run.layout
+    work = link_pb2.OpenRun(
+        job=make_job().model_dump_json(),
+        base=str(tmp_path),
+        layout=layout.header,
+        personal=LAYOUT.header,
+    )
+    with pytest.raises(TaskError, match="what stays on this device is not what the server says"):
+        DeviceRun(work, Participant(name="a", regime="federated"), None)
