@@ -73,5 +73,8 @@ def _check_metrics(job: Job, policy: Policy, known: Collection[str]) -> None:
     target, metric = job.strategy.target_metric, getattr(policy, "metric", None)
     if target is not None and target.name not in known:
         raise JobError(unknown_metric(target.name, "strategy.target_metric.name", known))
+    best = job.evaluation.keep_best
+    if best is not None and best.name not in known:
+        raise JobError(unknown_metric(best.name, "evaluation.keep_best.name", known))
     if metric is not None and metric not in known:
         raise JobError(unknown_metric(metric, "strategy.settings.metric", known))

@@ -87,7 +87,7 @@ def resolve_plan(
         hand_back=not single_datacenter
         or averages
         or any(plan.keep.values())
-        or (job.evaluation.devices > 0 and evaluates(job, round_)),
+        or (_serves_evaluated(job) and evaluates(job, round_)),
         transfers=transfers,
         gradient_sources=sources,
         gradient_steps=steps if sources else 0,
@@ -95,6 +95,11 @@ def resolve_plan(
         position=RoundPosition(state.schedule_step, length, cohort),
         last_gradients=measured[-1] if measured else None,
     )
+
+
+def _serves_evaluated(job: Job) -> bool:
+    """Whether the server needs each model that is evaluated."""
+    return job.evaluation.devices > 0 or job.evaluation.keep_best is not None
 
 
 def _datacenters_of(plan: Plan, roster: ParticipantRoster) -> list[str]:

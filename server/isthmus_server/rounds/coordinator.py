@@ -108,7 +108,7 @@ class Coordinator:
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
         self.state = store.run_state()
-        self._versions = ModelVersions(self.model, store.checkpoints, self.federated.extension)
+        self._versions = ModelVersions(self.model, store, self.federated.extension)
         self._versions.restore(self.state)
         availability = DeviceAvailability(self.job, self.clock, store.attempts())
         self.roster = ParticipantRoster(link, self.job, opening, availability, self._publish)
@@ -265,6 +265,7 @@ class Coordinator:
         evaluated, saved = await asyncio.gather(
             self.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
         )
+        saved["models"] = self._versions.with_best(saved["models"], self.state, evaluated.metrics)
         self.state = self._log.commit(
             self.state,
             spec,
@@ -379,12 +380,15 @@ class Coordinator:
             await self._fetch_model()
         except RoundFailed as error:
             raise CannotContinue(f"the final model could not be fetched: {error}") from None
+        last = await asyncio.to_thread(self._versions.load_delivered, self.state)
         path = self.store.write_final(self.model.served_payload)
-        metrics = self.state.history[-1].metrics if self.state.history else {}
-        if not metrics:
-            metrics = await asyncio.to_thread(self.evaluator.central)
         final = FinalModel(
-            metrics=metrics, model_sha256=self.model.served_sha256, model_path=str(path)
+            metrics=(last.metrics if last else {})
+            or await asyncio.to_thread(self.evaluator.central),
+            model_sha256=self.model.served_sha256,
+            model_path=str(path),
+            round=last.round if last else 0,
+            best=self.job.evaluation.deliver == "best",
         )
         self.store.finish("finished", reason, final)
         self._publish(RunFinished(reason=reason, spent=self.state.spent, final=final))

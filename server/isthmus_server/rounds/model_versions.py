@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.storage.checkpoints import Checkpoints, Saved
+from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.storage.run_state import RunState
-from isthmus_server.strategy.policy import CURRENT, INITIAL, SERVED, Plan
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.observation import best_round, improves
+from isthmus_server.strategy.policy import BEST, CURRENT, INITIAL, SERVED, PastRound, Plan
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.base import FederatedExtension
@@ -28,12 +30,13 @@ class ModelVersions:
     def __init__(
         self,
         model: GlobalModel,
-        checkpoints: Checkpoints,
+        store: Store,
         extension: FederatedExtension | None = None,
     ) -> None:
         """The state of `extension` is stored with the server optimizer's."""
         self._model = model
-        self._checkpoints = checkpoints
+        self._checkpoints = store.checkpoints
+        self._evaluation = store.job.evaluation
         self._extension = extension
 
     def names(self, saved: Mapping[str, Saved]) -> tuple[str, ...]:
@@ -78,6 +81,31 @@ class ModelVersions:
             else:
                 models.pop(name, None)
         return models
+
+    def with_best(
+        self, saved: Mapping[str, Saved], before: RunState, metrics: Mapping[str, float]
+    ) -> dict[str, Saved]:
+        """The checkpoints after a round with these metrics, with that of the best model.
+
+        Raises:
+            JobError: the task does not have the metric of `evaluation.keep_best`.
+        """
+        keep = self._evaluation.keep_best
+        if keep is None or not improves(metrics, best_round(before.history, keep), keep):
+            return dict(saved)
+        return {**saved, BEST: saved[SERVED]}
+
+    def load_delivered(self, state: RunState) -> PastRound | None:
+        """Load the best model, if the run delivers it; returns the round of the delivered model.
+
+        Raises:
+            UserError: its checkpoint is damaged.
+        """
+        keep = self._evaluation.keep_best
+        if keep is None or self._evaluation.deliver == "last" or BEST not in state.models:
+            return state.history[-1] if state.history else None
+        self._model.restart(self.read(BEST, state.models))
+        return best_round(state.history, keep)
 
     def write_optimizer(self, round_: int) -> tuple[Saved | None, dict[str, Any]]:
         """Write the state of the server optimizer and of the extension.

@@ -362,6 +362,10 @@ class FinalModel(Record):
     model_sha256: str
     """SHA-256 of the file, in hexadecimal."""
     model_path: str
+    round: int
+    """The round after which it was the served model; 0 before the first one."""
+    best: bool = False
+    """Whether it was chosen by `evaluation.keep_best`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -369,7 +373,8 @@ class CommittedState(Record):
     """Training state that is committed together with a round; the defaults are those before it."""
 
     models: Mapping[str, Saved] = dataclasses.field(default_factory=dict)
-    """Checkpoints by name: `current`, `served` where it differs, and those that plans kept."""
+    """Checkpoints by name: `current`, `served` where it differs, `best`, and those that plans
+    kept."""
     averaged: int = 0
     """Models in the served average."""
     optimizer: Saved | None = None

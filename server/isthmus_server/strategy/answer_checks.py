@@ -13,6 +13,7 @@ import math
 from isthmus.errors import JobError
 from isthmus_server.strategy.gradients import REST
 from isthmus_server.strategy.policy import (
+    BEST,
     CURRENT,
     INITIAL,
     KINDS,
@@ -153,7 +154,7 @@ def _problem_with_datacenter_weights(plan: Plan, observation: Observation) -> st
 
 
 def _problem_with_kept_models(plan: Plan, observation: Observation) -> str:
-    reserved = {CURRENT, SERVED, INITIAL}
+    reserved = {BEST, CURRENT, SERVED, INITIAL}
     for name, model in plan.keep.items():
         if not isinstance(name, str) or name in reserved or not name or "+" in name:
             return (

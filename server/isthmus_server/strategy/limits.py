@@ -3,7 +3,7 @@
 `enforce_limits` checks an answer before it takes effect. An answer within the limits is returned
 unchanged. Otherwise the smallest correction is applied: a round waits until a window opens, a
 cohort below the quorum is raised to it, a comparison is refused, and if none of these is possible
-the run ends. The run also ends at `strategy.target_metric`.
+the run ends. The run also ends at `strategy.target_metric`, and after `evaluation.patience`.
 Limits are never relaxed, and no limit creates a plan.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from isthmus_server.strategy.forecast import planned_bytes, planned_price
-from isthmus_server.strategy.observation import metric_of
+from isthmus_server.strategy.observation import best_round, metric_of
 from isthmus_server.strategy.policy import (
     Answer,
     Compare,
@@ -56,6 +56,9 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
     reached = _reached_target(observation)
     if reached:
         return _stop(reached)
+    stagnant = _without_improvement(observation)
+    if stagnant:
+        return _stop(stagnant)
     if observation.seconds_left is not None and observation.seconds_left <= 0:
         return _stop(f"the run has gone on for {observation.elapsed:.0f} s, its limit")
     if isinstance(answer, Wait):
@@ -113,6 +116,25 @@ def _reached_target(observation: Observation) -> str:
     if not target.missing(value) <= 0:  # also for a value that is not a number
         return ""
     return f"round {evaluated.round} reached the target, {target}: {target.name} {value:.4g}"
+
+
+def _without_improvement(observation: Observation) -> str:
+    """Return that the best model is too old, by `evaluation.patience`; empty if it is not.
+
+    Raises:
+        JobError: the metric is one that the task does not have.
+    """
+    metric, patience = observation.keep_best, observation.patience
+    best = None if metric is None else best_round(observation.history, metric)
+    if metric is None or patience is None or best is None:
+        return ""
+    evaluated = sum(past.round > best.round for past in observation.history if past.metrics)
+    if evaluated < patience:
+        return ""
+    return (
+        f"{evaluated} evaluated rounds in a row did not improve {metric.name}, which was best in "
+        f"round {best.round} ({best.metrics[metric.name]:.4g})"
+    )
 
 
 # -- limits that end the run or refuse a comparison ------------------------------------------------

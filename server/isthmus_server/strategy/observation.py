@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, overload
 
 from isthmus.errors import JobError
 from isthmus.job import Job
+from isthmus.job.evaluation import BestModel
+from isthmus.task.device_sums.metrics import DEVICES
 from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,
@@ -98,6 +101,8 @@ def observe(
             "federated": forecast(job.strategy.windows, "federated", now, seconds_left),
         },
         target=job.strategy.target_metric,
+        keep_best=job.evaluation.keep_best,
+        patience=job.evaluation.patience,
         models=tuple(models),
         comparisons=tuple(comparisons),
     )
@@ -112,6 +117,36 @@ def metric_of(past: PastRound, name: str, key: str) -> float:
     if name not in past.metrics:
         raise JobError(unknown_metric(name, key, past.metrics))
     return past.metrics[name]
+
+
+def best_round(history: Sequence[PastRound], best: BestModel) -> PastRound | None:
+    """The evaluated round with the best model, the earliest of equal ones; None before any.
+
+    Raises:
+        JobError: the task has no such metric.
+    """
+    found = None
+    for past in history:
+        if improves(past.metrics, found, best):
+            found = past
+    return found
+
+
+def improves(metrics: Mapping[str, float], previous: PastRound | None, best: BestModel) -> bool:
+    """Whether a round with these metrics has a better model than the best one before, if any.
+
+    Not if it was not evaluated, if its evaluation on devices failed, or for NaN.
+
+    Raises:
+        JobError: the task has no such metric.
+    """
+    failed = best.name.startswith(DEVICES) and best.name not in metrics
+    if not metrics or failed:
+        return False
+    if best.name not in metrics:
+        raise JobError(unknown_metric(best.name, "evaluation.keep_best.name", metrics))
+    value = metrics[best.name]
+    return best.improves(value, previous.metrics[best.name]) if previous else not math.isnan(value)
 
 
 def unknown_metric(name: str, key: str, known: Collection[str]) -> str:

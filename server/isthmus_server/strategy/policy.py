@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from isthmus.job import StrategySection, TargetMetric, parse_settings
+from isthmus.job.evaluation import BestModel
 from isthmus.job.section import S, Section
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 
@@ -44,6 +45,8 @@ SERVED = "served"
 """The model that is delivered: an average of the iterates, or the current one."""
 INITIAL = "initial"
 """The model that the run began with."""
+BEST = "best"
+"""The model with the best metric so far, with `evaluation.keep_best`."""
 MAX_KEPT = 4
 """Models that plans may keep at a time, under names of their own."""
 
@@ -226,8 +229,13 @@ class Observation:
     """Availability of each side by the job's windows, whether it is connected or not."""
     target: TargetMetric | None = None
     """The held-out metric at which the run ends; None without one."""
+    keep_best: BestModel | None = None
+    """The metric by which the run keeps its best model; None if it keeps none."""
+    patience: int | None = None
+    """Evaluated rounds without a better model after which the run ends; None without that limit."""
     models: Sequence[str] = (CURRENT,)
-    """Models to compare and start from: current, served, initial, and what plans have kept."""
+    """Models to compare and start from: current, served, initial, best with `keep_best`, and what
+    plans have kept."""
     comparisons: Sequence[Comparison] = ()
     """Comparisons made for this round so far."""
     refused: Sequence[str] = ()

@@ -27,7 +27,7 @@ from isthmus_server.storage.events import (
     RunFinished,
     WaitingForParticipants,
 )
-from isthmus_server.storage.records import ComparisonRecord, RoundRecord
+from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord
 from isthmus_server.views.report import format_metrics
 
 _LINE_SECONDS = 10.0
@@ -117,7 +117,8 @@ class ProgressView:
                 self._print(
                     f"[bold]done[/bold] ({_safe(event.reason)}): "
                     f"{_safe(format_metrics(event.final.metrics))}, "
-                    f"cost {event.spent:g}\nmodel   {_safe(event.final.model_path)}\n"
+                    f"cost {event.spent:g}{_which(event.final)}\n"
+                    f"model   {_safe(event.final.model_path)}\n"
                     f"sha256  {event.final.model_sha256}"
                 )
 
@@ -204,3 +205,7 @@ def waiting_for(event: WaitingForParticipants) -> str:
         more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
         line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"
     return line
+
+
+def _which(final: FinalModel) -> str:
+    return f"; the model of round {final.round}, the best" if final.best else ""

@@ -15,7 +15,7 @@ from isthmus_server.strategy import Plan
 from isthmus_server.strategy.decision import Decision
 
 PLAN = Plan("federated", "x")
-FINAL = FinalModel(metrics={"x": 1.0}, model_sha256="00", model_path="model.safetensors")
+FINAL = FinalModel(metrics={"x": 1.0}, model_sha256="00", model_path="model.safetensors", round=1)
 
 
 def planned_attempt(round_, attempt=1, plan=PLAN, observation=None, **decision):

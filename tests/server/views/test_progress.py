@@ -109,7 +109,7 @@ def test_names_and_reasons_are_shown_as_plain_text(shown):
         RunFinished(
             reason=text,
             spent=1.0,
-            final=FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text),
+            final=FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text, round=1),
         ),
     ):
         shown.view(event)
@@ -121,7 +121,7 @@ def test_names_and_reasons_are_shown_as_plain_text(shown):
 def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
     """`isthmus logs` shows what a server sends; texts come from participants too."""
     receipt = Receipt(participant=text, regime="federated", status="dropped", reason=text)
-    final = FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text)
+    final = FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text, round=1)
     comparison = Comparison(
         models=(text,), devices=1, score={text: 0.1}, difference={}, standard_error={}, price=0.0
     )
