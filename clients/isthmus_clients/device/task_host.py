@@ -246,7 +246,7 @@ class InProcessHost:
         """See `TaskHost.evaluate`."""
         assert self.run is not None
         state = None if self._personal is None else self._personal.newest(work.round)
-        return self.run.evaluate(payload, state)
+        return self.run.evaluate(work.round, payload, state)
 
     def answer(
         self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes

@@ -6,6 +6,7 @@ Shape legend: N = float32 elements of the exchange set.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError
 from isthmus.job import Job, read_job
+from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, check_installed, load_task, user_code
 from isthmus.task.device_sums.evaluation import EvaluationVector
@@ -43,6 +45,7 @@ from isthmus_clients.training.example_order import (
     step_count,
     step_indices,
 )
+from isthmus_clients.training.gradient_terms import add_gradient, add_proximal
 from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
@@ -191,7 +194,9 @@ class DeviceRun:
             # A factor that a server chooses may not decide whose update is usable.
             measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
         position = position_of(work.position)
-        steps, averages = self._steps(work.round, position, start, added, progress, stopped)
+        steps, averages = self._steps(
+            work.round, position, start, added, progress, stopped, self.job.federated
+        )
         self._subtract_end(start)
         personal_is_finite = self._keep(personal)
         if not is_finite:
@@ -286,8 +291,8 @@ class DeviceRun:
         added: dict[str, torch.Tensor],
         progress: ReportProgress,
         stopped: Callable[[], bool],
+        settings: FederatedSection,
     ) -> tuple[int, Averages]:
-        settings = self.job.federated
         averages = Averages()
         diverged: TaskError | None = None
         with torch.random.fork_rng(devices=[]):
@@ -297,7 +302,8 @@ class DeviceRun:
             self._arithmetic.begin()
             anchors = dict(self._on_device(start)) if settings.proximal else {}
             step, count = 0, step_count(self.examples, settings)
-            for inputs, target in self._batches(round_):
+            examples = step_indices(self.seed_of(round_), self.examples, settings)
+            for inputs, target in itertools.chain.from_iterable(map(self._batch, examples)):
                 _check_wanted(stopped)
                 optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
                 optimizers.zero_grad()
@@ -315,8 +321,8 @@ class DeviceRun:
                 averages.add({"loss": values})
                 with user_code("the backward pass"):
                     self._arithmetic.backward(loss, optimizers)
-                self._add_proximal(anchors, settings.proximal)
-                self._add_gradient(added)
+                add_proximal(self.model, anchors, settings.proximal)
+                add_gradient(self.model, added)
                 self._arithmetic.step(optimizers, self.model)
                 progress(link_pb2.Progress(steps=step, loss=value))
         if diverged is not None:
@@ -333,35 +339,10 @@ class DeviceRun:
         what = f"local_data() of {self.participant.name}"
         return explain_not_finite(self.dataset, range(self.examples), what)
 
-    def _batches(self, round_: int) -> Iterator[tuple[Any, Any]]:
-        settings = self.job.federated
-        for indices in step_indices(self.seed_of(round_), self.examples, settings):
-            yield from self._batch(indices)
-
     def _batch(self, indices: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """The batch of some examples."""
         size, device = self.job.federated.batch_size, self._arithmetic.device
         return batches(self.dataset, indices, size, device)
-
-    def _add_proximal(self, anchors: dict[str, torch.Tensor], mu: float) -> None:
-        """The gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)."""
-        if not anchors:
-            return
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and name in anchors:
-                parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
-
-    def _add_gradient(self, added: dict[str, torch.Tensor]) -> None:
-        """Add the gradient of the datacenter's data, which is the same in every step."""
-        if not added:
-            return
-        for name, parameter in self.model.named_parameters():
-            if name not in added:
-                continue
-            if parameter.grad is None:
-                parameter.grad = added[name].to(parameter.dtype, copy=True)
-            else:
-                parameter.grad.add_(added[name])
 
     def score(
         self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None
@@ -374,8 +355,10 @@ class DeviceRun:
             self.task, self.model, self.layout, self.dataset, batch, models, candidates
         )
 
-    def evaluate(self, payload: Buffer, personal: Buffer | None = None) -> list[int]:
+    def evaluate(self, round_: int, payload: Buffer, personal: Buffer | None = None) -> list[int]:
         """Count how the encoded model in `payload` does on this device's validation data.
+
+        After the job's `fine_tune_steps`, which are those of a round of their own.
 
         Raises:
             TaskError: the task's code raised, or this device has no validation data.
@@ -385,9 +368,24 @@ class DeviceRun:
                 self._validation = self.task.validation_data(self.participant)
         if self._validation is None:
             raise TaskError(f"validation_data() of {self.participant.name} returned None")
-        self._load(self.layout.decode(payload), personal)
+        start = self.layout.decode(payload)
+        self._load(start, personal)
+        self._fine_tune(round_, start)
         vector = EvaluationVector(self.task)
         return vector.measure(self.model, self._validation, self.job.evaluation.batch_size).tolist()
+
+    def _fine_tune(self, round_: int, start: torch.Tensor) -> None:
+        """Train the loaded model for a few steps, with the rates of a schedule's first step."""
+        steps, schedules = self.job.federated.fine_tune_steps, self._schedules
+        if not steps:
+            return
+        changes = {"local_epochs": None, "local_steps": steps, "proximal": 0.0}
+        settings, self._schedules = self.job.federated.model_copy(update=changes), {}
+        first = RoundPosition(0, 1, settings.cohort)
+        try:
+            self._steps(round_, first, start, {}, lambda _: None, lambda: False, settings)
+        finally:
+            self._schedules = schedules
 
     def _subtract_end(self, start: torch.Tensor) -> None:
         """Replace `start` (N) by start minus end, in place."""

@@ -91,6 +91,11 @@ def check_settings(settings: FederatedSection) -> None:
             "virtual devices train together in float32, without federated.precision and "
             "federated.compile; remove these, or use real devices"
         )
+    if settings.fine_tune_steps:
+        raise JobError(
+            f"virtual devices evaluate one model for all, and federated.fine_tune_steps="
+            f"{settings.fine_tune_steps} gives each its own; remove it, or use real devices"
+        )
 
 
 def clip_each(stacked: Stacked, clip_norm: float | None) -> None:

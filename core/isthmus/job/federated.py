@@ -140,6 +140,9 @@ class FederatedSection(Section):
     """Passes over a device's own data in one round. Default 1, unless local_steps is set."""
     local_steps: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps in one round, instead of epochs; 0 gives an update of zeros."""
+    fine_tune_steps: Annotated[int, Field(ge=0)] = 0
+    """Local steps from the model that a device makes before it evaluates it (`evaluation.devices`);
+    nothing of them is kept. A schedule has the rates of its first step."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one local step."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -309,6 +312,7 @@ class FederatedSection(Section):
 _TRAINING = (
     "local_epochs",
     "local_steps",
+    "fine_tune_steps",
     "batch_size",
     "proximal",
     "clip_norm",

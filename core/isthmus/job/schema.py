@@ -211,6 +211,11 @@ class Job(Section):
     @model_validator(mode="after")
     def _devices_can_evaluate(self) -> Job:
         if not self.evaluation.devices:
+            if steps := self.federated.fine_tune_steps:
+                raise ValueError(
+                    f"federated.fine_tune_steps={steps} are made before devices evaluate a model, "
+                    "and none does; set evaluation.devices"
+                )
             return self
         flower = self.federated.flower
         if flower is not None and flower.app is not None:

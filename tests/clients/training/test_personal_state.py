@@ -169,6 +169,19 @@ def test_scores_and_evaluations_use_the_personal_state(open_host):
     assert host.evaluate("e", work, payload) == after[0]
 
 
+def test_an_evaluation_after_fine_tuning_leaves_nothing(open_host):
+    validates = "def validation_data(self, participant):\n    return rows(20, seed=5)"
+    steps = ("federated.fine_tune_steps=20", "evaluation.devices=1")
+    host, plain = open_host(BIAS, *steps, methods=validates), open_host(BIAS, methods=validates)
+    layout = host.run.layout
+    payload = layout.encode(torch.zeros(layout.size))
+    work = link_pb2.Evaluate(run_id="run", round=1)
+    tuned = host.evaluate("e", work, payload)
+    assert tuned != plain.evaluate("e", work, payload)
+    assert tuned == host.evaluate("e", work, payload)
+    assert update(host, 1) == update(plain, 1)
+
+
 def test_normalisation_of_its_own(open_host):
     methods = """
         def model(self):
