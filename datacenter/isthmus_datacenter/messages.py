@@ -56,6 +56,8 @@ class Command:
     """train_steps: that of from_step in the schedules of the learning rate."""
     evaluate: bool = False
     """train_steps: evaluate the model afterwards."""
+    statistics: bool = False
+    """mean_gradient: with the running statistics over the batches, else with zeros there."""
     result: str | None = None
     """train_steps, export, mean_gradient: file to write the model, or the gradient, into."""
 

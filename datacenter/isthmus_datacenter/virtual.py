@@ -68,6 +68,11 @@ class VirtualDatacenter:
         if kind == "mean_gradient":
             assert model is not None
             run = self._open_run(request.mean_gradient.run_id)
+            if request.mean_gradient.statistics:
+                raise AdmissionRefused(
+                    "a virtual datacenter does not recompute running statistics; use "
+                    "exchange.buffers = 'average'"
+                )
             trained, payload = run.mean_gradient(request.mean_gradient, model, self.step_seconds)
             return link_pb2.Reply(trained=trained), payload
         if kind == "export":

@@ -391,6 +391,8 @@ class DeviceRun:
         """Replace `start` (N) by start minus end, in place."""
         for tensor, part in self.layout.pairs(self.model, start):
             part.sub_(tensor.to(part.device))
+        if self.job.exchange.buffers == "recompute":
+            start[self.layout.trained_size :].zero_()
 
     def _on_device(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and its part of a vector (N), where the model is."""

@@ -26,11 +26,12 @@ class ExchangeSection(Section):
     personal: tuple[Pattern, ...] = ()
     """Patterns of those that each device trains for itself and keeps between its rounds. They are
     not exchanged, and have their initial values elsewhere."""
-    buffers: Literal["average", "frozen", "local"] = "average"
+    buffers: Literal["average", "frozen", "local", "recompute"] = "average"
     """Running statistics of normalisation layers such as BatchNorm: `average`, the participants'
     mean, like parameters but without the server optimizer; `frozen`, those that the model was built
     with, by which layers normalise in training too; `local`, these layers' statistics and
-    parameters are personal (FedBN)."""
+    parameters are personal (FedBN); `recompute`, devices send none, and after each round in which
+    they trained, a datacenter computes them on its data."""
 
     @property
     def has_personal(self) -> bool:

@@ -193,6 +193,21 @@ class Job(Section):
                 "[exchange] divides the model of a task, and "
                 f"federated.flower.app={flower.app!r} has its own; remove it"
             )
+        if (
+            self.exchange.buffers == "recompute"
+            and self.federated.clients
+            and not self.datacenter.ranks
+        ):
+            raise ValueError(
+                "exchange.buffers='recompute' computes running statistics on a datacenter's data, "
+                "and `isthmus run` starts none; set datacenter.ranks, or use buffers = 'average'"
+            )
+        if self.exchange.buffers == "recompute" and self.strategy.served_average:
+            raise ValueError(
+                f"strategy.served_average={self.strategy.served_average:g} would need running "
+                "statistics of its own, which exchange.buffers='recompute' does not compute; "
+                "remove one of them"
+            )
         if not self.exchange.has_personal:
             return self
         if self.federated.mode == "buffered":

@@ -100,10 +100,10 @@ def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -
         _check_patterns(getattr(rules, key), names, f"exchange.{key}")
     layers = normalisation_layers(model)
     own = {name for tensors in layers.values() for name in tensors}
-    if rules.buffers == "local" and not own:
+    if rules.buffers in ("local", "recompute") and not own:
         raise JobError(
-            "exchange.buffers='local' keeps normalisation layers with running statistics on "
-            "devices, and this model has none; remove it"
+            f"exchange.buffers={rules.buffers!r} is about normalisation layers with running "
+            "statistics, and this model has none; remove it"
         )
     personal, frozen = set(), set()
     for name in names:

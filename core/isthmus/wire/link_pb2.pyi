@@ -286,20 +286,22 @@ class Evaluate(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., group: _Optional[str] = ...) -> None: ...
 
 class MeanGradient(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model")
+    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "statistics")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FROM_STEP_FIELD_NUMBER: _ClassVar[int]
     UNTIL_STEP_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     from_step: int
     until_step: int
     model: Blob
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
+    statistics: bool
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., statistics: _Optional[bool] = ...) -> None: ...
 
 class SecureStep(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "roster", "inbox", "survivors", "consistency_signatures")

@@ -198,6 +198,7 @@ class RequestHandler:
             run_id=run.run_id,
             from_step=gradient.from_step,
             until_step=gradient.until_step,
+            statistics=gradient.statistics,
             model=str(self._files.model_path(request_id)),
             result=str(self._files.create_result(request_id, run.layout)),
         )

@@ -6,13 +6,15 @@ of each of its own steps.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _NormBase
 
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
@@ -43,10 +45,14 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
     averager = GradientAverager(engine.shard, engine.job.datacenter.precision == "fp16")
     engine.seed_generators(command.from_step)
     batches = engine.batch_source.batches(command.from_step, command.until_step)
-    loss = accumulate(averager, engine.forward_backward, batches, read_signal)
+    with _recomputing(engine.shard) if command.statistics else contextlib.nullcontext():
+        loss = accumulate(averager, engine.forward_backward, batches, read_signal)
     averager.store_in_parameters()
-    for name in engine.layout.statistics:
-        engine.shard.buffers()[name].zero_()
+    if command.statistics:
+        engine.shard.average_statistics(engine.layout.statistics)
+    else:
+        for name in engine.layout.statistics:
+            engine.shard.buffers()[name].zero_()
     store_shards(Path(command.result), engine.layout, engine.shard)
     steps = command.until_step - command.from_step
     return {
@@ -54,6 +60,26 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
         "examples": steps * engine.order.replicas * engine.order.batch_size,
         "training": {"loss": loss},
     }
+
+
+@contextlib.contextmanager
+def _recomputing(shard: ModelShard) -> Iterator[None]:
+    """Have running statistics become the plain means over the batches of the block.
+
+    As `torch.optim.swa_utils.update_bn` does (Izmailov et al. 2018).
+    """
+    modules = [module for stage in shard.stages.values() for module in stage.modules()]
+    layers = [module for module in modules if isinstance(module, _NormBase)]
+    before = [layer.momentum for layer in layers]
+    for layer in layers:
+        if layer.training:  # others are frozen
+            layer.reset_running_stats()
+            layer.momentum = None  # a cumulative mean
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, before, strict=True):
+            layer.momentum = momentum
 
 
 class GradientAverager(ShardedOptimizer):

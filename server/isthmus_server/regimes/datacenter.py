@@ -68,6 +68,28 @@ class DatacenterRegime:
         )
         return await self._result(name, link_pb2.Request(mean_gradient=work), "gradient", model)
 
+    async def statistics(
+        self, name: str, spec: RoundSpec, model: link_pb2.Blob
+    ) -> DatacenterResult:
+        """Have a datacenter compute running statistics at a model, with its mean gradient.
+
+        Over the batches of the run's first round, so that they depend on the model only.
+
+        Raises:
+            AttemptFailed: it could not, or not in time.
+        """
+        work = link_pb2.MeanGradient(
+            run_id=self._run_id,
+            round=spec.round,
+            attempt=spec.attempt,
+            from_step=0,
+            until_step=self._job.datacenter.steps,
+            model=model,
+            statistics=True,
+        )
+        request = link_pb2.Request(mean_gradient=work)
+        return await self._result(name, request, "running statistics", model)
+
     async def export(self, name: str, step: int) -> torch.Tensor:
         """The datacenter's model at a step, float32 (N).
 

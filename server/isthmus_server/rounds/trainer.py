@@ -39,6 +39,7 @@ from isthmus_server.regimes.base import (
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
+from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
@@ -56,12 +57,15 @@ class Trainer:
         model: GlobalModel,
         federated: FederatedRegime,
         datacenter: DatacenterRegime,
+        roster: ParticipantRoster,
     ) -> None:
+        """`roster` knows the datacenters that are ready."""
         self._job = job
         self._link = link
         self._model = model
         self._federated = federated
         self._datacenter = datacenter
+        self._roster = roster
 
     async def train(self, spec: RoundSpec) -> TrainingResult:
         """Run one attempt.
@@ -69,6 +73,8 @@ class Trainer:
         Raises:
             AttemptFailed: a regime failed; with the receipts of all participants.
         """
+        if self._recomputes(spec):
+            self._statistics_source()
         if self._federated.extension is not None and spec.plan.reset_optimizer:
             self._federated.extension.reset()
         if spec.transfers:
@@ -273,6 +279,40 @@ class Trainer:
         return AttemptFailed(
             "; ".join(reasons), receipts, excused=excused, task_failures=task_failures
         )
+
+    # -- running statistics --------------------------------------------------------------------
+
+    async def recompute_statistics(self, spec: RoundSpec, results: TrainingResult) -> None:
+        """Replace the model's running statistics by those of a datacenter's data, if the job asks.
+
+        Raises:
+            AttemptFailed: no datacenter could compute them.
+        """
+        if not self._recomputes(spec):
+            return
+        name, model = self._statistics_source(), self._model
+        async with self._published(summing=False) as blob:
+            result = await self._datacenter.statistics(name, spec, blob)
+        assert result.vector is not None
+        trained = model.layout.trained_size
+        model.vector[trained:] = result.vector[trained:]
+        model.mark_changed()
+        results.earlier = with_earlier(results.earlier, result.receipts)
+
+    def _recomputes(self, spec: RoundSpec) -> bool:
+        """A datacenter's own round has statistics of its data."""
+        recomputed = self._job.exchange.buffers == "recompute"
+        return recomputed and spec.plan.regime != "datacenter"
+
+    def _statistics_source(self) -> str:
+        names = sorted(self._roster.datacenters)
+        if not names:
+            raise AttemptFailed(
+                "exchange.buffers='recompute' computes running statistics on a datacenter's data, "
+                "and no datacenter is connected; start one, or use buffers = 'average'",
+                [],
+            )
+        return names[0]
 
     # -- merge -------------------------------------------------------------------------------------
 

@@ -197,6 +197,18 @@ def test_normalisation_of_its_own(open_host):
     assert not torch.equal(host.run.model[1].running_mean, means)
 
 
+def test_statistics_that_a_datacenter_recomputes_are_not_sent(open_host):
+    methods = """
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    """
+    host = open_host("exchange.buffers='recompute'", methods=methods)
+    layout = host.run.layout
+    sent = layout.decode(bytearray(update(host, 1)))
+    assert sent[layout.trained_size :].eq(0).all()
+    assert sent[: layout.trained_size].any()
+
+
 def test_a_server_with_another_division_is_refused(open_host, make_job, tmp_path):
     layout = open_host().run.layout
     work = link_pb2.OpenRun(

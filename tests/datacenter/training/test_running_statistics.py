@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isthmus.task.scoring import build_model
+from isthmus.wire import link_pb2
 from isthmus_datacenter.training.data import ExampleOrder
 
 
@@ -43,6 +44,33 @@ def test_statistics_are_the_mean_of_the_replicas(make_setup, warm_datacenter, de
     run = f"statistics-{zero_stage}"
     warm_datacenter.open(run, setup)
     warm_datacenter.train(run, 0, 2)
+    warm_datacenter.train(run, 2, 3)
+    result = decode(warm_datacenter.export(run, 3), setup.layout)
+    torch.testing.assert_close(result, expected(setup, 3), rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_are_recomputed_at_a_model(make_setup, warm_datacenter, decode):
+    """Plain means over the replicas' batches; the state of training is left alone."""
+    setup = make_setup("Normalised")
+    run = "recomputed"
+    warm_datacenter.open(run, setup)
+    warm_datacenter.train(run, 0, 2)
+    model = build_model(setup.task, 3)
+    sent = bytes(setup.layout.encode(setup.layout.gather(model)))
+    work = link_pb2.MeanGradient(run_id=run, from_step=0, until_step=3, statistics=True)
+    _, blob = warm_datacenter.ask(sent, mean_gradient=work)
+    data = setup.task.local_data(None)
+    order = ExampleOrder(examples=len(data), replicas=2, batch_size=4, seed=setup.job.seed)
+    means, variances = [], []
+    for step in range(3):
+        for replica in (0, 1):
+            inputs = torch.stack([data[i][0] for i in order.indices(step, step + 1, replica)])
+            hidden = model[0](inputs)
+            means.append(hidden.mean(0))
+            variances.append(hidden.var(0))
+    statistics = decode(blob, setup.layout)[setup.layout.trained_size :]
+    both = torch.cat([torch.stack(means).mean(0), torch.stack(variances).mean(0)]).detach()
+    torch.testing.assert_close(statistics, both, rtol=1e-4, atol=1e-5)
     warm_datacenter.train(run, 2, 3)
     result = decode(warm_datacenter.export(run, 3), setup.layout)
     torch.testing.assert_close(result, expected(setup, 3), rtol=1e-4, atol=1e-5)

@@ -1,13 +1,15 @@
-"""Runs whose devices keep a part of the model, on devices with real connections."""
+"""Runs with a table [exchange]: devices keep a part of the model; statistics are recomputed."""
 
 import pytest
 import torch
 from safetensors import safe_open
-from tests.server.deployment import Killed
+from tests.server.deployment import Killed, SimulatedDatacenter
 
-from isthmus.errors import JobError
+from isthmus.errors import CannotContinue, JobError
 from isthmus.task.scoring import build_model
+from isthmus.wire import link_pb2
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.views.report import read_report
 
 SETTINGS = ("rounds=3", "federated.cohort=3", "exchange.personal=['bias']")
 
@@ -47,3 +49,38 @@ async def test_what_cannot_be_kept_is_refused(deployment, make_job):
         make_job("federated.fine_tune_steps=3")
     with pytest.raises(JobError, match=r"datacenter\.ranks=2 would train without them"):
         make_job("exchange.buffers='local'", "datacenter.ranks=2")
+
+
+NORMALISED = """
+def model(self):
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+"""
+
+
+async def test_a_datacenter_computes_the_running_statistics_of_a_round(deployment, network):
+    await deployment.start(NORMALISED, names=tuple("abc"))
+    settings = ("datacenter.ranks=1", "exchange.buffers='recompute'", "rounds=2", "attempts=1")
+    store = deployment.create_run("run", *settings)
+    coordinator = Coordinator(store, deployment.link)
+    model = coordinator.model
+    datacenter = SimulatedDatacenter(model.layout)
+    trained = model.layout.trained_size
+    datacenter.gradient[trained:] = torch.linspace(1, 2, 6)
+    await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
+    final = await coordinator.run()
+    with safe_open(final.model_path, framework="pt") as file:
+        assert torch.equal(file.get_tensor("1.running_var"), datacenter.gradient[-3:])
+    asked = [each.mean_gradient for each in datacenter.requests if each.HasField("mean_gradient")]
+    assert [(each.round, each.statistics) for each in asked] == [(1, True), (2, True)]
+    receipts = {each.participant for each in read_report(store).rounds[-1].receipts}
+    assert receipts == {"a", "b", "c", "dc"}
+
+
+async def test_without_a_datacenter_no_statistics_can_be_computed(deployment, make_job):
+    recompute = "exchange.buffers='recompute'"
+    with pytest.raises(JobError, match=r"set datacenter\.ranks, or use buffers = 'average'"):
+        make_job("federated.clients=3", recompute)
+    await deployment.start(NORMALISED, names=tuple("abc"))
+    store = deployment.create_run("run", "federated.clients=0", recompute, "attempts=1")
+    with pytest.raises(CannotContinue, match="and no datacenter is connected; start one"):
+        await Coordinator(store, deployment.link).run()
