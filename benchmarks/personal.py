@@ -1,6 +1,6 @@
 """What parameters that stay on devices are worth, on two splits of handwritten digits.
 
-Eight devices have 60 images each (scikit-learn's digits) and are evaluated on others of their own.
+Eight devices have 30 images each (scikit-learn's digits) and are evaluated on others of their own.
 In the split `feature` all have the same digits, and each has another contrast, brightness and
 background. In the split `label` each device has three of the ten digits. The devices' hosts, their
 stored states, the division of the model and the server's step are those of the product, in one

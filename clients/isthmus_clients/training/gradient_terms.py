@@ -1,8 +1,8 @@
-"""Terms that are added to the gradient of a device's local steps."""
+"""Terms of the gradient of a device's local steps, and steps that train a part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -18,6 +18,16 @@ def add_proximal(model: nn.Module, anchors: Mapping[str, torch.Tensor], mu: floa
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name in anchors:
             parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
+
+
+def train_in_turn(model: nn.Module, personal: Collection[str], *, first: bool) -> None:
+    """Leave gradients only to the personal parameters in the `first` steps, and to others then.
+
+    FedRep (Collins et al. 2021, algorithm 1). Optimizers skip parameters without a gradient.
+    """
+    for name, parameter in model.named_parameters():
+        if (name in personal) != first:
+            parameter.grad = None
 
 
 def add_gradient(model: nn.Module, added: Mapping[str, torch.Tensor]) -> None:

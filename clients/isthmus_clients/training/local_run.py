@@ -45,7 +45,7 @@ from isthmus_clients.training.example_order import (
     step_count,
     step_indices,
 )
-from isthmus_clients.training.gradient_terms import add_gradient, add_proximal
+from isthmus_clients.training.gradient_terms import add_gradient, add_proximal, train_in_turn
 from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
@@ -323,6 +323,8 @@ class DeviceRun:
                     self._arithmetic.backward(loss, optimizers)
                 add_proximal(self.model, anchors, settings.proximal)
                 add_gradient(self.model, added)
+                if turn := settings.personal_steps:
+                    train_in_turn(self.model, self.personal.names, first=step <= turn)
                 self._arithmetic.step(optimizers, self.model)
                 progress(link_pb2.Progress(steps=step, loss=value))
         if diverged is not None:
@@ -376,12 +378,10 @@ class DeviceRun:
 
     def _fine_tune(self, round_: int, start: torch.Tensor) -> None:
         """Train the loaded model for a few steps, with the rates of a schedule's first step."""
-        steps, schedules = self.job.federated.fine_tune_steps, self._schedules
-        if not steps:
+        settings, schedules = self.job.federated.fine_tuning, self._schedules
+        if settings is None:
             return
-        changes = {"local_epochs": None, "local_steps": steps, "proximal": 0.0}
-        settings, self._schedules = self.job.federated.model_copy(update=changes), {}
-        first = RoundPosition(0, 1, settings.cohort)
+        self._schedules, first = {}, RoundPosition(0, 1, settings.cohort)
         try:
             self._steps(round_, first, start, {}, lambda _: None, lambda: False, settings)
         finally:

@@ -140,6 +140,10 @@ class FederatedSection(Section):
     """Passes over a device's own data in one round. Default 1, unless local_steps is set."""
     local_steps: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps in one round, instead of epochs; 0 gives an update of zeros."""
+    personal_steps: Annotated[int, Field(ge=0)] = 0
+    """The first local steps of a round train only what is personal, and the others only what is
+    exchanged (FedRep, Collins et al. 2021); a device with fewer steps sends zeros. 0 trains both in
+    all steps."""
     fine_tune_steps: Annotated[int, Field(ge=0)] = 0
     """Local steps from the model that a device makes before it evaluates it (`evaluation.devices`);
     nothing of them is kept. A schedule has the rates of its first step."""
@@ -263,6 +267,14 @@ class FederatedSection(Section):
         return self.buffer.concurrency or 2 * self.cohort
 
     @property
+    def fine_tuning(self) -> FederatedSection | None:
+        """The settings of the steps before an evaluation on a device; None without such steps."""
+        if not self.fine_tune_steps:
+            return None
+        changes = {"local_epochs": None, "local_steps": self.fine_tune_steps}
+        return self.model_copy(update={**changes, "proximal": 0.0, "personal_steps": 0})
+
+    @property
     def needed(self) -> int:
         """The quorum, with its default applied."""
         return self.quorum if self.quorum is not None else -(-3 * self.cohort // 4)
@@ -312,6 +324,7 @@ class FederatedSection(Section):
 _TRAINING = (
     "local_epochs",
     "local_steps",
+    "personal_steps",
     "fine_tune_steps",
     "batch_size",
     "proximal",

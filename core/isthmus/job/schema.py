@@ -208,6 +208,17 @@ class Job(Section):
                 "statistics of its own, which exchange.buffers='recompute' does not compute; "
                 "remove one of them"
             )
+        turn, steps = self.federated.personal_steps, self.federated.local_steps
+        if turn and not self.exchange.has_personal:
+            raise ValueError(
+                f"federated.personal_steps={turn} train personal parameters, and there are none; "
+                "set exchange.personal"
+            )
+        if turn and steps is not None and turn >= steps:
+            raise ValueError(
+                f"federated.personal_steps={turn} leaves none of local_steps={steps} to train what "
+                "is exchanged; lower it"
+            )
         if not self.exchange.has_personal:
             return self
         if self.federated.mode == "buffered":

@@ -98,7 +98,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """The module to train, freshly initialised. Its trainable parameters are exchanged."""
+        """The module to train, freshly initialised.
+
+        Its trainable parameters are exchanged, as far as the job's ``[exchange]`` does not keep
+        some on devices or freezes them.
+        """
 
     @abc.abstractmethod
     def loss(self, output: Any, target: Any) -> torch.Tensor:

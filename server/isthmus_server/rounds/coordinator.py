@@ -118,9 +118,7 @@ class Coordinator:
         self._readiness = RoundReadiness(
             self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish
         )
-        self._trainer = Trainer(
-            self.job, link, self.model, self.federated, self._datacenter, self.roster
-        )
+        self._trainer = Trainer(self.model, self.federated, self._datacenter, self.roster)
         self._comparisons = ComparisonRunner(
             store, self._cohorts, context, self._versions, self.clock
         )
@@ -263,8 +261,7 @@ class Coordinator:
         if not (spec.single_datacenter and spec.datacenter_has_model):
             await self._load_start(plan.start, planned)
         results = await self._trainer.train(spec)
-        await asyncio.to_thread(self._trainer.merge, spec, results)
-        await self._trainer.recompute_statistics(spec, results)
+        await self._trainer.merge(spec, results)
         evaluated, saved = await asyncio.gather(
             self.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
         )

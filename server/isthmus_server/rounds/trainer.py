@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from isthmus.errors import IsthmusError, JobError, RoundFailed
-from isthmus.job import Job
 from isthmus.transport.blobs import InFile
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
@@ -44,7 +43,6 @@ from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.bundle import published
-from isthmus_server.transport.link import Link
 
 
 class Trainer:
@@ -52,16 +50,13 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
-        link: Link,
         model: GlobalModel,
         federated: FederatedRegime,
         datacenter: DatacenterRegime,
         roster: ParticipantRoster,
     ) -> None:
         """`roster` knows the datacenters that are ready."""
-        self._job = job
-        self._link = link
+        self._job, self._link = federated.context.job, federated.context.link
         self._model = model
         self._federated = federated
         self._datacenter = datacenter
@@ -282,14 +277,8 @@ class Trainer:
 
     # -- running statistics --------------------------------------------------------------------
 
-    async def recompute_statistics(self, spec: RoundSpec, results: TrainingResult) -> None:
-        """Replace the model's running statistics by those of a datacenter's data, if the job asks.
-
-        Raises:
-            AttemptFailed: no datacenter could compute them.
-        """
-        if not self._recomputes(spec):
-            return
+    async def _recompute_statistics(self, spec: RoundSpec, results: TrainingResult) -> None:
+        """Replace the model's running statistics by those of a datacenter's data."""
         name, model = self._statistics_source(), self._model
         async with self._published(summing=False) as blob:
             result = await self._datacenter.statistics(name, spec, blob)
@@ -316,8 +305,19 @@ class Trainer:
 
     # -- merge -------------------------------------------------------------------------------------
 
-    def merge(self, spec: RoundSpec, results: TrainingResult) -> None:
+    async def merge(self, spec: RoundSpec, results: TrainingResult) -> None:
         """Compute the next model; also sets the norms and other measurements of `results`.
+
+        Raises:
+            AttemptFailed: no datacenter could compute the running statistics, if the job asks for
+                them.
+        """
+        await asyncio.to_thread(self._merge, spec, results)
+        if self._recomputes(spec):
+            await self._recompute_statistics(spec, results)
+
+    def _merge(self, spec: RoundSpec, results: TrainingResult) -> None:
+        """Compute the next model from the results.
 
         A round of one datacenter is ordinary training: its result is the next model, and stays
         there until another participant needs it. With devices or several datacenters the server

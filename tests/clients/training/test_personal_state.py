@@ -182,6 +182,22 @@ def test_an_evaluation_after_fine_tuning_leaves_nothing(open_host):
     assert update(host, 1) == update(plain, 1)
 
 
+def test_head_and_body_are_trained_in_turn(open_host):
+    """As in FedRep: the first steps change only the head, the others only the body."""
+    host = open_host(BIAS, "federated.personal_steps=1")
+    seen = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            parameters = self.param_groups[0]["params"]
+            seen.append({each.ndim for each in parameters if each.grad is not None})
+            super().step(closure)
+
+    host.run.task.optimizer = lambda parameters, participant: Watched(parameters, lr=0.1)
+    update(host, 1)
+    assert seen == [{1}, {2}]  # the bias is the head, the weight the body
+
+
 def test_normalisation_of_its_own(open_host):
     methods = """
         def model(self):

@@ -45,6 +45,10 @@ async def test_a_killed_run_continues_with_the_personal_states_of_its_rounds(dep
 async def test_what_cannot_be_kept_is_refused(deployment, make_job):
     with pytest.raises(JobError, match="which mode='buffered' does not have"):
         make_job("exchange.personal=['bias']", "federated.mode='buffered'")
+    with pytest.raises(JobError, match="and there are none; set"):
+        make_job("federated.personal_steps=3")
+    with pytest.raises(JobError, match="leaves none of local_steps=3"):
+        make_job(SETTINGS[-1], "federated.personal_steps=3", "federated.local_steps=3")
     with pytest.raises(JobError, match=r"and none does; set evaluation\.devices"):
         make_job("federated.fine_tune_steps=3")
     with pytest.raises(JobError, match=r"datacenter\.ranks=2 would train without them"):
