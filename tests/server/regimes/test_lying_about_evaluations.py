@@ -10,6 +10,7 @@ from tests.server.regimes.secure_run import LAYOUT
 
 from isthmus.job.evaluation import evaluations_run_id
 from isthmus.wire import link_pb2
+from isthmus_clients.device import secure_measurements
 from isthmus_privacy.purpose import EvaluationPurpose, TrainingPurpose, evaluated_model
 from isthmus_privacy.secagg import SCORING_SLOTS, ClientRequirements, RoundConfig
 from isthmus_server.regimes.context import FederatedContext
@@ -98,3 +99,20 @@ async def test_a_device_refuses_to_send_counts_as_an_update(server, removed):
     with disabled("config-elements-differ") if removed else contextlib.nullcontext():
         reply = await server.ask(VICTIM, evaluate=request.work)
     assert reply.failure.code == ("update-wrong-length" if removed else "config-elements-differ")
+
+
+@pytest.mark.parametrize("protected", [True, False])
+async def test_a_failed_evaluation_tells_nothing_but_keys(server, monkeypatch, protected):
+    """Without the protection the text of the exception is in the reply."""
+
+    def validation_data(self, participant):
+        raise ValueError("cannot use the row [4711.25]")
+
+    agent = server.run.devices[VICTIM].agent
+    monkeypatch.setattr(type(agent.host.run.task), "validation_data", validation_data)
+    if not protected:
+        monkeypatch.setattr(secure_measurements, "attempted", lambda what, work: work())
+    reply = await server.ask(VICTIM, evaluate=EvaluationRequest(server).work)
+    assert (b"4711.25" in reply.SerializeToString()) == (not protected)
+    if protected:
+        assert reply.trained == link_pb2.Trained(secure=reply.trained.secure)

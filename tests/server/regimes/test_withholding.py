@@ -21,7 +21,7 @@ from isthmus.task.code_digest import code_digest
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device import agent as agent_module
-from isthmus_clients.device import secure_sessions
+from isthmus_clients.device import secure_measurements, secure_sessions
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.withholding import WITHHELD
 from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose
@@ -235,7 +235,8 @@ async def test_the_text_of_an_exception_never_reaches_the_server(
     """
     write_task(WHERE[where])
     if not protected:
-        monkeypatch.setattr(secure_sessions, "attempted", lambda what, work: work())
+        for module in (secure_sessions, secure_measurements):
+            monkeypatch.setattr(module, "attempted", lambda what, work: work())
         monkeypatch.setattr(
             agent_module, "constant_failures", lambda *_, **__: contextlib.nullcontext()
         )
