@@ -2,14 +2,23 @@
 
     from isthmus import Task        # what is learned
     isthmus run JOB.toml            # everything on this machine
+    isthmus.run("JOB.toml")         # the same from Python
 
 Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.rounds.coordinator`.
 """
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
 from isthmus.task.definition import Participant, Task
 from isthmus.task.device_sums.metrics import BinnedScores, Confusion, Mean
 from isthmus.task.loading import load_task
+
+if TYPE_CHECKING:
+    run: Any
+    load_model: Any
+    Run: Any
 
 __version__ = "0.2.0"
 
@@ -20,9 +29,25 @@ __all__ = [
     "JobError",
     "Mean",
     "Participant",
+    "Run",
     "Task",
     "TaskError",
     "UpdateError",
     "UserError",
+    "load_model",
     "load_task",
+    "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Find what the server's package adds, which a device does not have: `run` and others."""
+    for point in entry_points(group="isthmus.python", name=name):
+        try:
+            return point.load()
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"isthmus.{name} needs the package {error.name!r}, which is not installed; "
+                "pip install 'isthmus[server]'"
+            ) from error
+    raise AttributeError(f"module 'isthmus' has no attribute {name!r}")

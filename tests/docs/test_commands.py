@@ -111,9 +111,18 @@ def terminal(folder: Path) -> Terminal:
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/getting-started.md", "docs/tasks.md", "docs/flower.md", "docs/chaos.md"],
+    [
+        "README.md",
+        "docs/getting-started.md",
+        "docs/tasks.md",
+        "docs/python.md",
+        "docs/flower.md",
+        "docs/chaos.md",
+    ],
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
+    for name, text in files(page).items():
+        (terminal.folder / name).write_text(text)
     try:
         for block in blocks(page):
             for line in block.strip().splitlines():

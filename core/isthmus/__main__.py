@@ -1,0 +1,5 @@
+"""``python -m isthmus`` is the command ``isthmus``."""
+
+from isthmus.cli import main
+
+main()

@@ -1,0 +1,182 @@
+"""`isthmus.run`: a run from Python, which is the command's, followed, stopped and resumed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import isthmus
+from isthmus_server.python.child_process import IN_RUN
+from isthmus_server.python.task_source import source_of
+
+JOB = {
+    "rounds": 3,
+    "strategy": {"policy": "federated"},
+    "federated": {"clients": 3, "cohort": 3},
+    "datacenter": {"ranks": 0},
+    "evaluation": {"keep_best": {"name": "loss", "mode": "max"}},  # which is the first round's
+}
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import isthmus
+
+CLASSES = 3
+
+
+def rows(seed, count):
+    inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+
+
+class Table(isthmus.Task):
+    def model(self):
+        return nn.Linear(8, CLASSES)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    def local_data(self, participant):
+        return rows(participant.shard[0], 40)
+
+    def eval_data(self):
+        return rows(99, 100)
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.SGD(parameters, lr=self.settings.get("lr", 0.3))
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A job whose task is a file of the current folder."""
+    (tmp_path / "task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    return {**JOB, "task": {"source": "task.py:Table"}}
+
+
+def test_a_run_is_followed_stopped_and_resumed_to_the_same_model(job):
+    seen = []
+
+    def follow(run, record):
+        seen.append(record.round)
+        if record.round == 1:
+            run.stop()
+
+    job["rounds"] = 20
+    stopped = isthmus.run(job, run_dir="run", on_round=follow, wait=False, quiet=True).wait()
+    assert 1 <= len(stopped.rounds) < 20
+    assert stopped.final is None
+    run = isthmus.Run("run").resume(on_round=follow, quiet=True)
+    assert seen == list(range(1, 21))
+    assert run.status == "finished"
+    whole = isthmus.run(job, run_dir="whole", quiet=True)
+    assert run.final.model_sha256 == whole.final.model_sha256
+    assert len(run.receipts) == 60
+
+    frame = run.frame()
+    assert list(frame["cost"]) == [3.0 * round_ for round_ in range(1, 21)]
+    assert list(frame["loss"]) == [record.metrics["loss"] for record in run.rounds]
+    assert len(run.receipts_frame()) == 60
+    axes = run.plot("loss", against="round")
+    assert list(axes.lines[0].get_xdata()) == list(range(1, 21))
+    with pytest.raises(isthmus.UserError, match="no figure 'auc'; it has round, regime, "):
+        run.plot("auc")
+
+    last, best = run.model(), isthmus.load_model("run", round="best")
+    torch.testing.assert_close(last.state_dict(), isthmus.load_model(whole, 20).state_dict())
+    inputs, targets = held_out_rows()
+    losses = [torch.nn.functional.cross_entropy(each(inputs), targets) for each in (best, last)]
+    expected = [record.metrics["loss"] for record in (run.rounds[0], run.rounds[-1])]
+    torch.testing.assert_close(torch.stack(losses), torch.tensor(expected))
+    with pytest.raises(isthmus.UserError, match="no model of round 2; it has delivered, last, be"):
+        run.model(2)
+
+
+def held_out_rows():
+    table = {}
+    exec(TASK, table)
+    return table["rows"](99, 100).tensors
+
+
+def test_a_failed_run_raises_its_last_sentence(job):
+    with pytest.raises(isthmus.UserError, match=r"^round 1 failed .* Invalid learning rate: -1"):
+        isthmus.run(job, run_dir="run", quiet=True, attempts=1, **{"task.settings": {"lr": -1}})
+    assert isthmus.Run("run").status == "failed"
+
+
+def test_a_callback_that_raises_ends_the_run(job):
+    def fail(run, record):
+        raise KeyError("in the callback")
+
+    with pytest.raises(KeyError, match="in the callback"):
+        isthmus.run(job, run_dir="run", on_round=fail, quiet=True, rounds=10_000)
+    assert len(isthmus.Run("run").rounds) < 10_000
+
+
+def test_a_script_need_not_be_guarded(tmp_path):
+    """The run's processes do not run it again."""
+    script = f"{TASK}\nrun = isthmus.run({JOB!r}, task=Table, run_dir='run', rounds=1)\n"
+    (tmp_path / "script.py").write_text(script + "print(run)\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1].endswith("finished, 1 rounds")
+
+
+def test_a_task_file_that_starts_a_run_is_told_so(monkeypatch):
+    monkeypatch.setenv(IN_RUN, "1")
+    with pytest.raises(isthmus.UserError, match="call it under `if __name__ =="):
+        isthmus.run(JOB, task=None)
+
+
+def test_a_task_within_a_function_is_refused(tmp_path):
+    class Local(isthmus.Task):
+        pass
+
+    with pytest.raises(isthmus.UserError, match="within another block; define it at the top"):
+        source_of(Local, tmp_path)
+
+
+def test_the_server_is_imported_only_when_a_run_is_made():
+    """A device has no server's packages."""
+    code = "import sys, isthmus; isthmus.Task; print('isthmus_server' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    with pytest.raises(AttributeError, match="has no attribute 'walk'"):
+        isthmus.walk  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("statement", "kept"),
+    [
+        ("import os", True),
+        ("SIZE = 3", True),
+        ("PATH = Path('x') ", True),
+        ("LAYERS: tuple = (nn.ReLU, 8)", True),
+        ("trained = train()", False),
+        ("train()", False),
+        ("for i in range(3): print(i)", False),
+        ("x.y = 3", True),
+        ("", True),
+    ],
+)
+def test_what_of_a_script_is_copied(tmp_path, monkeypatch, statement, kept):
+    """Definitions and constants, and nothing that computes."""
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(f"{statement}\n{TASK}"))
+    module = type(sys)("__main__")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    task = type("Table", (), {"__module__": "__main__"})
+    source = source_of(task, tmp_path / "made")
+    assert source == f"{tmp_path / 'made/task.py'}:Table"
+    written = (tmp_path / "made/task.py").read_text()
+    assert (statement.strip().split("=")[0].strip() in written) == kept
+    assert "class Table" in written
