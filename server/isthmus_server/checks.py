@@ -38,10 +38,10 @@ def check(job: Job, task: Task, base: Path) -> str:
             "the other"
         )
     model = build_model(task, job.seed)
-    layout = divide(model, job.exchange).exchanged
+    division = divide(model, job.exchange)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
-    load_extension(job.federated, layout)
+    load_extension(job.federated, division.exchanged)
     batch = job.evaluation.batch_size
     metrics = HeldOut(task).measure(
         lambda data, count: evaluate(
@@ -51,6 +51,8 @@ def check(job: Job, task: Task, base: Path) -> str:
     on_devices = _device_metrics(job, task)
     _check_metrics(job, policy, [*metrics, *on_devices])
     tried = f"one batch of held-out data ({', '.join(sorted(metrics))})" if metrics else ""
+    if metrics and division.personal.size:
+        tried += ", with the initial values of what is personal"
     if on_devices:
         asked = f"{job.evaluation.devices} devices will evaluate ({', '.join(on_devices)})"
         return f"{tried}; {asked}" if tried else asked

@@ -185,6 +185,11 @@ class LimitsGuard:
             raise AdmissionRefused(
                 f"its owner does not allow the job {job.name!r}; allowed: {allowed}"
             )
+        if job.exchange.has_personal and not self.limits.personal_mb:
+            raise AdmissionRefused(
+                "its owner does not let jobs keep a part of the model on it between rounds "
+                "(personal_mb in policy.toml)"
+            )
         if not job.federated.secure_aggregation:
             self.check_plain()
         elif job.federated.mode == "buffered" and not self.limits.privacy.buffered:

@@ -62,11 +62,6 @@ class PersonalStates:
         Raises:
             AdmissionRefused: a state and the one before it are.
         """
-        if layout.size and not self._max_mb:
-            raise AdmissionRefused(
-                "its owner does not let jobs keep a part of the model on it between rounds "
-                "(personal_mb in policy.toml)"
-            )
         if layout.size and 2 * layout.nbytes > self._max_mb << 20:
             raise AdmissionRefused(
                 f"this run keeps 2 x {layout.nbytes} bytes on each device, and its owner allows "

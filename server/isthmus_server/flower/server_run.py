@@ -68,7 +68,9 @@ class FlowerServerRun:
         data = job.task.data_in(base)
         task = load_task(job.task.source, job.task.settings, base=base, data=data)
         strategy = job.strategy
-        self.model = GlobalModel(task, job.seed, strategy.server_optimizer, strategy.served_average)
+        self.model = GlobalModel(
+            task, job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
+        )
         flower = job.federated.flower or FlowerSection()
         self.federated = job.federated.model_copy(update={"flower": flower})
         self.adapter = FlowerStrategyAdapter(

@@ -39,6 +39,8 @@ def hosted_job(path: Path, run_config: Mapping[str, bool | int | float | str]) -
         refused = "fraction_evaluate in federated.flower.strategy: its evaluation is central"
     elif federated.flower is not None and federated.flower.app is not None:
         refused = "federated.flower.app: the app is the one in pyproject.toml"
+    elif job.exchange.has_personal or job.exchange.buffers == "recompute":
+        refused = "[exchange]: its devices keep nothing between rounds, and it has no datacenter"
     if refused:
         raise JobError(f"{path} cannot run under Flower's runtime because of {refused}")
     return job
