@@ -1,0 +1,74 @@
+"""Four hospitals, on the UCI heart disease data, which are not part of the project."""
+
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus import TaskError
+from isthmus.system.process import die_with_parent
+from isthmus_server.storage.store import Store
+from isthmus_server.views.report import read_report
+
+from .conftest import EXAMPLES, device
+
+DATA = Path(os.environ.get("ISTHMUS_TEST_DATA", "")) / "heart-disease"
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+SIZES = {"cleveland": (199, 104), "hungarian": (172, 89), "switzerland": (30, 16), "va": (85, 45)}
+"""Training and test rows in FLamby."""
+
+pytestmark = pytest.mark.skipif(
+    "ISTHMUS_TEST_DATA" not in os.environ, reason="ISTHMUS_TEST_DATA has the files"
+)
+
+
+def test_the_split_is_that_of_flamby(load_example):
+    _, task = load_example("heart", data=DATA)
+    for index, hospital in enumerate(HOSPITALS):
+        train = task.local_data(device(index, 4)).tensors
+        test = task.validation_data(device(index, 4)).tensors
+        assert (len(train[1]), len(test[1])) == SIZES[hospital]
+        assert train[0].shape[1] == 13
+        varies = train[0].std(0) > 0
+        assert torch.allclose(train[0].mean(0), torch.zeros(13), atol=1e-5)
+        assert torch.allclose(train[0].std(0)[varies], torch.ones(int(varies.sum())))
+    assert sum(sizes[0] for sizes in SIZES.values()) == 486  # as in its common.py
+
+
+def test_other_numbers_of_devices_and_missing_files_are_refused(load_example, tmp_path):
+    _, task = load_example("heart", data=tmp_path)
+    with pytest.raises(TaskError, match=r"3 devices for 4 hospitals; set federated\.clients=4"):
+        task.local_data(device(0, 3))
+    with pytest.raises(TaskError, match=r"there is no file .*/va\.csv; give the folder"):
+        task.local_data(device(3, 4))
+
+
+def test_the_secure_accuracy_is_that_of_the_hospitals_own_figures(tmp_path, monkeypatch, capsys):
+    """Three of the 15 rounds, with real processes."""
+    run = tmp_path / "run"
+    command = ["run", EXAMPLES / "heart/job.toml", "--run-dir", run, "--set", f"task.data={DATA}"]
+    subprocess.run(
+        [sys.executable, "-m", "isthmus.cli", *command, "--set", "rounds=3"],
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        preexec_fn=die_with_parent,
+    )
+    with contextlib.closing(Store.open(run)) as store:
+        evaluation = read_report(store).rounds[-1].evaluation
+    assert (evaluation.asked, evaluation.devices) == (4, 4)
+    tables = [str(DATA / f"{hospital}.csv") for hospital in HOSPITALS]
+    script = str(EXAMPLES / "heart/own_figures.py")
+    monkeypatch.setattr(sys, "argv", [script, str(run / "model.safetensors"), *tables])
+    monkeypatch.syspath_prepend(EXAMPLES / "heart")
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    runpy.run_path(script, run_name="__main__")
+    own = [line.split() for line in capsys.readouterr().out.splitlines()]
+    right = sum(round(float(share) * int(patients)) for _, share, _, patients, _ in own)
+    assert evaluation.metrics["devices_accuracy"] == pytest.approx(right / 254)
+    assert right / 254 > 0.6
