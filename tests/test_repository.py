@@ -56,6 +56,8 @@ COMMANDS = [
         "isthmus datacenter serve --control --data --grace --name --nodes --ranks --server --state "
         "--tasks"
     ),
+    "isthmus export --format --output RUN_DIR",
+    "isthmus fetch --max-mb --output --state JOB",
     "isthmus job check --set PATH",
     "isthmus job schema",
     "isthmus jobs --ended --json --state",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
@@ -26,6 +27,7 @@ from isthmus.wire import operator_pb2 as pb
 
 _SERVICE = "/isthmus.operator.v1.Operator/"
 _TIMEOUT = 30.0
+_MB = 1_000_000
 _RETRY_SECONDS = 10.0
 """Seconds that a repeated submission waits for a server that did not answer."""
 _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -103,6 +105,46 @@ class OperatorClient:
                 yield pb.Event.FromString(data)
         except grpc.RpcError as error:
             raise self._refusal(error) from None
+
+    def fetch(self, job: str, what: str, path: Path, limit: int) -> None:
+        """Write a job's result into a file, which appears when it is complete.
+
+        Args:
+            job: its id.
+            what: `model` or `report`.
+            path: of the file; one that exists is replaced.
+            limit: largest size in bytes.
+
+        Raises:
+            UserError: it is larger, or not what the server announced.
+            AdmissionRefused: the server refuses, or cannot be reached.
+        """
+        request = pb.FetchRequest(id=job, what=what)
+        call = self._channel.unary_stream(_SERVICE + "Fetch")(request.SerializeToString())
+        part = path.with_name(path.name + ".part")
+        try:
+            head = pb.FetchReply.FromString(next(call))
+            if head.size > limit:
+                raise UserError(
+                    f"the {what} of {job} has {head.size / 1e6:.1f} MB; allow them with --max-mb"
+                )
+            digest, left = hashlib.sha256(), head.size
+            with part.open("wb") as file:
+                for data in call:
+                    received = pb.FetchReply.FromString(data).data
+                    left -= len(received)
+                    if left < 0:
+                        break
+                    digest.update(received)
+                    file.write(received)
+            if left or digest.digest() != head.sha256:
+                raise UserError(f"the {what} of {job} did not arrive as the server announced it")
+            part.replace(path)
+        except grpc.RpcError as error:
+            raise self._refusal(error) from None
+        finally:
+            call.cancel()
+            part.unlink(missing_ok=True)
 
     def _refusal(self, error: grpc.RpcError, unsure: str = "") -> AdmissionRefused:
         assert isinstance(error, grpc.Call)
@@ -236,6 +278,32 @@ def resume(job: str, state: Path) -> None:
     """
     OperatorClient(state).call("Resume", pb.ResumeRequest(id=job), pb.ResumeReply)
     click.echo(f"{job} is tried again as soon as it is its turn")
+
+
+@click.command()
+@click.argument("job")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the files. Default: JOB.",
+)
+@click.option(
+    "--max-mb",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Refuse larger files, in MB.",
+)
+@_STATE
+def fetch(job: str, output: Path | None, max_mb: int, state: Path) -> None:
+    """Fetch the report of JOB, and its final model, model.safetensors, when it has finished."""
+    client, folder = OperatorClient(state), output or Path(job)
+    if Path(job).name != job:
+        raise UserError(f"{job!r} is not the id of a job; see `isthmus jobs`")
+    folder.mkdir(parents=True, exist_ok=True)
+    for what, name in (("report", "report.json"), ("model", "model.safetensors")):
+        client.fetch(job, what, folder / name, max_mb * _MB)
+        click.echo(f"{what:<7} {folder / name}")
 
 
 def _time_of_day(timestamp: float) -> str:

@@ -92,6 +92,24 @@ class ResumeReply(_message.Message):
     state: str
     def __init__(self, state: _Optional[str] = ...) -> None: ...
 
+class FetchRequest(_message.Message):
+    __slots__ = ("id", "what")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    what: str
+    def __init__(self, id: _Optional[str] = ..., what: _Optional[str] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("size", "sha256", "data")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    sha256: bytes
+    data: bytes
+    def __init__(self, size: _Optional[int] = ..., sha256: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class RenewRequest(_message.Message):
     __slots__ = ("signing_request",)
     SIGNING_REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -1,4 +1,4 @@
-"""The operators' gRPC service on the port of the link: submit, list, follow and cancel jobs."""
+"""The operators' gRPC service on the port of the link: jobs, their logs and their results."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from isthmus.job import read_job
 from isthmus.wire import operator_pb2
 from isthmus_server.control_plane.job_runner import JobRunner
 from isthmus_server.control_plane.members import Members
+from isthmus_server.delivery.results import PART_BYTES, open_result
 from isthmus_server.storage import audit
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
@@ -45,7 +46,8 @@ class OperatorService:
     Guarantees:
       * the certificate is checked in the registry with every call, and while a log is followed:
         only an operator that is not revoked is served;
-      * an operator can queue, follow and cancel jobs, and cannot submit code.
+      * an operator can queue, follow and cancel jobs and fetch their results, and cannot submit
+        code.
     """
 
     def __init__(self, members: Members, runner: JobRunner) -> None:
@@ -62,6 +64,7 @@ class OperatorService:
             "Cancel": self._unary(pb.CancelRequest, self._cancel),
             "Resume": self._unary(pb.ResumeRequest, self._resume),
             "Renew": self._unary(pb.RenewRequest, self._renew),
+            "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch),
             "Logs": grpc.stream_stream_rpc_method_handler(self._logs),
         }
 
@@ -127,6 +130,27 @@ class OperatorService:
                 self.members.registry.check(operator)
                 data = json.dumps(event.to_json())
                 yield operator_pb2.Event(kind=event.kind, data=data).SerializeToString()
+        except (IsthmusError, DecodeError, sqlite3.Error, OSError) as error:
+            await _refuse(context, error)
+        finally:
+            self._end_call(operator)
+
+    async def _fetch(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        operator = await self._authenticate(context)
+        try:
+            request = operator_pb2.FetchRequest.FromString(await _first(requests))
+            entry = self.runner.queue.get(request.id)
+            directory = self.runner.runs / entry.id
+            result = await asyncio.to_thread(open_result, directory, request.what)
+            with contextlib.closing(result):
+                await self._record("fetch", operator, job=entry.id, what=request.what)
+                head = operator_pb2.FetchReply(size=result.size, sha256=result.sha256)
+                yield head.SerializeToString()
+                while part := await asyncio.to_thread(result.file.read, PART_BYTES):
+                    self.members.registry.check(operator)
+                    yield operator_pb2.FetchReply(data=part).SerializeToString()
         except (IsthmusError, DecodeError, sqlite3.Error, OSError) as error:
             await _refuse(context, error)
         finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from isthmus.errors import UserError
-from isthmus.task import load_task
+from isthmus.task import Task, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
 from isthmus_server.storage.damage_checks import FINAL_MODEL
@@ -36,18 +36,22 @@ def load_model(run: Run | Path | str, round: str | int = DELIVERED) -> nn.Module
     """
     directory = Path(run) if isinstance(run, Path | str) else run.directory
     with contextlib.closing(Store.open(directory)) as store:
-        task_table = store.job.task
-        task = load_task(
-            task_table.source,
-            task_table.settings,
-            base=store.base,
-            data=task_table.data_in(store.base),
-        )
-        module = build_model(task, store.job.seed)
+        module = build_model(task_of(store), store.job.seed)
         layout = divide(module, store.job.exchange).exchanged
         payload = _payload(store, round, layout.nbytes)
     layout.scatter(layout.decode(payload), module)
     return module.eval()
+
+
+def task_of(store: Store) -> Task:
+    """The task of a run, loaded on this machine.
+
+    Raises:
+        TaskError: it cannot be loaded.
+    """
+    table = store.job.task
+    data = table.data_in(store.base)
+    return load_task(table.source, table.settings, base=store.base, data=data)
 
 
 def _payload(store: Store, round_: str | int, size: int) -> bytearray:
