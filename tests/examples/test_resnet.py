@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18, unmodified, on devices and ranks, with both rules of BatchNorm."""
+"""ResNet-18 of transformers, unmodified, on devices and ranks, with both rules of BatchNorm."""
 
 import contextlib
 import json
@@ -18,17 +18,18 @@ from torch.utils.data import TensorDataset
 
 import isthmus
 
-# A CPU build of PyTorch cannot load torchvision's compiled operators, which ResNet does not use.
-operators = torch.library.Library("torchvision", "FRAGMENT")
-for name in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, name):
-        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-from torchvision.models import resnet18
+from transformers import ResNetConfig, ResNetForImageClassification
 
 
 class Pictures(isthmus.Task):
     def model(self):
-        return resnet18(num_classes=3)
+        depths, widths = [2, 2, 2, 2], [64, 128, 256, 512]
+        return ResNetForImageClassification(
+            ResNetConfig(layer_type="basic", depths=depths, hidden_sizes=widths, num_labels=3)
+        )
+
+    def forward(self, model, inputs):
+        return model(inputs).logits
 
     def loss(self, output, target):
         return nn.functional.cross_entropy(output, target, reduction="none")
@@ -91,4 +92,7 @@ def test_resnet_trains(tmp_path, buffers, regimes):
     with safe_open(run / "model.safetensors", framework="pt") as model:
         assert len(model.keys()) == 62 + (40 if buffers == "average" else 0)
         if buffers == "average":
-            assert model.get_tensor("bn1.running_mean").abs().min() > 0
+            assert (
+                model.get_tensor("resnet.embedder.embedder.normalization.running_mean").abs().min()
+                > 0
+            )
