@@ -62,6 +62,7 @@ COMMANDS = [
     "isthmus job schema",
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
+    "isthmus new --kind FOLDER",
     "isthmus operator join --state --token-file TOKEN URL",
     "isthmus report --json --schema RUN_DIR",
     "isthmus resume --state JOB",

@@ -1,0 +1,46 @@
+"""The command ``isthmus new``."""
+
+from __future__ import annotations
+
+import keyword
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from isthmus.errors import UserError
+
+KINDS = ("tabular", "image", "language", "flower")
+
+
+@click.command()
+@click.argument("folder", metavar="NAME", type=click.Path(path_type=Path))
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    default="tabular",
+    show_default=True,
+    help="What the model learns from; flower: a ClientApp of Flower trains.",
+)
+def new(folder: Path, kind: str) -> None:
+    """Write a project in the new folder NAME: a task, a job that runs, and what to change next."""
+    name = folder.name
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UserError(
+            f"{name!r} cannot be the name of a project, which its task is installed by on devices; "
+            "use letters, digits and _, and begin with a letter"
+        )
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder} exists already; choose another name") from None
+    template = files("isthmus.projects") / "templates" / kind
+    written = []
+    for source in sorted(template.iterdir(), key=lambda each: each.name):
+        text = source.read_text(encoding="utf-8").replace("PROJECT", name)
+        path = folder / source.name.removesuffix(".txt")
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    for path in written:
+        click.echo(path)
+    click.echo(f"next: isthmus run {folder / 'job.toml'}")
