@@ -59,7 +59,7 @@ class AdaptiveSettings(Section):
     part of its value after the first round; 0: never."""
     alike_rounds: Annotated[int, Field(ge=1)] = 3
     """Rounds with devices before that is checked; three times as many after a warm start."""
-    forgotten: Annotated[float, Field(gt=1)] = 2.5
+    forgotten: Annotated[float, Field(gt=1)] = 2.0
     """Devices forget what others taught if their loss in a round exceeds this multiple of the
     first. They then rehearse public data, and the server takes shorter steps."""
     damped: Annotated[float, Field(gt=0, le=1)] = 0.5
