@@ -45,7 +45,7 @@ COMMANDS = [
         "isthmus client start --data --device --die-with-parent --hours --log-file --name --policy "
         "--print-systemd --server --shard --state --tasks --threads"
     ),
-    "isthmus compare --json --policies --run-dir --seeds --set JOB",
+    "isthmus compare --json --policies --run-dir --seeds --set --vary JOB",
     "isthmus datacenter agent --control",
     "isthmus datacenter join --state --token-file TOKEN URL",
     (

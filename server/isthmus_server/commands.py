@@ -21,6 +21,7 @@ from rich.console import Console
 from isthmus.errors import CannotContinue, UserError
 from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
+from isthmus.job.variations import combinations, parse_variation
 from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
 
@@ -111,16 +112,21 @@ def run(
 @_DIRECTORY
 @click.option(
     "--policies",
-    default="datacenter,federated",
-    show_default=True,
+    show_default="datacenter,federated; none with --vary",
     help="Policies to compare with the job's own, at the same budget.",
+)
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="KEY=VALUE,...",
+    help="Values of a key of the job to compare; given several times, all combinations.",
 )
 @click.option(
     "--seeds",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Runs of each policy, with seeds 1, 2, ...",
+    help="Runs of each variant, with seeds 1, 2, ...",
 )
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file."
@@ -129,11 +135,12 @@ def compare(
     job: Path,
     overrides: tuple[str, ...],
     run_dir: Path | None,
-    policies: str,
+    policies: str | None,
+    vary: tuple[str, ...],
     seeds: int,
     json_file: Path | None,
 ) -> None:
-    """Train JOB under several policies and print the results at the same cost.
+    """Train JOB under several policies, or with several values of its keys; print the results.
 
     Ctrl-C or SIGTERM ends it after the running round, for which it waits up to 30 s. The same
     command with its --run-dir continues it.
@@ -141,6 +148,17 @@ def compare(
     from isthmus_server.local.fork_server import ParticipantForkServer
 
     loaded = _loaded(job, overrides)
+    varied = [parse_variation(text) for text in vary]
+    if any(key == "seed" for key, _ in varied):
+        raise UserError("--vary seed has no effect: every variant is run with --seeds seeds")
+    named = "" if varied else "datacenter,federated"
+    names = [loaded.strategy.policy]
+    for name in (named if policies is None else policies).split(","):
+        if name and name not in names:
+            names.append(name)
+    if len(names) > 1 or not varied:
+        varied.insert(0, ("strategy.policy", names))
+    variants = combinations(varied)
     directory = run_dir or _fresh_directory(loaded, "compare-")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -149,14 +167,13 @@ def compare(
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
     # The fork must happen before this process opens files or starts threads.
-    with ParticipantForkServer.fork(ranks=loaded.datacenter.ranks > 0) as fork_server:
+    ranks = loaded.datacenter.ranks > 0 or any("datacenter.ranks" in each for each in variants)
+    with ParticipantForkServer.fork(ranks=ranks) as fork_server:
         prepare()
-        from isthmus_server.local.compare import PolicyComparison
+        from isthmus_server.local.compare import JobComparison
 
-        names = [loaded.strategy.policy]
-        names += [name for name in policies.split(",") if name and name not in names]
         base = job.resolve().parent
-        comparison = PolicyComparison(loaded, base, directory, names, seeds)
+        comparison = JobComparison(loaded, base, directory, variants, seeds)
         try:
             figures = run_until_stopped(comparison.run(Console(), fork_server), comparison.leave)
         except click.Abort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -58,12 +59,16 @@ def test_uninterrupted_and_killed_runs_end_with_the_same_bytes(
 def test_an_interrupted_comparison_is_continued_by_the_same_command(
     folder: Path, start: Any
 ) -> None:
-    """It is interrupted in its first round, and gives the figures of one that was not."""
+    """It is interrupted in its first round, and gives the figures of one that was not.
+
+    Its second variant has one device more, and processes of its own.
+    """
     gate = folder / "gate"
     keys = ("budget=8", "strategy.policy=federated", "strategy.schedule=[]", "datacenter.ranks=0")
     keys += ("task.settings.hold=client-0", f"task.settings.gate={gate}")
     sets = [word for key in keys for word in ("--set", key)]
-    arguments = ("job.toml", "--policies", "", "--seeds", "2", *sets)
+    vary = ("--vary", "federated.clients=4,5", "--seeds", "1")
+    arguments = ("job.toml", *vary, *sets)
 
     def compare(name: str) -> Any:
         where = ("--run-dir", name, "--json", f"{name}.json")
@@ -71,6 +76,13 @@ def test_an_interrupted_comparison_is_continued_by_the_same_command(
 
     whole = compare("whole")
     assert whole.finish() == 0, whole.output
+    variants = json.loads((folder / "whole.json").read_text())["variants"]
+    assert [variant["changes"] for variant in variants] == [
+        {"federated.clients": 4},
+        {"federated.clients": 5},
+    ]
+    assert [row["rounds"] for variant in variants for row in variant["runs"]] == [2, 2]
+    assert "┃ federated.clients ┃ rounds ┃ cost ┃" in whole.output
     os.mkfifo(gate)
     parked = compare("parked")
     with gate.open("w"):  # as soon as client-0 waits in round 1

@@ -52,8 +52,29 @@ def test_a_comparison_needs_a_budget(tmp_path, write_task):
     write_task()
     job = tmp_path / "job.toml"
     job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
-    with pytest.raises(UserError, match=r"^a comparison needs a budget"):
+    with pytest.raises(UserError, match=r"^a comparison of policies needs a budget"):
         invoke(commands.compare, job, "--run-dir", tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("vary", "sentence"),
+    [
+        ("rounds", r"^--vary 'rounds' is not of the form key\.sub=value,value$"),
+        ("rounds=1,2,1", r"^--vary 'rounds=1,2,1' has a value twice$"),
+        ("rounds=2,0", r"^with rounds=0: job: rounds=0: |^with rounds=0: rounds=0"),
+        ("federated.chort=2", r"^with federated\.chort=2: .*did you mean .*cohort"),
+        ("rounds.x=2", r"^with rounds\.x=2: rounds\.x: 'rounds' is a value, not a table$"),
+        ("seed=1,2", r"^--vary seed has no effect"),
+    ],
+)
+def test_variants_that_are_no_jobs_are_refused_before_any_runs(
+    tmp_path, write_task, vary, sentence
+):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    with pytest.raises(UserError, match=sentence):
+        invoke(commands.compare, job, "--run-dir", tmp_path / "runs", "--vary", vary)
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--json"])

@@ -357,13 +357,21 @@ def job_schema() -> dict[str, Any]:
 
 
 def with_changes(job: Job, changes: Mapping[str, Any]) -> Job:
-    """A validated copy with some keys changed: `{"strategy.policy": "federated"}`."""
+    """A validated copy with some keys changed: `{"strategy.policy": "federated"}`.
+
+    Raises:
+        JobError: the result is no valid job.
+    """
     table = job.model_dump()
     for key, value in changes.items():
         *path, last = key.split(".")
         inner = table
         for part in path:
+            if inner.get(part) is None:
+                inner[part] = {}
             inner = inner[part]
+            if not isinstance(inner, dict):
+                raise JobError(f"{key}: {part!r} is a value, not a table")
         inner[last] = value
     try:
         return Job.model_validate(table)
