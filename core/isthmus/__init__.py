@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
-from isthmus.task.definition import Participant, Task
+from isthmus.task.definition import Participant, StepLoss, Task
 from isthmus.task.device_sums.metrics import BinnedScores, Confusion, Mean
 from isthmus.task.loading import load_task
 
@@ -30,6 +30,7 @@ __all__ = [
     "Mean",
     "Participant",
     "Run",
+    "StepLoss",
     "Task",
     "TaskError",
     "UpdateError",

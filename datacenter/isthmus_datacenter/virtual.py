@@ -18,6 +18,7 @@ import torch
 from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, load_task, user_code
+from isthmus.task.definition import Parameters, defines
 from isthmus.task.held_out import HeldOut
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import (
@@ -116,18 +117,18 @@ class VirtualRun:
         )
         division.check_datacenter()
         self.layout = division.exchanged
+        if defines(self.task, "training_step"):
+            raise TaskError(
+                "a simulated datacenter trains with loss(), and this task has training_step(); use "
+                "a real one"
+            )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):
             self.dataset = self.task.local_data(self.participant)
         self.examples = count_examples(self.dataset, "local_data()")
         self.held_out = HeldOut(self.task)
-        self.order = ExampleOrder(
-            examples=self.examples,
-            replicas=1,
-            batch_size=self.job.datacenter.batch_size,
-            seed=self.job.seed,
-        )
+        self.order = ExampleOrder.of(self.task, self.dataset, self.examples, 1, self.job)
         self._schedules: Mapping[str, ScheduleState] = {}
         self.round = 0
         self.optimizers = self._make_optimizers()
@@ -229,7 +230,8 @@ class VirtualRun:
             raise UpdateError(f"this virtual datacenter has no state of step {step}")
         self.layout.scatter(parameters, self.model)
         self.optimizers = self._make_optimizers()
-        self.optimizers.named[""].load_state_dict(optimizer)
+        for name, state in optimizer.items():
+            self.optimizers.named[name].load_state_dict(state)
         self.optimizers.restored()
         self.step = step
 
@@ -242,15 +244,15 @@ class VirtualRun:
         size = self.order.batch_size
         indices = self.order.examples_between(first * size, until * size)
         total = torch.zeros((), dtype=torch.float64)
-        units = 0
-        for inputs, target in batches(self.dataset, indices, size, CPU):
+        units = 0.0
+        for inputs, target in batches(self.task, self.dataset, indices, size, CPU):
             _, values = losses(self.task, self.model, inputs, target)
             with user_code("the backward pass"):
                 torch.autograd.backward(values.mean())
             update()
-            total += values.detach().sum(dtype=torch.float64)
-            units += values.numel()
-        return float(total) / max(units, 1)
+            total += values.total64()
+            units += float(values.count())
+        return float(total) / (units or 1)
 
     def _update(self, position: int) -> None:
         self.optimizers.go_to(position)
@@ -270,12 +272,14 @@ class VirtualRun:
     def _make_optimizers(self) -> TaskOptimizers:
         participant = dataclasses.replace(self.participant, round=self.round)
         with user_code("optimizer()"):
-            made = self.task.optimizer(self.model.parameters(), participant)
+            made = self.task.optimizer(Parameters(self.model.named_parameters()), participant)
         schedule = job_schedule(self.job, self.job.datacenter.batch_size)
         parameters = self.model.parameters()
         return TaskOptimizers(made, parameters, schedule, self._schedules)
 
     def _snapshot(self) -> tuple[int, torch.Tensor, dict[str, Any]]:
-        table = self.optimizers.named[""].state_dict()
-        table["state"] = copy.deepcopy(table["state"])
-        return self.step, self.layout.gather(self.model), table
+        tables = {}
+        for name, optimizer in self.optimizers.named.items():
+            tables[name] = optimizer.state_dict()
+            tables[name]["state"] = copy.deepcopy(tables[name]["state"])
+        return self.step, self.layout.gather(self.model), tables

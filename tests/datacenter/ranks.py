@@ -182,7 +182,7 @@ def _restore(engine: Engine, state: str, step: int) -> None:
 
 def _fields(engine: Engine, parameter: torch.nn.Parameter) -> dict[str, Any]:
     """A parameter's value and optimizer state."""
-    return {"value": parameter.detach(), **engine.optimizer.inner.state[parameter]}
+    return {"value": parameter.detach(), **engine.optimizer.state_of(parameter)}
 
 
 def _compare(engine: Engine, state: str, step: int, file: str) -> tuple[int, list[str]]:
@@ -230,7 +230,7 @@ def save_until_killed(rank: int, open_command: dict[str, Any], state: str, progr
 def _fill(engine: Engine, value: float) -> None:
     for parameter in engine.shard.parameters().values():
         parameter.grad = torch.zeros_like(parameter)
-    engine.optimizer.inner.step()  # creates the optimizer's state
+    engine.optimizer.apply({})  # creates the optimizer's state
     with torch.no_grad():
         for parameter in engine.shard.parameters().values():
             for each in _fields(engine, parameter).values():

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import isthmus_datacenter.training.engine
 import isthmus_datacenter.training.round
-from isthmus import Participant, Task
+from isthmus import Participant, StepLoss, Task
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 
 CLASSES = 3
@@ -84,6 +84,38 @@ class Table(_Small):
         inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
         rows = TensorDataset(inputs, inputs.abs().sum(1).long() % CLASSES)
         return _Noisy(rows) if self.settings.get("noise") else rows
+
+
+class Masked(Table):
+    """Units of one class are not scored, as padding is not."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return cross_entropy(output, target), target != 0
+
+
+class ByBatch(Table):
+    """Its loss depends on which examples are in a batch; batches are of similar examples."""
+
+    def training_step(self, model: nn.Module, batch: Any) -> StepLoss:
+        outputs = model(batch[0])
+        spread = outputs.var(0).sum()
+        return StepLoss(cross_entropy(outputs, batch[1]).mean() - spread, parts={"spread": spread})
+
+    def order(self, dataset: Any, batch_size: int, generator: torch.Generator) -> Any:
+        first = torch.randperm(len(dataset) // 5, generator=generator) * 5
+        return (first[:, None] + torch.arange(5)).flatten()
+
+
+class InTurns(Table):
+    """Two optimizers, the second with ten times the loss."""
+
+    def optimizer(self, parameters: Any, participant: Participant) -> Any:
+        parts = {"lower": parameters.of("0"), "upper": [*parameters.of("3"), *parameters.of("5")]}
+        return {name: torch.optim.Adam(part, lr=0.01) for name, part in parts.items()}
+
+    def training_step(self, model: nn.Module, batch: Any, optimizer: str = "") -> torch.Tensor:
+        factor = 10.0 if optimizer == "upper" else 1.0
+        return factor * cross_entropy(model(batch[0]), batch[1]).mean()
 
 
 class Normalised(Table):

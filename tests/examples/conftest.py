@@ -45,7 +45,7 @@ def train(task, participant, epochs, batch_size):
     order = torch.Generator().manual_seed(1)
     for _ in range(epochs):
         rows = torch.randperm(len(data), generator=order).tolist()
-        for inputs, target in batches(data, rows, batch_size, CPU):
+        for inputs, target in batches(task, data, rows, batch_size, CPU):
             optimizer.zero_grad()
             losses(task, model, inputs, target)[1].mean().backward()
             optimizer.step()

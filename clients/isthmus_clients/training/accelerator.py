@@ -128,25 +128,28 @@ class Arithmetic:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._dtype)
 
-    def backward(self, loss: torch.Tensor, optimizers: TaskOptimizers) -> None:
-        """Compute the gradients of a loss; in fp16 the loss is scaled, and the gradients back."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss, which in fp16 is scaled until `unscale`."""
         import torch
 
-        if self._scaler is None:
-            torch.autograd.backward(loss)
-            return
-        torch.autograd.backward(self._scaler.scale(loss))
-        for optimizer in optimizers.named.values():
-            self._scaler.unscale_(optimizer)
+        torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
 
-    def step(self, optimizers: TaskOptimizers, model: nn.Module) -> None:
-        """Clip and apply the gradients; a step whose gradients overflowed in fp16 is left out."""
+    def unscale(self, optimizers: TaskOptimizers, name: str) -> None:
+        """Scale the gradients of an optimizer back; nothing but in fp16."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizers.named[name])
+
+    def step(self, optimizers: TaskOptimizers, model: nn.Module, name: str) -> None:
+        """Clip and apply the gradients of an optimizer.
+
+        A step whose gradients overflowed in fp16 is left out.
+        """
         import torch
 
         if self._settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), self._settings.clip_norm)
         if self._scaler is None:
-            optimizers.step()
+            optimizers.step(only=name)
             return
-        optimizers.step(self._scaler.step)
+        optimizers.step(self._scaler.step, only=name)
         self._scaler.update()

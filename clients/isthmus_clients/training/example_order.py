@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from isthmus.job.federated import FederatedSection
+from isthmus.task.scoring.order import EpochOrder
 
 
 def local_seed(seed: int, round_: int, name: str) -> bytes:
@@ -16,27 +17,24 @@ def local_seed(seed: int, round_: int, name: str) -> bytes:
     return hashlib.sha256(f"isthmus/local/{seed}/{round_}/{name}".encode()).digest()
 
 
-def step_indices(seed: bytes, examples: int, settings: FederatedSection) -> Iterator[list[int]]:
-    """Yield the examples of each local step: shuffled epochs, as many as the job specifies.
-
-    >>> section = FederatedSection(local_epochs=2, batch_size=2)
-    >>> [len(batch) for batch in step_indices(bytes(32), 3, section)]
-    [2, 1, 2, 1]
-    """
+def step_indices(seed: bytes, order: EpochOrder, settings: FederatedSection) -> Iterator[list[int]]:
+    """Yield the examples of each local step: shuffled epochs, as many as the job specifies."""
     generator = torch.Generator().manual_seed(number(seed))
     steps_left = settings.local_steps
     epochs = itertools.repeat(None) if steps_left is not None else range(settings.local_epochs or 1)
     for _ in epochs:
-        order = torch.randperm(examples, generator=generator).tolist()
-        for start in range(0, examples, settings.batch_size):
+        if steps_left == 0:
+            return
+        indices = order.epoch(generator).tolist()
+        for start in range(0, len(indices), settings.batch_size):
             if steps_left == 0:
                 return
-            yield order[start : start + settings.batch_size]
+            yield indices[start : start + settings.batch_size]
             steps_left = None if steps_left is None else steps_left - 1
 
 
 def step_count(examples: int, settings: FederatedSection) -> int:
-    """The number of local steps.
+    """The number of local steps, with that many examples in an epoch.
 
     >>> step_count(3, FederatedSection(local_epochs=2, batch_size=2))
     4
@@ -46,15 +44,10 @@ def step_count(examples: int, settings: FederatedSection) -> int:
     return (settings.local_epochs or 1) * -(-examples // settings.batch_size)
 
 
-def first_pass(seed: bytes, examples: int, settings: FederatedSection) -> list[list[int]]:
-    """The steps of `step_indices` in which an example is seen for the first time.
-
-    >>> section = FederatedSection(local_epochs=2, batch_size=2)
-    >>> [len(batch) for batch in first_pass(bytes(32), 3, section)]
-    [2, 1]
-    """
-    steps = -(-examples // settings.batch_size)
-    return list(itertools.islice(step_indices(seed, examples, settings), steps))
+def first_pass(seed: bytes, order: EpochOrder, settings: FederatedSection) -> list[list[int]]:
+    """The steps of `step_indices` in the first epoch."""
+    steps = -(-order.length // settings.batch_size)
+    return list(itertools.islice(step_indices(seed, order, settings), steps))
 
 
 def number(seed: bytes) -> int:

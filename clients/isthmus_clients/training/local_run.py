@@ -6,10 +6,9 @@ Shape legend: N = float32 elements of the exchange set.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,12 @@ from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, check_installed, load_task, user_code
+from isthmus.task.definition import Parameters, defines
 from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
-from isthmus.task.scoring import (
-    Averages,
-    batches,
-    build_same_model,
-    count_examples,
-    losses,
-)
+from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_change, fingerprint
 from isthmus.transport.blobs import Buffer
@@ -38,17 +33,18 @@ from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.accelerator import Arithmetic
-from isthmus_clients.training.example_order import (
-    first_pass,
-    local_seed,
-    number,
-    step_count,
-    step_indices,
-)
-from isthmus_clients.training.gradient_terms import add_gradient, add_proximal, train_in_turn
+from isthmus_clients.training.example_order import local_seed, number
 from isthmus_clients.training.initial_buffers import InitialBuffers
+from isthmus_clients.training.local_data import LocalData
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
+from isthmus_clients.training.step_gradient import (
+    StepGradient,
+    add_gradient,
+    add_proximal,
+    each_optimizer,
+    train_in_turn,
+)
 
 CPU = torch.device("cpu")
 
@@ -137,9 +133,14 @@ class DeviceRun:
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
         """Those of the last round, from which the next one's continue."""
-        with user_code("local_data()"):
-            self.dataset = self.task.local_data(participant)
-        self.examples = count_examples(self.dataset, f"local_data() of {participant.name}")
+        self._data = LocalData(self.task, participant, self.job.federated, self._arithmetic.device)
+        self.dataset, self.examples = self._data.dataset, self._data.examples
+        self._gradient = StepGradient(
+            self.task,
+            self._trained,
+            self._arithmetic,
+            accumulates=self.job.federated.accumulate > 1,
+        )
 
     def seed_of(self, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
@@ -248,35 +249,43 @@ class DeviceRun:
 
         The random state of the training that follows does not depend on it.
         """
-        settings, seed = self.job.federated, self.seed_of(round_)
-        steps = first_pass(seed, self.examples, settings)
-        total = sum(map(len, steps))
+        seed, total = self.seed_of(round_), self._data.first_pass_examples
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
+            optimizers = TaskOptimizers(self._made(round_), self.model.parameters())
             torch.manual_seed(number(seed))
-            for indices in steps:
-                for inputs, target in self._batch(indices):
+            for step in self._data.first_pass(seed, round_):
+                for piece in step:
                     _check_wanted(stopped)
-                    _, values = losses(self.task, self.model, inputs, target)
-                    with user_code("the backward pass"):
-                        torch.autograd.backward(values.mean() * (len(indices) / total))
+                    for name in optimizers.named:
+                        with optimizers.alone(name):
+                            self._gradient.add_share(piece, piece.examples / total, name)
         gradients = {name: each.grad for name, each in self.model.named_parameters()}
         for name, part in self.layout.parts(out):
             gradient = gradients.get(name)
             part.zero_() if gradient is None else part.copy_(gradient)
         self.model.zero_grad(set_to_none=True)
 
+    def _made(self, round_: int) -> object:
+        """What the task's `optimizer()` returns for a round."""
+        participant = dataclasses.replace(self.participant, round=round_)
+        with user_code("optimizer()"):
+            made = self.task.optimizer(Parameters(self.model.named_parameters()), participant)
+        if isinstance(made, Mapping) and not defines(self.task, "training_step"):
+            raise TaskError(SEVERAL)
+        return made
+
     def _optimizers(
         self, round_: int, position: RoundPosition, stopped: Callable[[], bool]
     ) -> TaskOptimizers:
         """The task's optimizers for a round, with the rates of its first step."""
-        participant = dataclasses.replace(self.participant, round=round_)
-        with user_code("optimizer()"):
-            made = self.task.optimizer(self.model.parameters(), participant)
         batch = position.cohort * self.job.federated.batch_size
         optimizers = TaskOptimizers(
-            made, self.model.parameters(), job_schedule(self.job, batch), self._schedules
+            self._made(round_),
+            self.model.parameters(),
+            job_schedule(self.job, batch),
+            self._schedules,
         )
         optimizers.check_round(position)
         optimizers.go_to(position.start, lambda: _check_wanted(stopped))
@@ -301,31 +310,26 @@ class DeviceRun:
             self.model.train()
             self._arithmetic.begin()
             anchors = dict(self._on_device(start)) if settings.proximal else {}
-            step, count = 0, step_count(self.examples, settings)
-            examples = step_indices(self.seed_of(round_), self.examples, settings)
-            for inputs, target in itertools.chain.from_iterable(map(self._batch, examples)):
+            step, count = 0, self._data.step_count(settings)
+            for parts in self._data.steps(self.seed_of(round_), round_, settings):
                 _check_wanted(stopped)
                 optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
-                optimizers.zero_grad()
-                with self._arithmetic.autocast():
-                    _, values = losses(self.task, self._trained, inputs, target)
-                loss = values.mean()
                 step += 1
-                if not math.isfinite(value := float(loss.detach())):
-                    diverged = diverged or TaskError(
-                        f"the loss of {self.participant.name} is {value} at step {step}; "
-                        f"{self._advice()}"
-                    )
-                    if not settings.secure_aggregation:
-                        raise diverged
-                averages.add({"loss": values})
-                with user_code("the backward pass"):
-                    self._arithmetic.backward(loss, optimizers)
-                add_proximal(self.model, anchors, settings.proximal)
-                add_gradient(self.model, added)
-                if turn := settings.personal_steps:
-                    train_in_turn(self.model, self.personal.names, first=step <= turn)
-                self._arithmetic.step(optimizers, self.model)
+                for name, batch in each_optimizer(optimizers, parts):
+                    loss = self._gradient.add(batch, averages, name)
+                    self._arithmetic.unscale(optimizers, name)
+                    add_proximal(self.model, anchors, settings.proximal)
+                    add_gradient(self.model, added)
+                    if turn := settings.personal_steps:
+                        train_in_turn(self.model, self.personal.names, first=step <= turn)
+                    self._arithmetic.step(optimizers, self.model, name)
+                    if not math.isfinite(value := float(loss)):
+                        diverged = diverged or TaskError(
+                            f"the loss of {self.participant.name} is {value} at step {step}; "
+                            f"{self._advice()}"
+                        )
+                        if not settings.secure_aggregation:
+                            raise diverged
                 progress(link_pb2.Progress(steps=step, loss=value))
         if diverged is not None:
             raise diverged
@@ -336,15 +340,11 @@ class DeviceRun:
 
         The data are not searched where the time of that could tell a server something.
         """
-        if self.job.federated.secure_aggregation and not self.job.federated.clients:
+        secure = self.job.federated.secure_aggregation and not self.job.federated.clients
+        if secure or self._data.is_stream:
             return "lower the learning rate or check the data"
         what = f"local_data() of {self.participant.name}"
         return explain_not_finite(self.dataset, range(self.examples), what)
-
-    def _batch(self, indices: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """The batch of some examples."""
-        size, device = self.job.federated.batch_size, self._arithmetic.device
-        return batches(self.dataset, indices, size, device)
 
     def score(
         self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None

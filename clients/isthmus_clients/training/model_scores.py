@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from isthmus.errors import TaskError, UpdateError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import batches, count_examples, losses_of, output_of
+from isthmus.task.scoring.units import unit_values
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 
@@ -38,15 +39,20 @@ def unit_scores(
     order = range(count_examples(dataset, "local_data()"))
     parts, are_losses = [], False
     try:
-        for inputs, target in batches(dataset, order, batch_size, torch.device("cpu")):
+        for inputs, target in batches(task, dataset, order, batch_size, torch.device("cpu")):
             output = output_of(task, model, inputs)
             with user_code("score()"):
-                values = task.score(output, target)
-            if values is None:
+                returned = task.score(output, target)
+            if returned is None:
                 values, are_losses = losses_of(task, output, target), True
-            if not isinstance(values, torch.Tensor) or values.ndim == 0:
-                raise TaskError("score() must return one value per example, not a single number")
-            parts.append(values.double().flatten())
+            else:
+                scored = unit_values(returned, "score()")
+                if scored is None:
+                    raise TaskError(
+                        "score() must return one value per example, not a single number"
+                    )
+                values = scored
+            parts.append(values.scored("loss()" if are_losses else "score()").double())
     finally:
         model.train(was_training)
     return torch.cat(parts), are_losses

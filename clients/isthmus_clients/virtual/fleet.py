@@ -29,6 +29,7 @@ from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.optimizers import ScheduleState
 from isthmus.task.scoring import build_same_model, count_examples
+from isthmus.task.scoring.order import EpochOrder
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of, position_of
@@ -40,6 +41,7 @@ from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.virtual.stacked import (
     Gradients,
     Stacked,
+    check_run,
     check_settings,
     clip_each,
     mean_gradients,
@@ -233,15 +235,8 @@ class _VirtualRun:
         self.model, division = build_same_model(
             self.task, self.job, work.layout, fingerprint_of(work.frozen), "a virtual device"
         )
-        division.check_exchanged_only(
-            "virtual devices", "remove exchange.personal and exchange.buffers = 'local'"
-        )
+        check_run(self.task, division)
         self.layout = division.exchanged
-        if self.layout.statistics:
-            raise TaskError(
-                f"virtual devices cannot keep running statistics ({self.layout.statistics[0]!r}); "
-                "set exchange.buffers = 'frozen', or use GroupNorm"
-            )
         self.gradients = Gradients(self.task, self.model)
 
     def dataset(self, participant: Participant) -> Dataset[Any]:
@@ -289,16 +284,21 @@ class _VirtualRun:
         seeds = [
             local_seed(self.job.seed, work.round, training.participant.name) for training in batch
         ]
+        size = self.job.federated.batch_size
+        orders = [
+            EpochOrder(self.task, dataset, count, size)
+            for dataset, count in zip(datasets, counts, strict=True)
+        ]
         indices = [
-            list(step_indices(seed, count, self.job.federated))
-            for seed, count in zip(seeds, counts, strict=True)
+            list(step_indices(seed, order, self.job.federated))
+            for seed, order in zip(seeds, orders, strict=True)
         ]
         passes = None
         if work.gradient_scale:
             settings = self.job.federated
             passes = [
-                len(first_pass(seed, count, settings))
-                for seed, count in zip(seeds, counts, strict=True)
+                len(first_pass(seed, order, settings))
+                for seed, order in zip(seeds, orders, strict=True)
             ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(seeds[0][:8], "little") >> 1)
@@ -362,7 +362,7 @@ class _VirtualRun:
             means = {name: torch.zeros_like(part) for name, part in stacked.items()}
             return stacked, [0.0] * k, means if passes else {}
         inputs, targets, present = stacked_batches(
-            datasets, indices, steps_max, self.job.federated.batch_size
+            self.task, datasets, indices, steps_max, self.job.federated.batch_size
         )
         means = {}
         if passes:

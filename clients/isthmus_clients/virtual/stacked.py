@@ -18,8 +18,11 @@ from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task, user_code
+from isthmus.task.definition import Parameters, defines
+from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import batches, losses
+from isthmus.tensors.division import Division
 from isthmus_clients.training.local_run import CPU
 
 aten = torch.ops.aten
@@ -80,6 +83,28 @@ _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAda
 """Optimizers that are not element-wise and would mix the stacked models of all devices."""
 
 
+def check_run(task: Task, division: Division) -> None:
+    """Refuse a task and a division of its model that stacked models cannot have.
+
+    Raises:
+        TaskError: there is a loss of a batch as a whole, a personal parameter, or a running
+            statistic.
+    """
+    division.check_exchanged_only(
+        "virtual devices", "remove exchange.personal and exchange.buffers = 'local'"
+    )
+    if statistics := division.exchanged.statistics:
+        raise TaskError(
+            f"virtual devices cannot keep running statistics ({statistics[0]!r}); "
+            "set exchange.buffers = 'frozen', or use GroupNorm"
+        )
+    if defines(task, "training_step"):
+        raise TaskError(
+            "virtual devices compute the losses of all examples together, and training_step() is "
+            "the loss of one device's batch; use real devices"
+        )
+
+
 def check_settings(settings: FederatedSection) -> None:
     """Refuse settings of a device's training that stacked models cannot have.
 
@@ -133,7 +158,9 @@ def stacked_optimizers(
     task, job = run
     parameters = [part.requires_grad_() for part in stacked.values()]
     with user_code("optimizer()"):
-        made = task.optimizer(parameters, participant)  # type: ignore[arg-type]  # plain tensors: each stacks all devices'
+        made = task.optimizer(Parameters(stacked.items()), participant)  # type: ignore[arg-type]  # plain tensors: each stacks all devices'
+    if isinstance(made, Mapping):
+        raise TaskError(SEVERAL)
     schedule = job_schedule(job, position.cohort * job.federated.batch_size)
     optimizers = TaskOptimizers(made, parameters, schedule, earlier)
     _check_elementwise(optimizers.named.values())
@@ -225,10 +252,15 @@ class _Scored(nn.Module):
 
     def forward(self, inputs: Any, target: Any) -> torch.Tensor:
         _, values = losses(self.task, self.model, inputs, target)
-        return values.reshape(len(inputs), -1).mean(1)
+        if values.weights is not None:
+            raise TaskError(
+                "virtual devices train together, without masks of scored units; use real devices"
+            )
+        return values.values.reshape(len(inputs), -1).mean(1)
 
 
 def stacked_batches(
+    task: Task,
     datasets: Sequence[Dataset[Any]],
     indices: Sequence[Sequence[list[int]]],
     steps_max: int,
@@ -246,7 +278,7 @@ def stacked_batches(
             flat += step + [0] * (batch_size - len(step))
         lengths[: len(steps), k, 0] = torch.tensor([float(len(step)) for step in steps])
         flat += [0] * (batch_size * steps_max - len(flat))
-        x, y = next(batches(dataset, flat, len(flat), CPU))
+        x, y = next(batches(task, dataset, flat, len(flat), CPU))
         if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
             raise TaskError(
                 "virtual devices need examples of two tensors (input, target), not "

@@ -149,6 +149,8 @@ class FederatedSection(Section):
     nothing of them is kept. A schedule has the rates of its first step."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Examples in one local step."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -176,6 +178,11 @@ class FederatedSection(Section):
     def _work_and_quorum_fit(self) -> FederatedSection:
         if self.local_epochs is not None and self.local_steps is not None:
             raise ValueError("set local_epochs or local_steps, not both")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot be divided into accumulate="
+                f"{self.accumulate} equal parts"
+            )
         if self.quorum is not None and self.quorum > self.cohort:
             raise ValueError(
                 f"quorum={self.quorum} is above cohort={self.cohort}; lower one or raise the other"
@@ -327,6 +334,7 @@ _TRAINING = (
     "personal_steps",
     "fine_tune_steps",
     "batch_size",
+    "accumulate",
     "proximal",
     "clip_norm",
     "precision",

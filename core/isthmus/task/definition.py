@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
     from isthmus.task.device_sums.metrics import DeviceMetric
 
+    Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    Made = torch.optim.Optimizer | tuple[torch.optim.Optimizer, LRScheduler]
+
 Regime = Literal["datacenter", "federated"]
 
 
@@ -68,8 +71,37 @@ class Participant:
     """The round, from 1, that an optimizer is made for; 0 when data are loaded."""
 
 
+class Parameters(list["torch.nn.Parameter"]):
+    """The parameters of a model, which `Task.optimizer` may choose by name."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """`named` are parameters with their names in the model."""
+        self.named = dict(named)
+        """By name."""
+        super().__init__(self.named.values())
+
+    def of(self, prefix: str) -> list[torch.nn.Parameter]:
+        """The parameters of a submodule, such as ``"encoder"``."""
+        return [each for name, each in self.named.items() if f"{name}.".startswith(f"{prefix}.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """The loss of a batch as a whole, as `Task.training_step` returns it."""
+
+    loss: torch.Tensor
+    """One number (0-d): the mean over what the batch scores."""
+    weight: float | None = None
+    """How much it counts against other batches; None for the number of examples, which are the rows
+    of the batch's tensors."""
+    parts: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Numbers (0-d) to be logged by name, such as components of the loss."""
+
+
 class Task(abc.ABC):
-    """Base class of tasks. Subclasses define the four abstract methods.
+    """Base class of tasks. Subclasses define the three abstract methods, and what is learned.
+
+    That is `loss` for a mean over examples, or `training_step` for a loss of a batch as a whole.
 
     Guarantees:
       * one instance per process and run, constructed with the job's ``[task.settings]``;
@@ -104,18 +136,43 @@ class Task(abc.ABC):
         some on devices or freezes them.
         """
 
-    @abc.abstractmethod
-    def loss(self, output: Any, target: Any) -> torch.Tensor:
+    def loss(self, output: Any, target: Any) -> Values:
         """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
 
-        Not averaged, so that partial batches, ranks and clients are weighted exactly.
+        Not averaged, so that partial batches, ranks and clients are weighted exactly. With padding,
+        return a pair of the values and a mask of the same shape, bool, of the units that count; or
+        weights that are not negative. Required unless the task defines `training_step`.
         """
+        raise NotImplementedError
 
-    def metrics(self, output: Any, target: Any) -> dict[str, torch.Tensor]:
-        """Further metrics, one value per scored unit each; averaged by Isthmus. Default: none."""
+    def metrics(self, output: Any, target: Any) -> Mapping[str, Values]:
+        """Further metrics, one value per scored unit each; averaged by Isthmus. Default: none.
+
+        Each may be a pair with a mask, as in `loss`.
+        """
         return {}
 
-    def score(self, output: Any, target: Any) -> torch.Tensor | None:
+    def training_step(self, model: nn.Module, batch: Any) -> torch.Tensor | StepLoss:
+        """The loss of a batch as a whole (0-d), for losses that are no mean over examples.
+
+        With it `loss` is not used in training. Gradients of several ranks, and of the parts of an
+        accumulated batch, are averaged by weight, which is the number of examples unless a
+        `StepLoss` says otherwise. `batch` is what the loader gives, on the model's device.
+
+        If `optimizer()` returns several optimizers, it is called for each in turn with
+        ``optimizer=name``, and only that optimizer's parameters are trained.
+        """
+        raise NotImplementedError
+
+    def evaluation_step(self, model: nn.Module, batch: Any) -> torch.Tensor | StepLoss:
+        """The loss of a held-out batch as a whole (0-d), in place of `loss` and `metrics`.
+
+        It is averaged over batches by weight, and so are the parts of a `StepLoss`. Default: the
+        model is evaluated by `loss` and `metrics`.
+        """
+        raise NotImplementedError
+
+    def score(self, output: Any, target: Any) -> Values | None:
         """A bounded error from 0 (best) to 1 for each scored unit, used to compare models.
 
         Bounded, so that no single overconfident prediction dominates. Values outside of 0 to 1 are
@@ -126,7 +183,41 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def local_data(self, participant: Participant) -> Dataset[Any]:
-        """The training data of one participant: a map-style dataset of `(input, target)` pairs."""
+        """The training data of one participant: a map-style dataset, usually of pairs.
+
+        Or an `IterableDataset`, of which a device reads ``federated.local_steps`` batches a round,
+        where the round before ended. Its method ``start_at(example)``, an iterator over the rest,
+        avoids that what comes before is read and dropped.
+        """
+
+    def collate(self, rows: list[Any]) -> Any:
+        """A batch of rows of a dataset: any nested structure of tensors.
+
+        Used wherever data is read. Default: PyTorch's `default_collate`. A data collator of Hugging
+        Face fits as it is: ``self.collate = DataCollatorWithPadding(tokenizer)``.
+        """
+        from torch.utils.data import default_collate
+
+        return default_collate(rows)
+
+    def inputs_and_target(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs for `forward` and the target for `loss` of a batch.
+
+        Default: the batch is such a pair. Define it for data sets whose rows are dictionaries.
+        """
+        pair: tuple[Any, Any] = batch
+        return pair
+
+    def order(
+        self, dataset: Dataset[Any], batch_size: int, generator: torch.Generator
+    ) -> Sequence[int] | None:
+        """The indices of one epoch, in which every `batch_size` consecutive ones are a batch.
+
+        For batches of similar lengths, or to draw some examples more often. It must draw all its
+        randomness from `generator`, and always return equally many. A datacenter leaves out an
+        incomplete last batch. Default: None, for all examples in a random order.
+        """
+        return None
 
     def eval_data(self) -> Dataset[Any] | None:
         """Central held-out data, as `(input, target)` pairs; called once per process.
@@ -163,9 +254,12 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def optimizer(
-        self, parameters: Iterable[torch.nn.Parameter], participant: Participant
-    ) -> torch.optim.Optimizer | tuple[torch.optim.Optimizer, LRScheduler]:
+        self, parameters: Parameters, participant: Participant
+    ) -> Made | Mapping[str, Made]:
         """The inner optimizer: new in each round on a device, kept in the datacenter.
+
+        Or several by name, of different parameters, for `training_step`; choose these by
+        ``parameters.of("generator")``.
 
         With its `LRScheduler`, whose `step()` Isthmus calls: rates follow the position of the run
         in optimizer steps, which continues over rounds, regimes and restarts.
@@ -201,3 +295,8 @@ class Task(abc.ABC):
         Default: None, for the large children of the model's containers.
         """
         return None
+
+
+def defines(task: Task, name: str) -> bool:
+    """Whether a task has a method of its own in place of that of `Task`."""
+    return getattr(type(task), name) is not getattr(Task, name) or name in vars(task)

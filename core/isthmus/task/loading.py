@@ -33,6 +33,8 @@ def load_task(
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise TaskError(f"task.source={source!r}: {name} is not a subclass of isthmus.Task")
     missing = [f"{each}()" for each in sorted(cls.__abstractmethods__)]
+    if cls.loss is Task.loss and cls.training_step is Task.training_step:
+        missing.append("loss() or training_step()")
     if missing:
         raise TaskError(f"task.source={source!r}: {name} must define {', '.join(missing)}")
     with user_code(f"{name}()"):

@@ -16,10 +16,10 @@ stored and its values are PyTorch's bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     LRScheduler,
-    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -38,6 +37,7 @@ from isthmus.errors import TaskError
 from isthmus.job import Job
 from isthmus.job.learning_rate import LearningRateSection, RoundPosition
 from isthmus.task.loading import user_code
+from isthmus.task.made_optimizers import pairs_by_name
 
 NO_LENGTH = (
     "optimizer() returns an LRScheduler, and the job does not say how many steps of it a federated "
@@ -133,7 +133,8 @@ class TaskOptimizers:
         """Check what the task made, and attach the schedules.
 
         Args:
-            made: an optimizer, or a pair of an optimizer and its `LRScheduler`.
+            made: an optimizer, or a pair of an optimizer and its `LRScheduler`; or a dictionary of
+                these by name.
             parameters: those that were given to `optimizer()`.
             job_schedule: the job's schedule; None if the job has none.
             earlier: `schedules` of optimizers that were made in the same way before; saves the
@@ -143,11 +144,13 @@ class TaskOptimizers:
             TaskError: it is neither, an optimizer cannot train the parameters, or a schedule cannot
                 be followed.
         """
-        optimizer, scheduler = _pair(made, list(parameters))
-        self.named: dict[str, torch.optim.Optimizer] = {"": optimizer}
+        pairs = pairs_by_name(made, list(parameters))
+        self.named: dict[str, torch.optim.Optimizer] = {
+            name: optimizer for name, (optimizer, _) in pairs.items()
+        }
         """The optimizers by name; that of a task with a single one has the empty name."""
         self._schedules: dict[str, _Schedule] = {}
-        for name, each in self.named.items():
+        for name, (each, scheduler) in pairs.items():
             if job_schedule is not None:
                 if scheduler is not None:
                     raise TaskError(
@@ -210,6 +213,25 @@ class TaskOptimizers:
         if name in self._schedules:
             self._schedules[name].parts = list(parts)
 
+    @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Within it only the parameters of one optimizer require gradients."""
+        others = [
+            parameter
+            for other, optimizer in self.named.items()
+            if other != name
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
     def rates(self) -> dict[str, float]:
         """The learning rate of the first parameter group of each optimizer."""
         return {name: float(each.param_groups[0]["lr"]) for name, each in self.named.items()}
@@ -219,13 +241,21 @@ class TaskOptimizers:
         for optimizer in self.named.values():
             optimizer.zero_grad(set_to_none=True)
 
-    def step(self, apply: Callable[[torch.optim.Optimizer], object] | None = None) -> None:
+    def step(
+        self,
+        apply: Callable[[torch.optim.Optimizer], object] | None = None,
+        only: str | None = None,
+    ) -> None:
         """Apply the gradients, by `apply` instead of each optimizer's `step()` if it is given.
+
+        `only` is the name of the one optimizer to step; None for all.
 
         Raises:
             TaskError: an optimizer failed.
         """
-        for optimizer in self.named.values():
+        for name, optimizer in self.named.items():
+            if only is not None and name != only:
+                continue
             with user_code("the optimizer's step"):
                 optimizer.step() if apply is None else apply(optimizer)
 
@@ -331,51 +361,3 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     return bool(one == other)
-
-
-def _pair(
-    made: object, parameters: Sequence[torch.Tensor]
-) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
-    """The optimizer and the scheduler that a task's `optimizer()` returned."""
-    if not isinstance(made, (tuple, list)):
-        return check_optimizer(made, parameters), None
-    kinds = ", ".join(type(each).__name__ for each in made)
-    if len(made) != 2 or not isinstance(made[1], LRScheduler):
-        raise TaskError(
-            f"optimizer() returned ({kinds}), and not an optimizer or a pair of an optimizer and "
-            "its torch.optim.lr_scheduler.LRScheduler"
-        )
-    optimizer, scheduler = check_optimizer(made[0], parameters), made[1]
-    kind = type(scheduler).__name__
-    required = [
-        name
-        for name, parameter in inspect.signature(scheduler.step).parameters.items()
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
-    if isinstance(scheduler, ReduceLROnPlateau) or required:
-        needed = required[0] if required else "a metric"
-        raise TaskError(
-            f"optimizer() returned the scheduler {kind}, whose step() needs {needed}; choose one "
-            "whose rates follow from the number of steps alone"
-        )
-    if scheduler.optimizer is not optimizer:
-        raise TaskError(
-            f"optimizer() returned a {kind} of another optimizer; build it with the optimizer "
-            "that is returned with it"
-        )
-    return optimizer, scheduler
-
-
-def check_optimizer(made: object, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Check that an optimizer of a task can train the given parameters.
-
-    Raises:
-        TaskError: it is not an optimizer, or has none of the parameters.
-    """
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TaskError(f"optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
-    given = {id(each) for each in parameters}
-    if not any(id(each) in given for group in made.param_groups for each in group["params"]):
-        raise TaskError("optimizer() uses none of the parameters that were passed to it; use them")
-    return made

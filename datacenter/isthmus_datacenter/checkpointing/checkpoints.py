@@ -73,8 +73,10 @@ class RankProgress:
     """States of the random number generators."""
     loss_sum: float
     """Losses of the round so far, of the units scored on this rank."""
-    units: int
+    units: float
     """Units of the round so far, of all replicas."""
+    parts: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """Sums and weights of the named parts of the losses so far, of this rank."""
 
 
 @dataclasses.dataclass

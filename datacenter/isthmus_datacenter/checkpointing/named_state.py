@@ -28,7 +28,7 @@ def named_state(shard: ModelShard, optimizer: ShardedOptimizer) -> dict[str, Any
     state = _model_state(shard, copies)
     for name, parameter in optimizer.named_parameters():
         if name not in copies:
-            for key, value in optimizer.inner.state.get(parameter, {}).items():
+            for key, value in optimizer.state_of(parameter).items():
                 state[f"optimizer|{name}|{key}"] = value
     state[_GROUPS] = optimizer.group_options()
     state[_SCALER] = optimizer.scaler_state()

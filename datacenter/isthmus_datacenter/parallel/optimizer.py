@@ -7,8 +7,9 @@ time; checkpoints keep the groups as the task made them.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
 from isthmus.task import user_code
+from isthmus.task.definition import Parameters
 from isthmus.task.optimizers import MakeSchedule, ScheduleState, TaskOptimizers
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 
@@ -25,7 +27,7 @@ INITIAL_LOSS_SCALE = 65536.0
 _GROWTH_INTERVAL = 2000
 """Steps without an overflow after which the scale is doubled, as `torch.amp.GradScaler` does."""
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
+OptimizerFactory = Callable[[Parameters], Any]
 
 
 class ShardedOptimizer:
@@ -55,24 +57,23 @@ class ShardedOptimizer:
         """
         self.shard = shard
         self.clip_norm = clip_norm
-        trainable = [each for each in shard.parameters().values() if each.requires_grad]
+        named = [each for each in shard.parameters().items() if each[1].requires_grad]
         # A stage whose parameters are all frozen still needs an optimizer.
-        parameters = trainable or [nn.Parameter(torch.zeros(1))]
+        parameters = Parameters(named or [("", nn.Parameter(torch.zeros(1)))])
         with user_code("optimizer()"):
             made = factory(parameters)
         self._optimizers = TaskOptimizers(made, parameters, job_schedule, earlier)
-        inner = self._optimizers.named[""]
-        closure = inspect.signature(inner.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TaskError(
-                f"optimizer() returned {type(inner).__name__}, whose step() computes losses itself "
-                "(it wants a closure); choose another"
-            )
-        self.inner = inner
-        """The task's own optimizer."""
-        self._task_groups = _split_groups_by_mesh(inner)
-        self._optimizers.groups_split("", self._task_groups)
-        """For each parameter group of `inner`, the index of the task's group it is a part of."""
+        self._task_groups: dict[str, list[int]] = {}
+        """For each parameter group of an optimizer, the index of the task's group it is part of."""
+        for name, inner in self._optimizers.named.items():
+            closure = inspect.signature(inner.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise TaskError(
+                    f"optimizer() returned {type(inner).__name__}, whose step() computes losses "
+                    "itself (it wants a closure); choose another"
+                )
+            self._task_groups[name] = _split_groups_by_mesh(inner)
+            self._optimizers.groups_split(name, self._task_groups[name])
         self.loss_scale = INITIAL_LOSS_SCALE if fp16 else 1.0
         """Factor of the loss; above 1 only where gradients are fp16."""
         self._fp16 = fp16
@@ -101,13 +102,35 @@ class ShardedOptimizer:
         names = {id(parameter): name for name, parameter in self.shard.parameters().items()}
         return [
             (names[id(parameter)], parameter)
-            for group in self.inner.param_groups
+            for inner in self._optimizers.named.values()
+            for group in inner.param_groups
             for parameter in group["params"]
             if id(parameter) in names
         ]
 
-    def step(self, factor: float) -> None:
-        """Multiply all gradients by `factor`, clip them, apply them, and delete them."""
+    @property
+    def names(self) -> list[str]:
+        """The names of the optimizers; a single one has the empty name."""
+        return list(self._optimizers.named)
+
+    def alone(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Within it only the parameters of one optimizer require gradients."""
+        return self._optimizers.alone(name)
+
+    def zero_grad(self) -> None:
+        """Delete all gradients."""
+        self._optimizers.zero_grad()
+
+    def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """What the optimizers keep of a parameter."""
+        states = (inner.state for inner in self._optimizers.named.values())
+        return next((state[parameter] for state in states if parameter in state), {})
+
+    def step(self, factor: float, only: str | None = None) -> None:
+        """Multiply all gradients by `factor`, clip them, apply them, and delete them.
+
+        `only` is the name of the one optimizer to step; None for all.
+        """
         gradients = self.shard.gradients()
         self.shard.sum_over_replicas(gradients)
         self.shard.average_replicated(gradients)
@@ -124,23 +147,25 @@ class ShardedOptimizer:
         if finite:
             if gradients and (isinstance(clipped_factor, torch.Tensor) or clipped_factor != 1.0):
                 torch._foreach_mul_([local(each) for each in gradients.values()], clipped_factor)
-            self.apply(gradients)
+            self.apply(gradients, only)
         self._update_loss_scale(finite)
-        self.inner.zero_grad(set_to_none=True)
+        self.zero_grad()
 
-    def apply(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, gradients: Mapping[str, torch.Tensor], only: str | None = None) -> None:
         """Use the scaled and clipped gradients, which are also in the parameters' `grad`."""
-        with user_code("the optimizer's step"):
-            self.inner.step()
+        self._optimizers.step(only=only)
 
     # -- state ----------------------------------------------------------------------------------
 
     def group_options(self) -> list[dict[str, Any]]:
         """The options of the parameter groups as the task made them."""
-        options: dict[int, dict[str, Any]] = {}
-        for index, group in zip(self._task_groups, self.inner.param_groups, strict=True):
-            options[index] = {key: value for key, value in group.items() if key != "params"}
-        return [options[index] for index in sorted(options)]
+        listed: list[dict[str, Any]] = []
+        for name, inner in self._optimizers.named.items():
+            options: dict[int, dict[str, Any]] = {}
+            for index, group in zip(self._task_groups[name], inner.param_groups, strict=True):
+                options[index] = {key: value for key, value in group.items() if key != "params"}
+            listed += [options[index] for index in sorted(options)]
+        return listed
 
     def scaler_state(self) -> dict[str, float]:
         """The state of the fp16 loss scale."""
@@ -157,16 +182,20 @@ class ShardedOptimizer:
         `state` is by parameter name. It goes through `load_state_dict`, which moves tensors to the
         right devices.
         """
-        state_dict = self.inner.state_dict()
-        for index, group in zip(self._task_groups, state_dict["param_groups"], strict=True):
-            group.update(group_options[index])
-        order = [id(each) for group in self.inner.param_groups for each in group["params"]]
-        by_index = {
-            order.index(id(parameter)): state[name]
-            for name, parameter in self.named_parameters()
-            if name in state
-        }
-        self.inner.load_state_dict({"state": by_index, "param_groups": state_dict["param_groups"]})
+        first = 0
+        for optimizer, inner in self._optimizers.named.items():
+            groups = self._task_groups[optimizer]
+            state_dict = inner.state_dict()
+            for index, group in zip(groups, state_dict["param_groups"], strict=True):
+                group.update(group_options[first + index])
+            first += max(groups) + 1
+            order = [id(each) for group in inner.param_groups for each in group["params"]]
+            by_index = {
+                order.index(id(parameter)): state[name]
+                for name, parameter in self.named_parameters()
+                if name in state and id(parameter) in order
+            }
+            inner.load_state_dict({"state": by_index, "param_groups": state_dict["param_groups"]})
         self._optimizers.restored()
         if self._fp16 and scaler_state is not None:
             self.loss_scale = float(scaler_state["scale"])

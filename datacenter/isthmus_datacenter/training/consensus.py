@@ -45,8 +45,8 @@ class fail_together:  # noqa: N801 - used as a statement
 
 
 def start_units_all_reduce(
-    units: int, signal: ControlSignal, ranks: int
-) -> Callable[[], tuple[int, ControlSignal]]:
+    units: float, signal: ControlSignal, ranks: int
+) -> Callable[[], tuple[float, ControlSignal]]:
     """Start to sum a step's units over all ranks and to find the strongest signal of any rank.
 
     The function returned waits for the result; until it is called, this rank goes on. The
@@ -55,12 +55,13 @@ def start_units_all_reduce(
     if ranks == 1:
         return lambda: (units, signal)
     numbers = torch.tensor(
-        [units, *(int(signal is each) for each in (ControlSignal.SAVE, ControlSignal.CANCEL))]
+        [units, *(int(signal is each) for each in (ControlSignal.SAVE, ControlSignal.CANCEL))],
+        dtype=torch.float64,  # exact for whole numbers of units
     )
     work = dist.all_reduce(numbers, async_op=True)
     assert work is not None
 
-    def wait() -> tuple[int, ControlSignal]:
+    def wait() -> tuple[float, ControlSignal]:
         work.wait()
         all_units, save, abort = numbers.tolist()
         if abort:
@@ -71,7 +72,7 @@ def start_units_all_reduce(
 
 
 def finite_mean_loss(
-    loss_sum: torch.Tensor, units: int, parameters: Iterable[torch.Tensor], steps: tuple[int, int]
+    loss_sum: torch.Tensor, units: float, parameters: Iterable[torch.Tensor], steps: tuple[int, int]
 ) -> float:
     """Compute the mean loss of all ranks, and check that it and all parameters are finite.
 
@@ -92,7 +93,7 @@ def finite_mean_loss(
     sums = torch.stack([loss_sum, largest * 0.0]).cpu()  # the second is NaN if one is not finite
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    mean = float(sums[0]) / max(units, 1)
+    mean = float(sums[0]) / (units or 1)
     if math.isfinite(mean) and math.isfinite(float(sums[1])):
         return mean
     what = "model is not finite" if math.isfinite(mean) else f"loss is not finite ({mean})"
@@ -105,12 +106,13 @@ def finite_mean_loss(
 def gather_averages(parts: list[Averages], ranks: int) -> Averages:
     """Add the sums and counts of all ranks, in the order of ranks."""
     own_rows = [
-        (name, float(part.sums[name]), part.counts[name]) for part in parts for name in part.sums
+        (name, float(part.sums[name]), float(part.counts[name]))
+        for part in parts
+        for name in part.sums
     ]
-    rows_by_rank: list[list[tuple[str, float, int]]] = [[] for _ in range(ranks)]
+    rows_by_rank: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
     dist.all_gather_object(rows_by_rank, own_rows)
     averages = Averages()
     for name, total, units in (row for rows in rows_by_rank for row in rows):
-        averages.sums[name] = averages.sums.get(name, torch.zeros((), dtype=torch.float64)) + total
-        averages.counts[name] = averages.counts.get(name, 0) + units
+        averages.add_sum(name, torch.tensor(total, dtype=torch.float64), units)
     return averages

@@ -24,8 +24,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from isthmus.errors import TaskError
+from isthmus.job import Job
 from isthmus.system.process import die_with_parent
+from isthmus.task import Task
+from isthmus.task.definition import defines
 from isthmus.task.scoring import read
+from isthmus.task.scoring.inputs import endless
+from isthmus.task.scoring.order import EpochOrder, check_no_order
 from isthmus_datacenter.training.rng import derived_seed, seed_all
 
 _READER_STREAM = 1
@@ -43,6 +48,7 @@ class BatchSource:
 
     def __init__(
         self,
+        task: Task,
         dataset: Dataset[Any],
         order: ExampleOrder,
         replica: int,
@@ -50,17 +56,20 @@ class BatchSource:
         readers: int,
     ) -> None:
         """`readers` is the number of reader processes; an iterable dataset has at most one."""
+        self.task = task
         self.dataset, self.order, self.replica, self.device = dataset, order, replica, device
         self.readers = readers
 
-    def batches(self, first: int, until: int) -> Iterator[tuple[Any, Any]]:
-        """Iterate over `(inputs, target)` of steps `first` (included) to `until`, on the device."""
+    def batches(self, first: int, until: int) -> Iterator[Any]:
+        """Iterate over the batches of steps `first` (included) to `until`, on the device."""
         size = self.order.batch_size
         options: dict[str, Any] = {
             # Copies to a CUDA device are asynchronous only from pinned memory.
             "pin_memory": self.device.type == "cuda",
             # A reader that outlives its rank would hide the rank's end from the agent.
             "worker_init_fn": _end_with_rank,
+            # A task need not be picklable for reader processes unless it collates.
+            "collate_fn": self.task.collate if defines(self.task, "collate") else None,
             # The loader's seed must not be drawn from the generator that the model uses.
             "generator": torch.Generator().manual_seed(
                 derived_seed(self.order.seed, first, self.replica)
@@ -130,26 +139,10 @@ class _ReplicaStream(IterableDataset[Any]):
         global_batch = order.replicas * order.batch_size
         own = range(self._replica * order.batch_size, (self._replica + 1) * order.batch_size)
         count = (self._until - self._first) * global_batch
-        stream = _endless(self._dataset, self._first * global_batch)
+        stream = endless(self._dataset, self._first * global_batch)
         for position, example in enumerate(itertools.islice(stream, count)):
             if position % global_batch in own:
                 yield example
-
-
-def _endless(dataset: IterableDataset[Any], start: int) -> Iterator[Any]:
-    """Repeat the dataset for ever, starting at an example of that stream."""
-    if hasattr(dataset, "start_at"):
-        yield from dataset.start_at(start)
-        start = 0
-    while True:
-        count = 0
-        for example in dataset:
-            count += 1
-            if count > start:
-                yield example
-        if not count:
-            raise TaskError("local_data() gave an iterable dataset without any example")
-        start = max(0, start - count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,11 +150,43 @@ class ExampleOrder:
     """The order of the training data of one run."""
 
     examples: int
-    """Size of the dataset."""
+    """Examples of an epoch: all, or those of the whole batches of `own`."""
     replicas: int
     batch_size: int
     """Examples of one replica in one step."""
     seed: int
+    own: EpochOrder | None = None
+    """The task's order; None for a random one."""
+
+    @classmethod
+    def of(
+        cls, task: Task, dataset: Dataset[Any], examples: int, replicas: int, job: Job
+    ) -> ExampleOrder:
+        """The order of a run.
+
+        Args:
+            task: it may have an `order`.
+            dataset: the training data.
+            examples: its size.
+            replicas: number of replicas.
+            job: the job.
+
+        Raises:
+            TaskError: the task's order has no whole batch, or its code raised.
+        """
+        size = job.datacenter.batch_size
+        if isinstance(dataset, IterableDataset):
+            check_no_order(task, "local_data()")
+        if not defines(task, "order"):
+            return cls(examples=examples, replicas=replicas, batch_size=size, seed=job.seed)
+        own = EpochOrder(task, dataset, examples, size)
+        whole = own.length // size * size
+        if not whole:
+            raise TaskError(
+                f"order() returned {own.length} indices, fewer than a batch of "
+                f"datacenter.batch_size={size}; lower it"
+            )
+        return cls(examples=whole, replicas=replicas, batch_size=size, seed=job.seed, own=own)
 
     def indices(self, first: int, until: int, replica: int) -> Sequence[int]:
         """Indices of a replica's examples in steps `first` (included) to `until`."""
@@ -172,7 +197,7 @@ class ExampleOrder:
         indices: list[int] = []
         while first < until:
             epoch, offset = divmod(first, self.examples)
-            permutation = _permutation(self.examples, self.seed, epoch)
+            permutation = _permutation(self.examples, self.seed, epoch, self.own)
             indices += permutation[offset : offset + until - first]
             first += self.examples - offset
         return indices
@@ -180,7 +205,7 @@ class ExampleOrder:
     def example(self, position: int) -> int:
         """Index of the example at a position of the endless stream of epochs."""
         epoch, offset = divmod(position, self.examples)
-        return _permutation(self.examples, self.seed, epoch)[offset]
+        return _permutation(self.examples, self.seed, epoch, self.own)[offset]
 
 
 class _ReplicaIndices(Sequence[int]):
@@ -209,7 +234,11 @@ class _ReplicaIndices(Sequence[int]):
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(examples: int, seed: int, epoch: int) -> array.array[int]:
+def _permutation(examples: int, seed: int, epoch: int, own: EpochOrder | None) -> array.array[int]:
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
     # Element access of an array is ten times as fast as that of a tensor, in as little memory.
-    return array.array("q", torch.randperm(examples, generator=generator).numpy().tobytes())
+    if own is None:
+        indices = torch.randperm(examples, generator=generator)
+    else:
+        indices = own.epoch(generator)[:examples]
+    return array.array("q", indices.contiguous().numpy().tobytes())

@@ -17,7 +17,7 @@ from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.optimizers import ScheduleState, job_schedule
-from isthmus.task.scoring import build_same_model, count_examples
+from isthmus.task.scoring import build_same_model, count_examples, pair_of
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import store_shards
@@ -32,6 +32,7 @@ from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.rng import seed_all
+from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 
 _SAMPLE_EXAMPLES = 2
 """Size of the sample on which a sharded model is compared with the whole one."""
@@ -80,14 +81,13 @@ class Engine:
             self.examples = 0 if streamed else count_examples(self.data, "local_data()")
             self.dims = self._choose_dims()
             self._check_statistics()
+            check_layout(self.task, self.dims)
+            self.order = ExampleOrder.of(
+                self.task, self.data, self.examples, self.dims.data, self.job
+            )
         self.coordinates = self.dims.coordinates(placement.rank)
-        self.order = ExampleOrder(
-            examples=self.examples,
-            replicas=self.dims.data,
-            batch_size=self.job.datacenter.batch_size,
-            seed=self.job.seed,
-        )
         self.batch_source = BatchSource(
+            self.task,
             self.data,
             self.order,
             self.coordinates.data,
@@ -175,11 +175,11 @@ class Engine:
         """Declare that the parameters are about to be overwritten by those of no step."""
         self.step = None
 
-    def step_flops(self, inputs: Any) -> float:
+    def step_flops(self, batch: Any) -> float:
         """Count the operations of one step on this rank, once; 0 if they are unknown."""
         if self._step_flops is None:
             samples = self.order.batch_size / _SAMPLE_EXAMPLES
-            self._step_flops = self.forward_backward.step_flops(inputs, samples)
+            self._step_flops = self.forward_backward.step_flops(batch, samples)
         return self._step_flops
 
     def seed_generators(self, step: int) -> None:
@@ -247,13 +247,13 @@ class Engine:
     def _sample(self) -> Any:
         """Inputs of a few examples, to compare the sharded model with the whole one."""
         order = dataclasses.replace(self.order, replicas=1, batch_size=_SAMPLE_EXAMPLES)
-        source = BatchSource(self.data, order, 0, torch.device("cpu"), 0)
-        return next(source.batches(0, 1))[0]
+        source = BatchSource(self.task, self.data, order, 0, torch.device("cpu"), 0)
+        return pair_of(self.task, next(source.batches(0, 1)))[0]
 
     def _build_optimizer(self, shard: ModelShard) -> ShardedOptimizer:
         section = self.job.datacenter
         participant = dataclasses.replace(self._participant(), round=self.round)
-        return ShardedOptimizer(
+        optimizer = ShardedOptimizer(
             shard,
             lambda parameters: self.task.optimizer(parameters, participant),
             section.clip_norm,
@@ -261,3 +261,5 @@ class Engine:
             job_schedule(self.job, self.order.replicas * section.batch_size),
             self._schedules,
         )
+        check_optimizers(self.task, shard, optimizer.names)
+        return optimizer

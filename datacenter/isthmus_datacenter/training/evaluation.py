@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from isthmus.task import Task
+from isthmus.task.definition import defines
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import Averages, batches, evaluate
 from isthmus_datacenter.training.consensus import gather_averages
@@ -39,6 +40,12 @@ class Evaluator:
     ) -> dict[str, float]:
         """Metrics of one data set with `count` examples."""
         dims = forward_backward.dims
+        if defines(self.task, "evaluation_step"):
+            # Its figures depend on which examples are in a batch, so each replica uses all batches.
+            averages = self._averages(forward_backward, data, range(count))
+            forward_backward.shard.reshard()
+            counts = forward_backward.counts_losses and replica == 0
+            return gather_averages([averages] if counts else [], dims.ranks).result()
         per_replica, remainder = divmod(count, dims.data)
         parts: list[Averages] = []
         if per_replica:
@@ -62,7 +69,7 @@ class Evaluator:
             return evaluate(self.task, model, data, indices, self.batch_size, self.device)
         model.eval()
         with torch.no_grad():
-            for inputs, _ in batches(data, indices, self.batch_size, self.device):
+            for inputs, _ in batches(self.task, data, indices, self.batch_size, self.device):
                 model(inputs)
         model.train()
         return Averages()

@@ -7,7 +7,9 @@ of each of its own steps.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
     engine.seed_generators(command.from_step)
     batches = engine.batch_source.batches(command.from_step, command.until_step)
     with _recomputing(engine.shard) if command.statistics else contextlib.nullcontext():
-        loss = accumulate(averager, engine.forward_backward, batches, read_signal)
+        loss = accumulate(averager, engine.forward_backward, batches, read_signal, engine.optimizer)
     averager.store_in_parameters()
     if command.statistics:
         engine.shard.average_statistics(engine.layout.statistics)
@@ -88,11 +90,12 @@ class GradientAverager(ShardedOptimizer):
     def __init__(self, shard: ModelShard, fp16: bool) -> None:
         super().__init__(shard, torch.optim.SGD, None, fp16)
         self._sums: dict[str, torch.Tensor] = {}
-        self._count = 0
+        self._counts: Counter[str | None] = Counter()
+        """Batches by the name of the optimizer whose loss it was."""
 
-    def apply(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, gradients: Mapping[str, torch.Tensor], only: str | None = None) -> None:
         """Add gradients to the sums."""
-        self._count += 1
+        self._counts[only] += 1
         for name, gradient in gradients.items():
             part = local(gradient)
             if name in self._sums:
@@ -108,7 +111,7 @@ class GradientAverager(ShardedOptimizer):
                 continue
             values = local(parameter)
             if name in self._sums:
-                values.copy_(self._sums[name].div_(self._count))
+                values.copy_(self._sums[name].div_(max(self._counts.values())))
             else:
                 values.zero_()
 
@@ -116,28 +119,33 @@ class GradientAverager(ShardedOptimizer):
 def accumulate(
     averager: GradientAverager,
     forward_backward: ForwardBackward,
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[Any],
     read_signal: ReadSignal,
+    optimizer: ShardedOptimizer,
 ) -> float:
     """Add the gradients of all batches to the average; return the mean loss over all units.
+
+    With several optimizers in `optimizer`, the gradient of each one's parameters is that of its own
+    loss.
 
     Raises:
         ConsensusError: the loss is not finite, or the gradient is not wanted any more.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=forward_backward.device)
-    units = 0
-    averager.inner.zero_grad(set_to_none=True)
-    for inputs, target in batches:
-        result = forward_backward.run(inputs, target, averager.loss_scale, read_signal)
+    units = 0.0
+    averager.zero_grad()
+    for batch, name in itertools.product(batches, optimizer.names):
+        with optimizer.alone(name):
+            result = forward_backward.run(batch, averager.loss_scale, read_signal, optimizer=name)
         if result.signal is ControlSignal.CANCEL:
             raise StoppedError("stopped because the gradient is not wanted")
-        averager.step(result.gradient_factor)
+        averager.step(result.gradient_factor, name)
         loss_sum += result.loss_sum
         units += result.global_units
     summed = (loss_sum * forward_backward.counts_losses).cpu()
     if forward_backward.dims.ranks > 1:
         dist.all_reduce(summed)
-    loss = float(summed) / max(units, 1)
+    loss = float(summed) / (units or 1)
     if not math.isfinite(loss):
         raise ConsensusError(
             f"the loss is not finite ({loss}) at the round's model; lower the learning rates or "

@@ -106,7 +106,9 @@ class RoundProfile:
                 return
             yield batch
 
-    def step_figures(self, steps: int, examples: int, units: int, flops: float) -> dict[str, float]:
+    def step_figures(
+        self, steps: int, examples: int, units: float, flops: float
+    ) -> dict[str, float]:
         """Return the figures of the steps; rates are the whole group's, the rest this rank's.
 
         Args:
@@ -151,9 +153,9 @@ class _ProgressPoint:
 
     time: float
     steps: int
-    local_units: int
+    local_units: float
     """Units scored on this rank."""
-    global_units: int
+    global_units: float
     """Units scored by all replicas."""
 
 
@@ -195,7 +197,7 @@ class ProgressReporter:
             self._pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
             self._copied = torch.Event("cuda")
 
-    def step(self, loss_sum: torch.Tensor, local_units: int, global_units: int) -> None:
+    def step(self, loss_sum: torch.Tensor, local_units: float, global_units: float) -> None:
         """Record a step, and report if it is time.
 
         Args:
@@ -227,7 +229,7 @@ class ProgressReporter:
     def _report(self, point: _ProgressPoint, loss_sum: torch.Tensor) -> None:
         total, last = float(loss_sum), self._reported
         seconds = max(point.time - last.time, 1e-9)
-        units = max(point.local_units - last.local_units, 1)
+        units = (point.local_units - last.local_units) or 1
         self._send(
             ProgressReport(
                 steps=point.steps,

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from isthmus.errors import StorageError, TaskError
+from isthmus.task.definition import defines
+from isthmus.task.scoring import Averages
 from isthmus.tensors.fingerprint import changed_frozen
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
@@ -23,6 +26,7 @@ from isthmus_datacenter.training.consensus import (
     StoppedError,
     fail_together,
     finite_mean_loss,
+    gather_averages,
 )
 from isthmus_datacenter.training.engine import Engine
 from isthmus_datacenter.training.profile import ProgressReporter, RoundProfile, SendReport
@@ -61,8 +65,10 @@ class _StartPoint:
     step: int
     loss_sum: float
     """Losses of the round so far, of the units scored on this rank."""
-    units: int
+    units: float
     """Units of the round so far, of all replicas."""
+    parts: Mapping[str, tuple[float, float]]
+    """Sums and weights of the named parts of the losses so far, of this rank."""
 
 
 class _Round:
@@ -79,6 +85,8 @@ class _Round:
         self._resets_optimizer = engine.job.datacenter.optimizer_on_load == "reset"
         self._rate: float | None = None
         """Scheduled learning rate of the first step."""
+        self._parts = Averages()
+        """The named parts of losses of batches as a whole, of this rank."""
         self._flops = 0.0
         """Operations of one step; 0 if unknown."""
 
@@ -163,7 +171,7 @@ class _Round:
             if self._resets_optimizer:
                 engine.reset_optimizer()
         engine.seed_generators(command.from_step)
-        return _StartPoint(command.from_step, 0.0, 0)
+        return _StartPoint(command.from_step, 0.0, 0, {})
 
     def _resume(self) -> _StartPoint | None:
         """Restore the last state that an earlier attempt saved within this round, if any."""
@@ -181,7 +189,7 @@ class _Round:
             checkpoint, engine.shard, engine.optimizer, self._position()
         )
         restore_generators(progress.generators, engine.placement.device)
-        return _StartPoint(checkpoint.step, progress.loss_sum, progress.units)
+        return _StartPoint(checkpoint.step, progress.loss_sum, progress.units, progress.parts)
 
     def _position(self) -> str:
         coordinates = self._engine.coordinates
@@ -196,7 +204,12 @@ class _Round:
         """The mean loss, and the learning rate of the first step if there is a schedule of it."""
         if loss is None:
             return {}
-        return {"loss": loss} if self._rate is None else {"loss": loss, "learning_rate": self._rate}
+        figures = {"loss": loss}
+        if defines(self._engine.task, "training_step"):
+            own = [self._parts] if self._engine.forward_backward.counts_losses else []
+            gathered = gather_averages(own, self._engine.dims.ranks).result()
+            figures = {**gathered, **figures}
+        return figures if self._rate is None else {**figures, "learning_rate": self._rate}
 
     def _notes(self) -> list[str]:
         """Notes for the user on the state that the round started from."""
@@ -213,7 +226,7 @@ class _Round:
 
     def _train_steps(
         self, start: _StartPoint, send_report: SendReport, read_signal: ReadSignal
-    ) -> tuple[float | None, int]:
+    ) -> tuple[float | None, float]:
         """Train; return the mean loss over the round, None without steps, and the units trained."""
         engine, profile, device = self._engine, self._profile, self._engine.placement.device
         forward_backward, optimizer = engine.forward_backward, engine.optimizer
@@ -230,27 +243,40 @@ class _Round:
                 steps_before=start.step - first,
                 loss_sum_before=start.loss_sum,
             )
-        optimizer.inner.zero_grad(set_to_none=True)  # of a step that was stopped
+        for name, (part, weight) in start.parts.items():
+            self._parts.add_sum(name, torch.tensor(part, dtype=torch.float64), weight)
+        optimizer.zero_grad()  # of a step that was stopped
         frozen = engine.shard.frozen_samples()
         profile.begin()
         batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
-        for step, (inputs, target) in enumerate(batches, start=start.step):
-            self._flops = engine.step_flops(inputs)
-            with profile.device_time("forward_backward"):
-                result = forward_backward.run(inputs, target, optimizer.loss_scale, read_signal)
-            if result.signal is ControlSignal.CANCEL:
-                raise StoppedError(f"stopped before step {step} because the result is not wanted")
-            with profile.device_time("optimizer"):
-                optimizer.go_to(self._command.position + step - first)
-                optimizer.step(result.gradient_factor)
-                engine.shard.average_statistics(engine.layout.statistics)
-            loss_sum += result.loss_sum
-            units += result.global_units
+        for step, batch in enumerate(batches, start=start.step):
+            self._flops = engine.step_flops(batch)
+            signal, local_units, global_units = ControlSignal.CONTINUE, 0.0, 0.0
+            for name in optimizer.names:
+                with optimizer.alone(name):
+                    with profile.device_time("forward_backward"):
+                        result = forward_backward.run(
+                            batch, optimizer.loss_scale, read_signal, self._parts, name
+                        )
+                    if result.signal is ControlSignal.CANCEL:
+                        raise StoppedError(
+                            f"stopped before step {step} because the result is not wanted"
+                        )
+                    if result.signal is ControlSignal.SAVE:
+                        signal = result.signal
+                    with profile.device_time("optimizer"):
+                        optimizer.go_to(self._command.position + step - first)
+                        optimizer.step(result.gradient_factor, name)
+                        engine.shard.average_statistics(engine.layout.statistics)
+                loss_sum += result.loss_sum
+                local_units += result.local_units
+                global_units += result.global_units
+            units += global_units
             if reporter is not None:
-                reporter.step(loss_sum, result.local_units, result.global_units)
+                reporter.step(loss_sum, local_units, global_units)
             if self._lineage is not None and step + 1 < until:
                 checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
-                self._save_mid_round(checkpoint, loss_sum, units, result.signal)
+                self._save_mid_round(checkpoint, loss_sum, units, signal)
         for name, values in engine.shard.frozen_samples().items():
             if not torch.equal(values, frozen[name]):
                 raise TaskError(changed_frozen(name))
@@ -269,7 +295,7 @@ class _Round:
         self,
         checkpoint: MidRoundCheckpoint,
         loss_sum: torch.Tensor,
-        units: int,
+        units: float,
         signal: ControlSignal,
     ) -> None:
         """Save the state within the round, at the job's interval or because of a signal.
@@ -287,6 +313,10 @@ class _Round:
             generators=generator_states(engine.placement.device),
             loss_sum=float(loss_sum),
             units=units,
+            parts={
+                name: (float(part), float(self._parts.counts[name]))
+                for name, part in self._parts.sums.items()
+            },
         )
         with self._profile.host_time("checkpoint"):
             engine.checkpoints.begin_mid_round_save(

@@ -94,7 +94,7 @@ def _example_batches(task: Task) -> Iterator[Any]:
     count = count_examples(data, "eval_data()")
     for size in (_EXAMPLES, 1, _EXAMPLES + 2):
         indices = [index % count for index in range(size)]
-        for inputs, _ in batches(data, indices, size, torch.device("cpu")):
+        for inputs, _ in batches(task, data, indices, size, torch.device("cpu")):
             yield inputs
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from isthmus.errors import JobError, TaskError
 from isthmus.job import Job, ServerOptimizer
 from isthmus.task import Participant, Task, user_code
+from isthmus.task.definition import Parameters
 from isthmus.task.optimizers import NO_LENGTH, TaskOptimizers
 
 
@@ -83,7 +84,7 @@ def check_round_length(job: Job, task: Task, model: nn.Module) -> None:
     if job.federated_round_steps or job.strategy.policy == "datacenter":
         return
     participant = Participant(name="server", regime="federated", round=1)
-    parameters = list(model.parameters())
+    parameters = Parameters(model.named_parameters())
     try:
         with user_code("optimizer()"):
             optimizers = TaskOptimizers(task.optimizer(parameters, participant), parameters)

@@ -13,6 +13,7 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, load_task
 from isthmus.task.scoring import (
     Averages,
+    UnitValues,
     batches,
     build_model,
     count_examples,
@@ -65,14 +66,14 @@ def test_averages_are_exact_for_batches_of_any_size(values, batch_size):
 
 def test_sums_are_float64_where_float32_would_lose_count():
     averages = Averages()
-    averages.add({"loss": torch.full((3,), 2.0**25)})
-    averages.add({"loss": torch.ones(1)})
+    averages.add({"loss": UnitValues(torch.full((3,), 2.0**25))})
+    averages.add({"loss": UnitValues(torch.ones(1))})
     assert averages.result()["loss"] == (3 * 2.0**25 + 1) / 4
 
 
 def test_the_average_of_nothing_is_nan():
     averages = Averages()
-    averages.add({"loss": torch.empty(0)})
+    averages.add({"loss": UnitValues(torch.empty(0))})
     assert averages.result()["loss"] != averages.result()["loss"]
 
 
@@ -137,19 +138,19 @@ def test_a_task_with_averaged_or_invalid_losses_is_refused(write_task, tmp_path,
 )
 def test_a_dataset_without_pairs_is_refused(rows, sentence):
     with pytest.raises(TaskError, match=sentence):
-        list(batches(Rows(rows), [0], 1, CPU))
+        list(batches(Echo({}), Rows(rows), [0], 1, CPU))
 
 
 def test_batches_keep_the_order_of_the_indices():
     data = TensorDataset(torch.arange(10), torch.arange(10))
-    found = [inputs.tolist() for inputs, _ in batches(data, [7, 1, 5], 2, CPU)]
+    found = [inputs.tolist() for inputs, _ in batches(Echo({}), data, [7, 1, 5], 2, CPU)]
     assert found == [[7, 1], [5]]
 
 
 def test_inputs_may_be_nested():
     Pair = namedtuple("Pair", ["left", "right"])
     rows = Rows([({"a": torch.ones(2), "b": [torch.zeros(1)]}, Pair(1.0, "text"))])
-    ((inputs, target),) = batches(rows, [0], 1, torch.device("meta"))
+    ((inputs, target),) = batches(Echo({}), rows, [0], 1, torch.device("meta"))
     assert inputs["a"].device.type == inputs["b"][0].device.type == "meta"
     assert target.left.device.type == "meta"
     assert list(target.right) == ["text"]
@@ -199,4 +200,4 @@ def test_a_model_must_be_a_module(write_task, tmp_path):
 
 def test_losses_are_one_per_scored_unit_of_any_shape():
     output, values = losses(Echo({}), nn.Identity(), torch.ones(2, 3), None)
-    assert values.shape == output.shape == (2, 3)
+    assert values.values.shape == output.shape == (2, 3)

@@ -131,8 +131,8 @@ def _reference(
             assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
         optimizer.step()
         optimizer.zero_grad()
-        total += float(values.detach().sum(dtype=torch.float64))
-        units += values.numel()
+        total += float(values.total64())
+        units += int(values.count())
     return prepared.layout.gather(model), total / units
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from tests import forked
 from torch.utils.data import IterableDataset, TensorDataset
 
 from isthmus.errors import TaskError
+from isthmus.task import load_task
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
+
+TASK = load_task("tasks.py:Table", {}, base=Path(__file__).parents[1])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def send_streams(kind: type[Stream], readers: int, to: Connection) -> None:
     """Send the batches of two replicas, and of a replica that continues."""
     order = ExampleOrder(examples=0, replicas=2, batch_size=2, seed=0)
     cpu = torch.device("cpu")
-    sources = [BatchSource(kind(7), order, replica, cpu, readers) for replica in (0, 1)]
+    sources = [BatchSource(TASK, kind(7), order, replica, cpu, readers) for replica in (0, 1)]
     to.send([batch_inputs(sources[0], 0, 4), batch_inputs(sources[1], 0, 4)])
     to.send(batch_inputs(sources[1], 2, 4))
 
@@ -103,7 +107,7 @@ def test_a_stream_is_divided_and_resumed_at_the_exact_example(
 def test_an_empty_stream_is_refused() -> None:
     order = ExampleOrder(examples=0, replicas=1, batch_size=2, seed=0)
     with pytest.raises(TaskError, match="an iterable dataset without any example"):
-        batch_inputs(BatchSource(Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
+        batch_inputs(BatchSource(TASK, Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
 
 
 def send_batches(to: Connection) -> None:
@@ -111,7 +115,7 @@ def send_batches(to: Connection) -> None:
     order = ExampleOrder(examples=9, replicas=2, batch_size=2, seed=3)
     data = TensorDataset(torch.arange(9), torch.arange(9))
     for readers in (0, 2):
-        source = BatchSource(data, order, 1, torch.device("cpu"), readers)
+        source = BatchSource(TASK, data, order, 1, torch.device("cpu"), readers)
         to.send(batch_inputs(source, 1, 6))
 
 

@@ -43,8 +43,8 @@ def by_hand(prepared: Any, model: bytes) -> tuple[torch.Tensor, float]:
         inputs, target = (torch.stack(column) for column in zip(*rows, strict=True))
         _, values = losses(task, module, inputs, target)
         values.mean().backward()  # type: ignore[no-untyped-call]
-        total += float(values.detach().sum())
-        units += values.numel()
+        total += float(values.total64())
+        units += int(values.count())
     vector = torch.zeros(prepared.layout.size)
     parameters = dict(module.named_parameters())
     for name, part in prepared.layout.parts(vector):
@@ -157,10 +157,9 @@ def test_a_loss_independent_of_the_parameters_is_refused(make_setup: Any) -> Non
     task.forward = lambda model, inputs: model(inputs).detach()
     shard = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: task.model()}, {0: {}})
     forward_backward = ForwardBackward(task, shard, 0, torch.device("cpu"), 4)
+    batch = torch.ones(4, 6), torch.zeros(4, dtype=torch.long)
     with pytest.raises(TaskError, match=r"^loss\(\) does not depend on what is trained; is some"):
-        forward_backward.run(
-            torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 1.0, lambda: ControlSignal.CONTINUE
-        )
+        forward_backward.run(batch, 1.0, lambda: ControlSignal.CONTINUE)
 
 
 def test_an_optimizer_with_a_closure_is_refused(make_setup: Any) -> None:

@@ -25,7 +25,13 @@ from isthmus.task.device_sums.metrics import (
     Mean,
 )
 from isthmus.task.loading import user_code
-from isthmus.task.scoring import batches, count_examples, losses_of, output_of
+from isthmus.task.scoring import (
+    batches,
+    count_examples,
+    figures_of,
+    losses_of,
+    output_of,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -107,11 +113,18 @@ class EvaluationVector:
         was_training = model.training
         model.eval()
         try:
-            for inputs, target in batches(dataset, order, batch_size, torch.device("cpu")):
+            for inputs, target in batches(
+                self._task, dataset, order, batch_size, torch.device("cpu")
+            ):
                 output = output_of(self._task, model, inputs)
                 values = losses_of(self._task, output, target)
-                with user_code("metrics()"):
-                    figures = {**self._task.metrics(output, target), "loss": values}
+                figures = {
+                    name: each.scored(f"{name!r}")
+                    for name, each in {
+                        **figures_of(self._task, output, target),
+                        "loss": values,
+                    }.items()
+                }
                 for name, metric in self.metrics.items():
                     _add(name, metric, tallies[name], figures, output, target)
         finally:

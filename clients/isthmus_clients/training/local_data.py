@@ -1,0 +1,126 @@
+"""A device's training data, in the steps of a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from isthmus.errors import TaskError
+from isthmus.job.federated import FederatedSection
+from isthmus.task import Participant, Task, user_code
+from isthmus.task.scoring import count_examples, training_batches
+from isthmus.task.scoring.inputs import streamed_batches
+from isthmus.task.scoring.order import EpochOrder, check_no_order
+from isthmus_clients.training.example_order import first_pass, step_count, step_indices
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPart:
+    """One of the parts of a batch that are trained in sequence before a step."""
+
+    batch: Any
+    """What the loader gave, on the device."""
+    examples: int
+    """Number of its examples."""
+
+
+class LocalData:
+    """The data set of a device.
+
+    An iterable one is an endless stream, of which each round reads `local_steps` batches from where
+    the round before ended, so that a repeated round reads the same examples.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        participant: Participant,
+        settings: FederatedSection,
+        device: torch.device,
+    ) -> None:
+        """Load the data.
+
+        Raises:
+            TaskError: there is none, or it is iterable and the job has no number of steps.
+        """
+        self._task, self._settings, self._device = task, settings, device
+        with user_code("local_data()"):
+            self.dataset: Dataset[Any] = task.local_data(participant)
+        self._stream = self.dataset if isinstance(self.dataset, IterableDataset) else None
+        what = f"local_data() of {participant.name}"
+        if self._stream is not None:
+            self.examples = self._streamed_examples(what)
+        else:
+            self.examples = count_examples(self.dataset, what)
+        """The weight of an update: examples of the data set, or those that a round reads."""
+        self._order = EpochOrder(task, self.dataset, self.examples, settings.batch_size)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set is iterable."""
+        return self._stream is not None
+
+    def step_count(self, settings: FederatedSection) -> int:
+        """The number of steps that some settings ask for."""
+        if settings.local_steps is not None:
+            return settings.local_steps
+        return step_count(self._order.length, settings)
+
+    @property
+    def first_pass_examples(self) -> int:
+        """The number of examples of `first_pass`."""
+        size, steps = self._settings.batch_size, self._settings.local_steps
+        if self._stream is not None:
+            return self.examples
+        return self._order.length if steps is None else min(self._order.length, steps * size)
+
+    def steps(
+        self, seed: bytes, round_: int, settings: FederatedSection
+    ) -> Iterator[Iterator[StepPart]]:
+        """The parts of each step of a round; those of one are read before the next begins.
+
+        `settings` say how many steps; the size of their batches is that of the job.
+        """
+        if self._stream is not None:
+            return self._streamed_steps(self._stream, round_, settings.local_steps or 0)
+        return map(self._parts, step_indices(seed, self._order, settings))
+
+    def first_pass(self, seed: bytes, round_: int) -> Iterator[Iterator[StepPart]]:
+        """The steps of the first epoch; all of an iterable data set."""
+        if self._stream is not None:
+            return self._streamed_steps(self._stream, round_, self._settings.local_steps or 0)
+        return map(self._parts, first_pass(seed, self._order, self._settings))
+
+    @property
+    def _part_size(self) -> int:
+        return self._settings.batch_size // self._settings.accumulate
+
+    def _parts(self, indices: Sequence[int]) -> Iterator[StepPart]:
+        size = self._part_size
+        batches = training_batches(self._task, self.dataset, indices, size, self._device)
+        for start, batch in zip(range(0, len(indices), size), batches, strict=True):
+            yield StepPart(batch, min(size, len(indices) - start))
+
+    def _streamed_steps(
+        self, stream: IterableDataset[Any], round_: int, steps: int
+    ) -> Iterator[Iterator[StepPart]]:
+        settings = self._settings
+        start = (round_ - 1) * (settings.local_steps or 0) * settings.batch_size
+        count = steps * settings.batch_size
+        batches = streamed_batches(self._task, stream, start, count, self._part_size, self._device)
+        for _ in range(steps):
+            parts = itertools.islice(batches, settings.accumulate)
+            yield (StepPart(batch, self._part_size) for batch in parts)
+
+    def _streamed_examples(self, what: str) -> int:
+        if self._settings.local_steps is None:
+            raise TaskError(
+                f"{what} is an iterable dataset, which has no epochs; set federated.local_steps"
+            )
+        check_no_order(self._task, what)
+        return max(self._settings.local_steps, 1) * self._settings.batch_size

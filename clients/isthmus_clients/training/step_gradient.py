@@ -1,0 +1,148 @@
+"""The gradient of a local step on a device, of a batch or of parts of it, and terms added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from isthmus.task import Task, user_code
+from isthmus.task.definition import defines
+from isthmus.task.optimizers import TaskOptimizers
+from isthmus.task.scoring import Averages, losses, pair_of
+from isthmus.task.scoring.steps import training_step
+from isthmus_clients.training.accelerator import Arithmetic
+from isthmus_clients.training.local_data import StepPart
+
+Backward = Callable[[torch.Tensor], None]
+
+
+class StepGradient:
+    """Adds the gradients of a task's loss to those of the parameters."""
+
+    def __init__(
+        self, task: Task, model: nn.Module, arithmetic: Arithmetic, *, accumulates: bool
+    ) -> None:
+        """`model` is what runs a step; `accumulates` tells whether a step may have parts."""
+        self._task, self._model, self._arithmetic = task, model, arithmetic
+        self._accumulates = accumulates
+        self._by_step = defines(task, "training_step")
+
+    def add(self, parts: Iterable[StepPart], averages: Averages, optimizer: str) -> torch.Tensor:
+        """Add the gradient of the mean loss of a batch, and return that loss, a scalar.
+
+        Args:
+            parts: of the batch.
+            averages: the losses are added to it, and the named parts of a step's loss.
+            optimizer: name of the one that is about to step; empty if there is one only.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        if not self._accumulates:
+            (part,) = parts
+            loss, _ = self._loss(part.batch, averages, optimizer)
+            self._backward(loss)
+            return loss.detach()
+        # How many units the parts score is known after the last one. Until then the sums are
+        # divided by the number of examples, which keeps gradients in the range of fp16.
+        size = None
+        total = torch.zeros((), device=self._arithmetic.device)
+        count: float | torch.Tensor = 0.0
+        for part in parts:
+            size = size or part.examples
+            loss, weight = self._loss(part.batch, averages, optimizer)
+            summed = loss * weight
+            self._backward(summed / size)
+            total, count = total + summed.detach(), count + weight
+        factor = (size or 1) / torch.as_tensor(count).clamp(min=1e-30)
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad))
+        return total / torch.as_tensor(count).clamp(min=1e-30).to(total)
+
+    def add_share(self, part: StepPart, share: float, optimizer: str) -> None:
+        """Add the gradient of the mean loss of a part, times `share`, in full precision.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        loss, _ = self._loss_of(part.batch, Averages(), optimizer)
+        with user_code("the backward pass"):
+            torch.autograd.backward(loss * share)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        with user_code("the backward pass"):
+            self._arithmetic.backward(loss)
+
+    def _loss(
+        self, batch: Any, averages: Averages, optimizer: str
+    ) -> tuple[torch.Tensor, float | torch.Tensor]:
+        with self._arithmetic.autocast():
+            return self._loss_of(batch, averages, optimizer)
+
+    def _loss_of(
+        self, batch: Any, averages: Averages, optimizer: str
+    ) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """The mean loss of one batch, and its weight."""
+        if self._by_step:
+            step = training_step(self._task, self._model, batch, optimizer)
+            assert step.weight is not None
+            averages.add_step(step, optimizer)
+            return step.loss, step.weight
+        inputs, target = pair_of(self._task, batch)
+        _, values = losses(self._task, self._model, inputs, target)
+        averages.add({"loss": values})
+        return values.mean(), values.count()
+
+
+def add_proximal(model: nn.Module, anchors: Mapping[str, torch.Tensor], mu: float) -> None:
+    """Add the gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020).
+
+    `anchors` are the parameters at the start of the round by name, where the model is.
+    """
+    if not anchors:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and name in anchors:
+            parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
+
+
+def train_in_turn(model: nn.Module, personal: Collection[str], *, first: bool) -> None:
+    """Leave gradients only to the personal parameters in the `first` steps, and to others then.
+
+    FedRep (Collins et al. 2021, algorithm 1). Optimizers skip parameters without a gradient.
+    """
+    for name, parameter in model.named_parameters():
+        if (name in personal) != first:
+            parameter.grad = None
+
+
+def add_gradient(model: nn.Module, added: Mapping[str, torch.Tensor]) -> None:
+    """Add the gradient of the datacenter's data, which is the same in every step."""
+    if not added:
+        return
+    for name, parameter in model.named_parameters():
+        if name not in added or not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = added[name].to(parameter.dtype, copy=True)
+        else:
+            parameter.grad.add_(added[name])
+
+
+def each_optimizer(
+    optimizers: TaskOptimizers, parts: Iterable[StepPart]
+) -> Iterator[tuple[str, Iterable[StepPart]]]:
+    """The optimizers of one step in turn, each with the parts of the batch.
+
+    Until the next, there are no gradients yet, and only its parameters require them.
+    """
+    several = len(optimizers.named) > 1
+    parts = list(parts) if several else parts
+    for name in optimizers.named:
+        optimizers.zero_grad()
+        with optimizers.alone(name):
+            yield name, parts
