@@ -1,6 +1,10 @@
-"""ResNet-18 of transformers, unmodified, on devices and ranks, with both rules of BatchNorm."""
+"""ResNet-18, unmodified, on devices and ranks, with both rules of BatchNorm.
+
+That of transformers, and torchvision's where it is installed: its builds fit one build of PyTorch.
+"""
 
 import contextlib
+import importlib.util
 import json
 import os
 
@@ -11,6 +15,9 @@ from tests import forked
 
 from isthmus_server.commands import report
 
+NEEDS_TORCHVISION = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
 TASK = """
 import torch
 from torch import nn
@@ -18,18 +25,23 @@ from torch.utils.data import TensorDataset
 
 import isthmus
 
-from transformers import ResNetConfig, ResNetForImageClassification
-
 
 class Pictures(isthmus.Task):
     def model(self):
+        if self.settings["library"] == "torchvision":
+            from torchvision.models import resnet18
+
+            return resnet18(num_classes=3)
+        from transformers import ResNetConfig, ResNetForImageClassification
+
         depths, widths = [2, 2, 2, 2], [64, 128, 256, 512]
         return ResNetForImageClassification(
             ResNetConfig(layer_type="basic", depths=depths, hidden_sizes=widths, num_labels=3)
         )
 
     def forward(self, model, inputs):
-        return model(inputs).logits
+        output = model(inputs)
+        return output if isinstance(output, torch.Tensor) else output.logits
 
     def loss(self, output, target):
         return nn.functional.cross_entropy(output, target, reduction="none")
@@ -55,6 +67,7 @@ name = "pictures"
 rounds = {rounds}
 [task]
 source = "task.py:Pictures"
+settings = {{ library = "{library}" }}
 [exchange]
 buffers = "{buffers}"
 [strategy]
@@ -74,9 +87,18 @@ batch_size = 4
 @pytest.mark.parametrize(
     ("buffers", "regimes"), [("average", ["datacenter", "federated"]), ("frozen", ["datacenter"])]
 )
-def test_resnet_trains(tmp_path, buffers, regimes):
+@pytest.mark.parametrize(
+    ("library", "statistics"),
+    [
+        ("transformers", "resnet.embedder.embedder.normalization.running_mean"),
+        pytest.param("torchvision", "bn1.running_mean", marks=NEEDS_TORCHVISION),
+    ],
+)
+def test_resnet_trains(tmp_path, library, statistics, buffers, regimes):
     (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "job.toml").write_text(JOB.format(buffers=buffers, rounds=len(regimes)))
+    (tmp_path / "job.toml").write_text(
+        JOB.format(library=library, buffers=buffers, rounds=len(regimes))
+    )
     run = tmp_path / "run"
     process, output = forked.start(
         ["run", "job.toml", "--run-dir", "run"], tmp_path, {**os.environ}
@@ -92,7 +114,4 @@ def test_resnet_trains(tmp_path, buffers, regimes):
     with safe_open(run / "model.safetensors", framework="pt") as model:
         assert len(model.keys()) == 62 + (40 if buffers == "average" else 0)
         if buffers == "average":
-            assert (
-                model.get_tensor("resnet.embedder.embedder.normalization.running_mean").abs().min()
-                > 0
-            )
+            assert model.get_tensor(statistics).abs().min() > 0
