@@ -102,7 +102,8 @@ def _close(expected: Any, found: Any) -> bool:
     """Whether two outputs are equal up to rounding, in all of their tensors."""
     one, other = pytree.tree_leaves(expected), pytree.tree_leaves(found)
     return len(one) == len(other) and all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else type(a) is type(b)
         for a, b in zip(one, other, strict=True)
-        if isinstance(a, torch.Tensor)
     )

@@ -77,11 +77,31 @@ async def test_a_run_ends_when_its_metric_no_longer_improves(deployment):
     assert final.round == 1
 
 
-async def test_a_metric_that_the_task_does_not_have_is_refused(deployment):
-    await deployment.start()
-    unknown = 'evaluation.keep_best={ name = "f1", mode = "max" }'
-    with pytest.raises(JobError, match=r"keep_best\.name='f1' is not a held-out metric"):
+@pytest.mark.parametrize(
+    ("name", "methods", "sentence"),
+    [
+        ("f1", "pass", r"is not a held-out metric"),
+        ("devices_loss", "pass", "is measured on devices, and evaluation.devices is 0; set it"),
+        ("loss", "eval_data = isthmus.Task.eval_data", "follows a metric, and nothing evaluates"),
+        (
+            "loss",
+            "def eval_data(self):\n    return None",
+            r"follows a metric, and nothing evaluates the model: eval_data\(\) returned None",
+        ),
+    ],
+)
+async def test_a_metric_that_no_round_will_have_is_refused(deployment, name, methods, sentence):
+    await deployment.start(methods)
+    unknown = f"evaluation.keep_best={{ name = '{name}', mode = 'max' }}"
+    with pytest.raises(JobError, match=rf"^evaluation\.keep_best\.name='{name}' {sentence}"):
         await deployment.run("run", unknown)
+
+
+async def test_a_device_metric_that_does_not_exist_is_refused(deployment):
+    await deployment.start("def validation_data(self, participant):\n    return rows(9, seed=1)")
+    rules = ("evaluation.devices=3", "evaluation.keep_best={name='devices_f1', mode='max'}")
+    with pytest.raises(JobError, match=r"keep_best\.name='devices_f1' is not a held-out metric"):
+        await deployment.run("run", *rules)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from isthmus.job.evaluation import evaluations_run_id
 from isthmus.job.federated import FederatedSection
 from isthmus.task import Task
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
-from isthmus.task.device_sums.metrics import LARGEST
+from isthmus.task.device_sums.metrics import DEVICES, LARGEST
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model
 from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
@@ -117,7 +117,10 @@ class RoundEvaluator:
             JobError: with the key to change.
         """
         known, strategy = self.known_metrics, self._job.strategy
+        best = self._job.evaluation.keep_best
         if known is None:
+            if best is not None and best.name.startswith(DEVICES):
+                self._check_device_metric(best.name)
             return
         followed = {"strategy.settings.metric": getattr(policy, "metric", None)}
         if strategy.target_metric is not None:
@@ -127,6 +130,8 @@ class RoundEvaluator:
                 'strategy.policy="adaptive" follows the loss on eval_data(), which '
                 f"{type(self._model.task).__name__} does not have; add it, or choose another policy"
             )
+        if best is not None:
+            followed["evaluation.keep_best.name"] = best.name
         for key, name in followed.items():
             if name is not None and name not in known:
                 raise JobError(
@@ -135,6 +140,33 @@ class RoundEvaluator:
                     else f"{key}={name!r} follows a metric, and nothing evaluates the model; add "
                     "eval_data() to the task, or validation_data() and set evaluation.devices"
                 )
+
+    def _check_device_metric(self, name: str) -> None:
+        """Refuse a metric of `keep_best` that devices do not measure; without it no round is best.
+
+        Raises:
+            JobError: with the key to change.
+        """
+        key = "evaluation.keep_best.name"
+        if self._vector is None:
+            raise JobError(
+                f"{key}={name!r} is measured on devices, and evaluation.devices is 0; set it"
+            )
+        if name not in self._vector.figure_names:
+            raise JobError(unknown_metric(name, key, self._vector.figure_names))
+
+    def _check_evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Refuse `keep_best` where nothing evaluates, which only the task's data show.
+
+        Raises:
+            JobError: no data were found.
+        """
+        best = self._job.evaluation.keep_best
+        if best is not None and not metrics:
+            raise JobError(
+                f"evaluation.keep_best.name={best.name!r} follows a metric, and nothing evaluates "
+                "the model: eval_data() returned None"
+            )
 
     def central(self) -> dict[str, float]:
         """Metrics of the served model on the central held-out data; empty without such data."""
@@ -149,6 +181,7 @@ class RoundEvaluator:
         else:
             metrics = await asyncio.to_thread(self.central)
         if self._vector is None:
+            self._check_evaluated(metrics)
             return Evaluated(metrics)
         on_devices = await self._on_devices(self._vector, spec)
         return Evaluated({**metrics, **on_devices.metrics}, on_devices)
