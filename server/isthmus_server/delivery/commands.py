@@ -44,6 +44,10 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
 
     with contextlib.closing(Store.open(run_dir, check=True)) as store:
         report = read_report(store)
+        if report.final is None and report.status == "finished":
+            raise UserError(
+                f"the run in {run_dir} was directed by a ServerApp, which keeps its own model"
+            )
         if report.final is None:
             raise UserError(
                 f"the run in {run_dir} has no final model yet, it is {report.status}; "

@@ -41,7 +41,8 @@ def _lines(report: Report, job: Job, final: FinalModel, file: str, sha256: str) 
     yield f"| seed | {job.seed} |"
     yield f"| rounds | {len(report.rounds)} ({rounds or 'none'}) |"
     yield f"| model of round | {final.round}{', the best' if final.best else ''} |"
-    yield f"| cost | {sum(record.cost.price for record in report.rounds):g} |"
+    cost = sum(record.cost.price for record in (*report.rounds, *report.failed_attempts))
+    yield f"| cost | {cost:g} |"
     yield f"| end | {in_a_line(report.reason)} |\n"
     yield "## Metrics\n"
     if final.metrics:

@@ -103,6 +103,7 @@ class JobComparison:
                         results[number].append(await self._run_one(number, seed, link))
         console.print(self._table(results), soft_wrap=False)
         return {
+            "budget": self.job.budget,
             "seeds": self.seeds,
             "variants": [
                 {"changes": dict(changes), "runs": runs}

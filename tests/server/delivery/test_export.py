@@ -1,5 +1,6 @@
 """`isthmus export`: the final model as tensors or as a program, with a model card."""
 
+import contextlib
 import hashlib
 
 import pytest
@@ -62,9 +63,12 @@ async def test_the_program_computes_what_the_model_does_and_has_a_card(run_dir, 
 
 
 def test_a_run_without_a_final_model_is_not_exported(make_job, tmp_path):
-    Store.create(tmp_path / "run", make_job(), tmp_path).close()
-    with pytest.raises(UserError, match="has no final model yet, it is running; `isthmus run --re"):
-        invoke(tmp_path / "run")
+    with contextlib.closing(Store.create(tmp_path / "run", make_job(), tmp_path)) as store:
+        with pytest.raises(UserError, match="has no final model yet, it is running; `isthmus run"):
+            invoke(store.directory)
+        store.finish("finished", "its ServerApp has ended", None)
+        with pytest.raises(UserError, match="was directed by a ServerApp, which keeps its own"):
+            invoke(store.directory)
 
 
 @pytest.mark.parametrize(
