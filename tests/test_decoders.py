@@ -171,6 +171,7 @@ def arbitrary(descriptor):
         FieldDescriptor.TYPE_FLOAT: st.floats(width=32),
         FieldDescriptor.TYPE_UINT32: st.sampled_from([0, 1, 2**32 - 1]),
         FieldDescriptor.TYPE_UINT64: st.sampled_from([0, 1, 2**40, 2**64 - 1]),
+        FieldDescriptor.TYPE_SINT64: st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63)]),
         FieldDescriptor.TYPE_ENUM: st.integers(0, 2),
     }
     made = GetMessageClass(descriptor)
