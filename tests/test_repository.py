@@ -76,6 +76,7 @@ COMMANDS = [
     "isthmus server start --address --grace STATE",
     "isthmus server token create --expires --kind --name STATE",
     "isthmus server verify STATE",
+    "isthmus statistics --address --output --run-dir --set JOB",
     "isthmus submit --set --state JOB",
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",

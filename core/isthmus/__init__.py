@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
 from isthmus.task.definition import Participant, StepLoss, Task
 from isthmus.task.device_sums.metrics import BinnedScores, Confusion, Mean
+from isthmus.task.device_sums.statistics import Category, Column
 from isthmus.task.loading import load_task
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "BinnedScores",
+    "Category",
+    "Column",
     "Confusion",
     "IsthmusError",
     "JobError",

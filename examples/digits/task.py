@@ -64,6 +64,15 @@ class Digits(isthmus.Task):
             return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"], fused=True)
         return torch.optim.SGD(parameters, lr=self.settings["client_lr"])
 
+    def statistics_columns(self):
+        """What `isthmus statistics` tells of the images of all devices together."""
+        return {"ink": isthmus.Column(0, 1), "digit": isthmus.Category(range(10))}
+
+    def statistics_data(self, participant):
+        """How dark each image is, from 0 to 1, and its digit."""
+        images, labels = self.local_data(participant).tensors
+        return {"ink": images.mean(1), "digit": labels}
+
     def dataset(self, rows):
         images = torch.tensor(self.images[rows] / 16, dtype=torch.float32)
         return TensorDataset(images, torch.tensor(self.labels[rows]))

@@ -54,6 +54,23 @@ class Heart(isthmus.Task):
         """Its test rows."""
         return TensorDataset(*split(self.file_of(participant), test=True))
 
+    def statistics_columns(self):
+        """What `isthmus statistics` tells of the training rows of all hospitals together."""
+        return {
+            "age": isthmus.Column(19.5, 89.5, bins=70),
+            "pressure": isthmus.Column(0, 240, bins=120),
+            "cholesterol": isthmus.Column(0, 700, bins=70),
+            "pain": isthmus.Category((1, 2, 3, 4)),
+            "disease": isthmus.Category((0, 1)),
+        }
+
+    def statistics_data(self, participant):
+        """Columns as they are in the file, and the label."""
+        rows, train, _ = table(self.file_of(participant))
+        numbers = {"age": 0, "pressure": 3, "cholesterol": 4, "pain": 2}
+        columns = {name: rows[train, place] for name, place in numbers.items()}
+        return {**columns, "disease": (rows[train, 10] > 0).int()}
+
     def optimizer(self, parameters, participant):
         """Plain SGD."""
         return torch.optim.SGD(parameters, lr=self.settings.get("lr", 0.001))
@@ -72,33 +89,40 @@ class Heart(isthmus.Task):
 
 
 @functools.cache
-def split(path, test):
-    """Features (n, 13) and labels (n, 1) of a hospital's training or test rows.
-
-    Features are normalised by the mean and the deviation of the training rows.
-    """
+def table(path):
+    """Complete rows of a hospital, ten columns and the label (n, 11), and FLamby's split."""
     if not path.is_file():
         raise isthmus.TaskError(
             f"there is no file {path}; give the folder of the UCI heart disease data with "
             "--set task.data=PATH"
         )
     with path.open() as file:
-        table = [row for row in csv.reader(file) if "?" not in row[:10]]
-    rows = torch.tensor([[float(value) for value in (*row[:10], row[13])] for row in table])
-    labels = (rows[:, 10:] > 0).float()
-    few = min(int(labels.sum()), int((1 - labels).sum())) <= 2
-    parts = train_test_split(
+        complete = [row for row in csv.reader(file) if "?" not in row[:10]]
+    rows = torch.tensor([[float(value) for value in (*row[:10], row[13])] for row in complete])
+    ill = rows[:, 10] > 0
+    few = min(int(ill.sum()), int((~ill).sum())) <= 2
+    train, test = train_test_split(
         range(len(rows)),
         train_size=1 - TEST_SHARE,
         test_size=TEST_SHARE,
         random_state=43,
-        stratify=None if few else labels[:, 0].tolist(),
+        stratify=None if few else ill.tolist(),
     )
-    train, chosen = sorted(parts[0]), sorted(parts[test])
+    return rows, sorted(train), sorted(test)
+
+
+@functools.cache
+def split(path, test):
+    """Features (n, 13) and labels (n, 1) of a hospital's training or test rows.
+
+    Features are normalised by the mean and the deviation of the training rows.
+    """
+    rows, train, held_out = table(path)
+    chosen = held_out if test else train
     columns = [rows[:, column] for column in NUMBERS]
     columns += [
         (rows[:, column] == value).float() for column in CATEGORIES for value in CATEGORIES[column]
     ]
-    features = torch.stack(columns, dim=1)
+    features, labels = torch.stack(columns, dim=1), (rows[:, 10:] > 0).float()
     mean, deviation = features[train].mean(0), features[train].std(0)
     return (features[chosen] - mean) / (deviation + 1e-9), labels[chosen]

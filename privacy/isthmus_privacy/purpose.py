@@ -266,3 +266,13 @@ class BufferedPurpose(_Purpose):
                 "this sum, or before all of them",
             )
         return round_ - own[0]
+
+
+def statistics_of(task: bytes) -> bytes:
+    """What a configuration of statistics names in place of a model, 32 bytes.
+
+    `task` is the digest of the task's code. The values that are summed do not change from one run
+    to the next, so a device is in sums of them only with one survivor set, in all runs of that
+    code.
+    """
+    return tagged_hash("statistics", task)

@@ -1,4 +1,4 @@
-"""The commands ``isthmus run``, ``isthmus compare``, ``isthmus report`` and ``isthmus why``."""
+"""The commands ``isthmus run``, ``statistics``, ``compare``, ``report`` and ``why``."""
 
 from __future__ import annotations
 
@@ -104,6 +104,46 @@ def run(
             again = f"isthmus run --resume --run-dir {local_run.directory}"
             raise UserError(f"{error}; `{again}` continues") from error
     console.print(f"report  isthmus report {local_run.directory}", soft_wrap=True)
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@_SET
+@_DIRECTORY
+@_ADDRESS
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the statistics to this file too, which `task.statistics` of a job can name.",
+)
+def statistics(
+    job: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    address: str | None,
+    output: Path | None,
+) -> None:
+    """Compute statistics of the devices' data by secure sums, on this machine; train nothing.
+
+    Counts, means, variances, histograms and quantiles are those of all devices together. On a
+    server: `isthmus submit JOB --set statistics.collect=true`.
+    """
+    from isthmus_server.local.fork_server import ParticipantForkServer
+
+    without_training = ("statistics.collect=true", "datacenter.ranks=0")
+    loaded = _loaded(job, (*overrides, *without_training))
+    listen_at = None if address is None else split_address(address, "--address")
+    # The fork must happen before this process opens files or starts threads.
+    with ParticipantForkServer.fork(ranks=False) as fork_server:
+        prepare()
+        from isthmus_server.local.session import LocalRun
+        from isthmus_server.rounds.device_sums.statistics import STATISTICS
+
+        directory = run_dir or _fresh_directory(loaded, "statistics-")
+        local_run = LocalRun.new(loaded, job.resolve().parent, directory)
+        run_until_stopped(local_run.run(listen_at, Console(), fork_server), local_run.leave)
+    if output is not None:
+        output.write_bytes((directory / STATISTICS).read_bytes())
 
 
 @click.command()

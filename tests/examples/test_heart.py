@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,3 +73,36 @@ def test_the_secure_accuracy_is_that_of_the_hospitals_own_figures(tmp_path, monk
     right = sum(round(float(share) * int(patients)) for _, share, _, patients, _ in own)
     assert evaluation.metrics["devices_accuracy"] == pytest.approx(right / 254)
     assert right / 254 > 0.6
+
+
+def test_statistics_equal_those_of_the_pooled_rows_of_all_hospitals(tmp_path, load_example):
+    """With real processes; a job then hands them to the task."""
+    output = tmp_path / "statistics.json"
+    command = ["statistics", EXAMPLES / "heart/job.toml", "--set", f"task.data={DATA}"]
+    subprocess.run(
+        [sys.executable, "-m", "isthmus.cli", *command, "--output", output],
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        preexec_fn=die_with_parent,
+    )
+    _, task = load_example("heart", f"task.statistics={output}", data=DATA)
+    assert task.statistics["devices"] == 4
+    columns = task.statistics["columns"]
+    of = [task.statistics_data(device(index, 4)) for index in range(4)]
+    pooled = {name: torch.cat([each[name] for each in of]).double().numpy() for name in columns}
+    for name, half in (("age", 35), ("pressure", 120), ("cholesterol", 350)):
+        values, figures = pooled[name], columns[name]
+        assert (figures["count"], figures["missing"]) == (486, 0)
+        assert abs(figures["mean"] - values.mean()) <= half / 2**29
+        assert abs(figures["variance"] - values.var()) <= 3 * half**2 / 2**29
+        counts, _ = np.histogram(values, figures["histogram"]["edges"])
+        assert figures["histogram"]["counts"] == counts.tolist()
+        assert min(counts) >= 5
+    for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9)):
+        exact = np.quantile(pooled["age"], share, method="inverted_cdf")
+        assert columns["age"]["quantiles"][name] == pytest.approx(exact, abs=1e-9)
+    for name in ("pain", "disease"):
+        found, counts = np.unique(pooled[name], return_counts=True)
+        expected = {str(int(value)): count for value, count in zip(found, counts, strict=True)}
+        assert columns[name]["values"] == expected

@@ -1,4 +1,4 @@
-"""What a device measures for a secure sum: scores of models, and counts of an evaluation.
+"""What a device measures for a secure sum: scores, and counts of an evaluation or of its data.
 
 Nothing of it is sent before it is masked, and a failure of the task ends in zeros of weight 0.
 PyTorch is imported on first use, so that an idle device stays small.
@@ -77,17 +77,20 @@ def evaluate(
     """
     import torch
 
-    from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model
+    from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
     from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 
     work = request.evaluate
     config = RoundConfig.from_bytes(work.secure)
     run.check_group(work.group, config.clients_min)
     run.check_counts(config.size)
+    name = evaluated_model(work.model.sha256)
+    if run.job.statistics.collect:
+        name = statistics_of(run.secure_purpose.task)
     attempt = sessions.propose(
         (evaluations_run_id(work.run_id), work.round, work.attempt),
         work.secure,
-        link_pb2.Blob(sha256=evaluated_model(work.model.sha256)),
+        link_pb2.Blob(sha256=name),
         EvaluationPurpose(run.secure_purpose, work.group).hash,
         SCORING_SLOTS,
         whole=True,

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from isthmus.errors import TaskError
 from isthmus.job.federated import FederatedSection
 from isthmus.task import Participant, Task, user_code
+from isthmus.task.device_sums.statistics import StatisticsVector
 from isthmus.task.scoring import count_examples, training_batches
 from isthmus.task.scoring.inputs import streamed_batches
 from isthmus.task.scoring.order import EpochOrder, check_no_order
@@ -124,3 +125,7 @@ class LocalData:
             )
         check_no_order(self._task, what)
         return max(self._settings.local_steps, 1) * self._settings.batch_size
+
+    def statistics(self, participant: Participant) -> list[int]:
+        """The counts of this device's data, see `StatisticsVector.measure`."""
+        return StatisticsVector(self._task).measure(participant, self.dataset).tolist()

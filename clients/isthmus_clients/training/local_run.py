@@ -47,7 +47,6 @@ from isthmus_clients.training.step_gradient import (
 )
 
 CPU = torch.device("cpu")
-
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -350,21 +349,22 @@ class DeviceRun:
         self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None
     ) -> list[float]:
         """Score candidates, means of the encoded models in `payload`, on this device's data."""
-        batch = self.job.evaluation.batch_size
-        models = pieces(self.layout, payload)
+        size, models = self.job.evaluation.batch_size, pieces(self.layout, payload)
         self._load(self.layout.decode(models[0]), personal)
         return score_each(
-            self.task, self.model, self.layout, self.dataset, batch, models, candidates
+            self.task, self.model, self.layout, self.dataset, size, models, candidates
         )
 
     def evaluate(self, round_: int, payload: Buffer, personal: Buffer | None = None) -> list[int]:
         """Count how the encoded model in `payload` does on this device's validation data.
 
-        After the job's `fine_tune_steps`, which are those of a round of their own.
+        After the job's `fine_tune_steps`; or count the data, in a job that collects statistics.
 
         Raises:
             TaskError: the task's code raised, or this device has no validation data.
         """
+        if self.job.statistics.collect:
+            return self._data.statistics(self.participant)
         if self._validation is None:
             with user_code("validation_data()"):
                 self._validation = self.task.validation_data(self.participant)

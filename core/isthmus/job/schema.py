@@ -30,6 +30,7 @@ from isthmus.job.federated import FederatedSection
 from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
+from isthmus.job.statistics import StatisticsSection, add_statistics
 from isthmus.job.strategy import StrategySection
 
 
@@ -43,6 +44,9 @@ class TaskSection(Section):
     """Path of this machine's data, relative to the job file; the task reads it as `self.data`."""
     settings: dict[str, Any] = Field(default={})
     """Settings of the task, available as `self.settings`."""
+    statistics: str | None = None
+    """A file that `isthmus statistics` wrote, relative to the job file. Its contents become part of
+    the job; the task reads them as `self.statistics`."""
 
     def data_in(self, base: Path) -> Path | None:
         """The path of the data, if the job names one; `base` is the job file's directory."""
@@ -102,6 +106,7 @@ UNUSED_BY_A_SERVER_APP = (
     "learning_rate",
     "datacenter",
     "evaluation",
+    "statistics",
     "prices",
 )
 """Keys of a job that a Flower ServerApp replaces."""
@@ -133,6 +138,7 @@ class Job(Section):
     datacenter: DatacenterSection = DatacenterSection()
     learning_rate: LearningRateSection = LearningRateSection()
     evaluation: EvaluationSection = EvaluationSection()
+    statistics: StatisticsSection = StatisticsSection()
     time: TimeSection = TimeSection()
     prices: PricesSection = PricesSection()
 
@@ -255,6 +261,11 @@ class Job(Section):
             raise ValueError(f"evaluation.devices: {error}") from None
         return self
 
+    @model_validator(mode="after")
+    def _devices_can_be_counted(self) -> Job:
+        self.statistics.check(self.federated)
+        return self
+
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Read and validate a job file; `overrides` are `key.sub=value` with TOML values.
@@ -290,6 +301,7 @@ def parse_job(
         _apply(table, override)
     if folder is not None:
         add_project_config(table, folder)
+        add_statistics(table, folder)
     try:
         return Job.model_validate(table)
     except ValidationError as error:

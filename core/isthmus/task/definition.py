@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from isthmus.task.device_sums.metrics import DeviceMetric
+    from isthmus.task.device_sums.statistics import Category, Column
 
     Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Made = torch.optim.Optimizer | tuple[torch.optim.Optimizer, LRScheduler]
@@ -243,6 +244,37 @@ class Task(abc.ABC):
         have the prefix ``devices_``. Default: none.
         """
         return {}
+
+    def statistics_columns(self) -> Mapping[str, Column | Category]:
+        """The columns of `isthmus statistics` by name, with their bounds or values.
+
+        It must not depend on data. Default: none.
+        """
+        return {}
+
+    def statistics_data(self, participant: Participant) -> Mapping[str, Any] | None:
+        """A device's values of each column (rows); the server learns only the sums over devices.
+
+        Of an `isthmus.Column` numbers, where nan is a missing value; of an `isthmus.Category`
+        anything that can be compared. Default: None, for the inputs of `local_data`, vectors with
+        the columns in the order of their declaration.
+        """
+        return None
+
+    @property
+    def statistics(self) -> Mapping[str, Any]:
+        """What `isthmus statistics` wrote: the contents of the job's `task.statistics`.
+
+        Raises:
+            TaskError: the job names no such file.
+        """
+        if "statistics" not in self.settings:
+            raise TaskError(
+                "this task reads statistics and the job names none; set task.statistics to a file "
+                "that `isthmus statistics JOB --output FILE` wrote"
+            )
+        statistics: Mapping[str, Any] = self.settings["statistics"]
+        return statistics
 
     def public_eval(self) -> Dataset[Any] | None:
         """Central held-out rows of the datacenter's public data; called once per process.

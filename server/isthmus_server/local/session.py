@@ -68,12 +68,13 @@ class LocalRun:
             events.subscribe(view)
             loop = self._loop = run_loop(store, link, events, installed=False)
             loop.roster.started_here = started_roles(store.job)
-            if isinstance(loop, Coordinator) and loop.evaluator.known_metrics == []:
+            trains = isinstance(loop, Coordinator) and not store.job.statistics.collect
+            if isinstance(loop, Coordinator) and trains and loop.evaluator.known_metrics == []:
                 console.print(
                     "nothing evaluates this model: the task has no eval_data(), and "
                     "evaluation.devices is 0"
                 )
-            if address is None and isinstance(loop, Coordinator):  # others could join there
+            if address is None and trains:  # others could join there
                 check_participants(store.job, load_policy(store.job.strategy))
             async with running_participants(
                 store.job, link, address, self.directory, fork_server, loop.roster.decline

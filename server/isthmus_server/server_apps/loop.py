@@ -1,8 +1,9 @@
-"""Choose what directs a run: Isthmus's round loop, or the ServerApp of its job."""
+"""Choose what directs a run: the round loop, a ServerApp, or statistics in place of training."""
 
 from __future__ import annotations
 
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.device_sums.statistics import StatisticsRun
 from isthmus_server.server_apps.run import ServerAppRun
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.store import Store
@@ -20,4 +21,6 @@ def run_loop(store: Store, link: Link, events: EventStream, *, installed: bool) 
     flower = store.job.federated.flower
     if flower is not None and flower.server_app is not None:
         return ServerAppRun(store, link, events, installed=installed)
+    if store.job.statistics.collect:
+        return StatisticsRun(store, link, events)
     return Coordinator(store, link, events)

@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from isthmus.errors import JobError, RoundFailed, UpdateError
+from isthmus.errors import CannotContinue, JobError, RoundFailed, UpdateError
 from isthmus.job.evaluation import evaluations_run_id
 from isthmus.job.federated import FederatedSection
 from isthmus.task import Task
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.device_sums.metrics import DEVICES, LARGEST
+from isthmus.task.device_sums.statistics import StatisticsVector
 from isthmus.wire import link_pb2
-from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model
+from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
 from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.summed_evaluation import GroupEvaluation, SummedEvaluation
@@ -58,7 +59,7 @@ class Evaluated:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sums:
+class DeviceSums:
     """Sums of the devices' counts, int64 (size) each, and the receipts of all devices."""
 
     total: torch.Tensor
@@ -188,30 +189,12 @@ class RoundEvaluator:
 
     async def _on_devices(self, vector: EvaluationVector, spec: RoundSpec) -> SummedEvaluation:
         """Evaluate on devices, in up to `attempts` attempts; a round is not lost if they fail."""
-        started, retries = self._clock.now(), Retries(self._job, self._clock)
-        receipts: list[Receipt] = []
-        asked, error = 0, None
-        sums = None
-        context = self._context
-        served = iter([self._model.served_vector])
-        async with published(context.link, context.layout, context.spool, served, 1) as blob:
-            while sums is None:
-                attempt = spec.attempt * _TRIES + retries.failed
-                try:
-                    sums = await self._attempt(vector.size, spec.round, attempt, blob)
-                    tried = sums.receipts
-                except RoundFailed as failed:
-                    failure, error = failed, str(failed)
-                    tried = failed.receipts if isinstance(failed, AttemptFailed) else ()
-                receipts += tried
-                asked = len(tried)
-                if sums is None:
-                    if retries.give_up(failure):
-                        break
-                    await retries.pause(failure)
+        started = self._clock.now()
+        sums, tried, error = await self._tried(vector.size, spec.round, spec.attempt * _TRIES)
+        receipts = [receipt for each in tried for receipt in each]
         reached = sum(receipt.started for receipt in receipts)
         return SummedEvaluation(
-            asked=asked,
+            asked=len(tried[-1]),
             devices=0 if sums is None else sums.devices,
             sums={} if sums is None else vector.sums(sums.total),
             metrics={} if sums is None else vector.figures(sums.total),
@@ -227,14 +210,56 @@ class RoundEvaluator:
             seconds=self._clock.now() - started,
         )
 
-    async def _attempt(self, size: int, round_: int, attempt: int, blob: link_pb2.Blob) -> _Sums:
+    async def statistics(self, vector: StatisticsVector, first: int) -> DeviceSums:
+        """Sum the counts of the devices' data, in up to `attempts` attempts.
+
+        Args:
+            vector: what devices count.
+            first: number of the first attempt, above that of all before it.
+
+        Raises:
+            CannotContinue: too few devices could be summed in any attempt.
+        """
+        sums, _, error = await self._tried(vector.size, 1, first)
+        if sums is None:
+            raise CannotContinue(
+                f"the devices' data could not be counted: {error}; a device takes part in "
+                "statistics of one version of a task only with one set of devices"
+            )
+        return sums
+
+    async def _tried(
+        self, size: int, round_: int, first: int
+    ) -> tuple[DeviceSums | None, list[Sequence[Receipt]], str | None]:
+        """The sums, the receipts of each attempt, and why the last one that failed did."""
+        retries = Retries(self._job, self._clock)
+        tried: list[Sequence[Receipt]] = []
+        error = None
+        context = self._context
+        served = iter([self._model.served_vector])
+        async with published(context.link, context.layout, context.spool, served, 1) as blob:
+            while True:
+                try:
+                    sums = await self._attempt(size, round_, first + retries.failed, blob)
+                except RoundFailed as failed:
+                    tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
+                    error = str(failed)
+                    if retries.give_up(failed):
+                        return None, tried, error
+                    await retries.pause(failed)
+                else:
+                    return sums, [*tried, sums.receipts], error
+
+    async def _attempt(
+        self, size: int, round_: int, attempt: int, blob: link_pb2.Blob
+    ) -> DeviceSums:
         """Have a cohort evaluate the model; every attempt selects the same devices if it can.
 
         Raises:
             RoundFailed: too few devices.
         """
-        settings = self._job.evaluation.on_devices(self._job.federated)
-        name = evaluated_model(blob.sha256)
+        settings = self._settings
+        name = self._name_of(blob)
         cohort = self._cohorts.select_for_evaluation(round_, settings, name, self._busy())
         if len(cohort.examples) < settings.needed:
             raise AttemptFailed(
@@ -253,12 +278,24 @@ class RoundEvaluator:
             secure = self._secure(work, cohort, list(cohort.examples), settings, size, "")
             result = await secure.run()
             devices = int(result.training["examples"])  # every usable vector has a weight of 1
-            return _Sums(result.pseudo_gradient, devices, result.receipts)
+            return DeviceSums(result.pseudo_gradient, devices, result.receipts)
         return await self._by_group(work, cohort, settings, size)
+
+    @property
+    def _settings(self) -> FederatedSection:
+        job = self._job
+        measured = job.statistics if job.statistics.collect else job.evaluation
+        return measured.on_devices(job.federated)
+
+    def _name_of(self, blob: link_pb2.Blob) -> bytes:
+        """What sums are about, of which each device is in those with one survivor set only."""
+        if self._job.statistics.collect:
+            return statistics_of(self._context.purpose.task)
+        return evaluated_model(blob.sha256)
 
     async def _by_group(
         self, work: link_pb2.Evaluate, cohort: SelectedCohort, settings: FederatedSection, size: int
-    ) -> _Sums:
+    ) -> DeviceSums:
         sums = {}
         for group, names in cohort.groups.items():
             part = settings.for_group(len(names), exact=cohort.exact)
@@ -274,7 +311,7 @@ class RoundEvaluator:
         total = torch.stack([counts for counts, _ in groups.values()]).sum(0)
         devices = sum(number for _, number in groups.values())
         groups.pop(REST, None)
-        return _Sums(total, devices, receipts, groups)
+        return DeviceSums(total, devices, receipts, groups)
 
     def _secure(
         self,
@@ -297,7 +334,7 @@ class RoundEvaluator:
             run_id=evaluations_run_id(self._context.run_id),
             round=work.round,
             attempt=work.attempt,
-            model_hash=evaluated_model(work.model.sha256),
+            model_hash=self._name_of(work.model),
             purpose=EvaluationPurpose(self._context.purpose, group).hash,
             size=size,
             slots=SCORING_SLOTS,
@@ -313,7 +350,7 @@ class RoundEvaluator:
 
     async def _plaintext(
         self, work: link_pb2.Evaluate, cohort: SelectedCohort, settings: FederatedSection, size: int
-    ) -> _Sums:
+    ) -> DeviceSums:
         def read(reply: link_pb2.Reply) -> torch.Tensor:
             counts = list(reply.counted.counts)
             if len(counts) != size:
@@ -333,4 +370,4 @@ class RoundEvaluator:
         counts, receipts = await answers.of(
             names, needed=settings.needed, sent_bytes=work.model.size
         )
-        return _Sums(torch.stack(counts).sum(0), len(counts), receipts)
+        return DeviceSums(torch.stack(counts).sum(0), len(counts), receipts)

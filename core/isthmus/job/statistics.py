@@ -1,0 +1,98 @@
+"""The job's table `[statistics]`, and the file of statistics that a task reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from isthmus.errors import JobError
+from isthmus.job.federated import FederatedSection
+from isthmus.job.section import Section
+
+LARGEST_FILE = 1 << 20
+"""Bytes of a file of statistics, which is part of the job that all participants receive."""
+
+
+class StatisticsSection(Section):
+    """Statistics of the devices' data, by secure sums over devices."""
+
+    collect: bool = False
+    """The run computes statistics and trains nothing; `isthmus statistics` sets it."""
+    devices: Annotated[int, Field(ge=1)] | None = None
+    """Devices that are asked. Default: `federated.cohort`."""
+    quorum: Annotated[int, Field(ge=2)] | None = None
+    """Least number of devices in the sum. Default: three quarters of `devices`."""
+    minimum: Annotated[int, Field(ge=1)] = 5
+    """Least number of values in a count that is shown."""
+
+    @model_validator(mode="after")
+    def _quorum_fits(self) -> StatisticsSection:
+        if self.devices is not None and self.quorum is not None and self.quorum > self.devices:
+            raise ValueError(f"quorum={self.quorum} is above devices={self.devices}; lower it")
+        return self
+
+    def check(self, federated: FederatedSection) -> None:
+        """Refuse a job that collects statistics and whose devices cannot be summed.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        if not self.collect:
+            return
+        if not federated.secure_aggregation:
+            raise ValueError(
+                "statistics are computed by secure sums only; set federated.secure_aggregation = "
+                "true"
+            )
+        if federated.flower is not None:
+            raise ValueError("statistics are of the data of a task; remove federated.flower")
+        try:
+            self.on_devices(federated)
+        except JobError as error:
+            raise ValueError(f"statistics.devices: {error}") from None
+
+    def on_devices(self, federated: FederatedSection) -> FederatedSection:
+        """The section of the devices, with the cohort and the quorum of the statistics.
+
+        Raises:
+            JobError: they are too few for a secure sum.
+        """
+        settings = federated.model_copy(update={"quorum": self.quorum, "over_selection": 1.0})
+        return settings.for_cohort(self.devices or federated.cohort)
+
+
+def add_statistics(table: dict[str, Any], folder: Path) -> None:
+    """Put the contents of the file `task.statistics` into the settings of the task.
+
+    So every participant has them with the job. A job that computes the statistics needs no file.
+
+    Raises:
+        JobError: the file cannot be read, is too large or has no JSON object.
+    """
+    task = table.get("task")
+    if not isinstance(task, dict) or not isinstance(task.get("statistics"), str):
+        return
+    path = folder / task["statistics"]
+    section = table.get("statistics")
+    if isinstance(section, dict) and section.get("collect"):
+        return
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise JobError(f"task.statistics: {path} is larger than {LARGEST_FILE} bytes")
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"task.statistics: {path} cannot be read: {error}; `isthmus statistics JOB --output "
+            "FILE` writes such a file"
+        ) from None
+    if not isinstance(contents, dict):
+        raise JobError(f"task.statistics: {path} has no JSON object")
+    settings = task.setdefault("settings", {})
+    if not isinstance(settings, dict):
+        return
+    if "statistics" in settings:
+        raise JobError("task.statistics and task.settings.statistics are both set; remove one")
+    settings["statistics"] = contents
