@@ -34,8 +34,8 @@ def count_examples(dataset: Dataset[Any], what: str) -> int:
         )
     if isinstance(dataset, IterableDataset):
         raise TaskError(
-            f"{what} is an iterable dataset, which can be used only for training; return one with "
-            "a length and indices"
+            f"{what} is an iterable dataset, which only real devices and ranks can use, and only "
+            "for training; return one with a length and indices"
         )
     with user_code(f"len() of {what}"):
         count = len(dataset)  # type: ignore[arg-type]  # not declared by torch's Dataset
