@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from isthmus.errors import TaskError
+from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus.task import Participant, Task, user_code
 from isthmus.task.device_sums.statistics import StatisticsVector
@@ -41,17 +42,25 @@ class LocalData:
         self,
         task: Task,
         participant: Participant,
-        settings: FederatedSection,
+        job: Job,
         device: torch.device,
     ) -> None:
-        """Load the data.
+        """Load the data, unless the job only collects statistics and the task gives their rows.
+
+        Then `local_data` may need the statistics that are being collected.
 
         Raises:
             TaskError: there is none, or it is iterable and the job has no number of steps.
         """
-        self._task, self._settings, self._device = task, settings, device
+        self._task, self._settings, self._device = task, job.federated, device
+        self.dataset: Dataset[Any]
+        own_rows = type(task).statistics_data is not Task.statistics_data
+        self._stream: IterableDataset[Any] | None = None
+        if job.statistics.collect and own_rows:
+            self.dataset, self.examples = TensorDataset(torch.zeros(1)), 1
+            return
         with user_code("local_data()"):
-            self.dataset: Dataset[Any] = task.local_data(participant)
+            self.dataset = task.local_data(participant)
         self._stream = self.dataset if isinstance(self.dataset, IterableDataset) else None
         what = f"local_data() of {participant.name}"
         if self._stream is not None:
@@ -59,7 +68,7 @@ class LocalData:
         else:
             self.examples = count_examples(self.dataset, what)
         """The weight of an update: examples of the data set, or those that a round reads."""
-        self._order = EpochOrder(task, self.dataset, self.examples, settings.batch_size)
+        self._order = EpochOrder(task, self.dataset, self.examples, self._settings.batch_size)
 
     @property
     def is_stream(self) -> bool:

@@ -132,7 +132,7 @@ class DeviceRun:
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
         """Those of the last round, from which the next one's continue."""
-        self._data = LocalData(self.task, participant, self.job.federated, self._arithmetic.device)
+        self._data = LocalData(self.task, participant, self.job, self._arithmetic.device)
         self.dataset, self.examples = self._data.dataset, self._data.examples
         self._gradient = StepGradient(
             self.task,

@@ -93,6 +93,16 @@ async def test_a_device_is_in_statistics_of_a_task_with_one_set_of_devices_only(
         await collected(deployment, "fewer", "statistics.devices=3", "seed=10", "attempts=1")
 
 
+async def test_a_task_whose_training_data_need_the_statistics_can_collect_them(deployment):
+    normalises = """
+def local_data(self, participant):
+    return rows(20, seed=int(self.statistics["columns"]["age"]["mean"]))
+"""
+    await deployment.start(COUNTED + normalises, NAMES)
+    _, statistics = await collected(deployment, "run")
+    assert statistics["columns"]["age"]["count"] == 160
+
+
 async def test_groups_have_statistics_of_their_own(deployment):
     north, south = "abc", "def"
     deployment.groups = {**dict.fromkeys(north, "north"), **dict.fromkeys(south, "south")}
