@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 
 import pytest
@@ -26,7 +27,8 @@ def made(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_passes_the_check_of_jobs(tmp_path, kind):
+def test_a_new_project_passes_the_check_of_jobs(tmp_path, monkeypatch, kind):
+    monkeypatch.delitem(sys.modules, "task", raising=False)  # of another test
     folder = made(tmp_path, kind)
     done = CliRunner().invoke(check, [str(folder / "job.toml")], catch_exceptions=False)
     assert "is fine: 8 rounds" in done.output

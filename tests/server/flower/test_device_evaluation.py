@@ -53,7 +53,8 @@ async def test_the_strategy_aggregates_what_devices_measure(deployment, tmp_path
         "evaluate.loss": pytest.approx(bias + 3, rel=1e-5),
         "evaluate.failed": 2.0,
     }
-    assert {each.getMessage().partition(":")[0] for each in caplog.records} == {
+    said = {each.getMessage().partition(":")[0] for each in caplog.records}
+    assert {each for each in said if "evaluate" in each} == {
         "b did not evaluate the model",
         "c did not evaluate the model",
     }
