@@ -45,7 +45,10 @@ class Run:
 
     def __repr__(self) -> str:
         """Directory, status and the last round."""
-        report = self.report()
+        try:
+            report = self.report()
+        except UserError as error:
+            return f"Run({str(self.directory)!r}): {error}"
         return f"Run({str(self.directory)!r}): {report.status}, {len(report.rounds)} rounds"
 
     # -- what it did -------------------------------------------------------------------------------
@@ -205,6 +208,8 @@ def run(
     Raises:
         UserError: the job or the task cannot be used, or the run failed: one sentence.
     """
+    if not isinstance(job, str | Path | Mapping):
+        raise UserError(f"the job is a job file or a mapping of its tables, and not {job!r}")
     name = job.get("name", "run") if isinstance(job, Mapping) else Path(job).stem
     directory = Path(run_dir) if run_dir is not None else _fresh_directory(str(name))
     made = directory.with_name(f"{directory.name}-job")
@@ -227,7 +232,7 @@ def _written(job: Mapping[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "job.toml"
     table = {"name": "run", **job}
-    file.write_text(tomli_w.dumps({**table, "task": task} if task else table), encoding="utf-8")
+    file.write_text(_toml({**table, "task": task} if task else table), encoding="utf-8")
     return file
 
 
@@ -240,7 +245,14 @@ def _literal(value: Any) -> str:
         return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_literal, value))}]"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+    return _toml({"x": value}).removeprefix("x = ").strip()
+
+
+def _toml(table: Mapping[str, Any]) -> str:
+    try:
+        return tomli_w.dumps(table)
+    except TypeError as error:  # None, for example: a key without a value is left out
+        raise UserError(f"a value of the job is none that a job file can have: {error}") from None
 
 
 def _fresh_directory(name: str) -> Path:

@@ -114,9 +114,10 @@ class ProgressView:
                 self._print(f"[bold]done[/bold] ({_safe(event.reason)})")
             case RunFinished():
                 assert event.final is not None
+                figures = _safe(format_metrics(event.final.metrics))
                 self._print(
                     f"[bold]done[/bold] ({_safe(event.reason)}): "
-                    f"{_safe(format_metrics(event.final.metrics))}, "
+                    f"{figures}{', ' if figures else ''}"
                     f"cost {event.spent:g}{_which(event.final)}\n"
                     f"model   {_safe(event.final.model_path)}\n"
                     f"sha256  {event.final.model_sha256}"

@@ -88,10 +88,12 @@ def page(report: Report) -> RenderableType:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
     if report.final is not None:
         total = sum(record.cost.price for record in attempts)
+        figures = format_metrics(report.final.metrics)
+        figures += ", " if figures else ""
         which = f", of round {report.final.round}, the best" if report.final.best else ""
         parts.append(
             Text(
-                f"final model{which}: {format_metrics(report.final.metrics)}, cost {total:g}\n"
+                f"final model{which}: {figures}cost {total:g}\n"
                 f"  {report.final.model_path}\n  sha256 {report.final.model_sha256}"
             )
         )

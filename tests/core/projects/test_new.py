@@ -54,9 +54,10 @@ def test_simulated_devices_share_a_file_of_the_user(tmp_path, kind, shape, setti
     job = load_job(folder / "job.toml", changes)
     task = load_task(job.task.source, job.task.settings, base=folder, data=file)
     shards = [(number, 4) for number in range(4)]
-    devices = [task.local_data(device(shard)) for shard in shards]
-    assert sum(map(len, devices)) == len(task.local_data(device(None)))
-    inputs, target = devices[1][0]
+    parts = (task.local_data, task.validation_data)
+    simulated = [len(part(device(shard))) for part in parts for shard in shards]
+    assert sum(simulated) == sum(len(part(device(None))) for part in parts)
+    inputs, target = task.local_data(device((1, 4)))[0]
     assert tuple(inputs.shape) == shape
     values = task.loss(task.forward(task.model(), inputs[None]), target[None])
     assert torch.isfinite(values).all()

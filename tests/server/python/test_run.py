@@ -140,6 +140,21 @@ def test_a_task_within_a_function_is_refused(tmp_path):
         source_of(Local, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"job": None}, "a job file or a mapping of its tables, and not None"),
+        ({"job": JOB, "task": 3}, "a subclass of isthmus.Task, and not 3"),
+        ({"job": JOB, "budget": None}, "none that a job file can have: .*NoneType"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(isthmus.UserError, match=said):
+        isthmus.run(**arguments)
+    assert repr(isthmus.Run("none")).endswith("contains no run (no job.json)")
+
+
 def test_the_server_is_imported_only_when_a_run_is_made():
     """A device has no server's packages."""
     code = "import sys, isthmus; isthmus.Task; print('isthmus_server' in sys.modules)"
@@ -170,7 +185,7 @@ def test_what_of_a_script_is_copied(tmp_path, monkeypatch, statement, kept):
     module = type(sys)("__main__")
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "__main__", module)
-    task = type("Table", (), {"__module__": "__main__"})
+    task = type("Table", (isthmus.Task,), {"__module__": "__main__"})
     source = source_of(task, tmp_path / "made")
     assert source == f"{tmp_path / 'made/task.py'}:Table"
     written = (tmp_path / "made/task.py").read_text()
