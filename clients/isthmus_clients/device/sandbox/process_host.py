@@ -309,10 +309,10 @@ class ProcessHost:
         progress: ReportProgress = lambda progress: None,
     ) -> link_pb2.Reply:
         process = self._process(opened)
-        with self._lock:
-            if request.id in self._cancelled:
-                raise TaskError("the server no longer wants the update of this round")
-        reply = process.call(request, [each.handle for each in memory], progress)
+        handles, request_id = [each.handle for each in memory], request.id
+        reply = process.call(
+            request, handles, progress, cancelled=lambda: request_id in self._cancelled
+        )
         kind = request.WhichOneof("work")
         assert kind is not None
         if reply.WhichOneof("outcome") != _OUTCOMES[kind]:

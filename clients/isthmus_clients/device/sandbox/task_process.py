@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from isthmus.errors import TaskError, TaskProcessEnded, UpdateError
@@ -135,17 +135,22 @@ class TaskProcess:
         handles: Sequence[int] = (),
         progress: ReportProgress = lambda progress: None,
         limit: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> link_pb2.Reply:
         """Have the process execute a request, which gets another id; `limit` is in seconds.
 
+        `cancelled` says whether the request was cancelled before `cancel` could know it.
+
         Raises:
-            TaskError: the task failed, or the process ended or sent what it must not; in these
-                cases it is ended.
+            TaskError: the request was cancelled, the task failed, or the process ended or sent
+                what it must not; in the last two cases it is ended.
         """
         with self._lock:
             self._current, self._count = request.id, self._count + 1
             request.id = str(self._count)
         try:
+            if cancelled():
+                raise TaskError("the server no longer wants the update of this round")
             with self._using, self._limited(limit):
                 try:
                     with self._sending:

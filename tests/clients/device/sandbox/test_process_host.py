@@ -3,6 +3,7 @@
 import os
 import select
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,12 @@ class Device:
 
 
 HOSTILE = """
-    def __init__(self, settings, data=None):
-        super().__init__(settings, data)
-        self.rounds = 0
+    hangs = False
 
     def optimizer(self, parameters, participant):
         import os, socket, subprocess
         state = os.path.join(os.environ["HOME"], "../..")
-        self.rounds += 1
+        self.hangs = participant.round == 3
         for attempt in (
             lambda: socket.create_connection(("127.0.0.1", 9)),
             lambda: open(os.path.join(state, "identity.key")),
@@ -91,7 +90,9 @@ HOSTILE = """
         return super().optimizer(parameters, participant)
 
     def forward(self, model, inputs):
-        if self.rounds == 3:
+        if self.hangs:
+            import subprocess
+            subprocess.Popen(["sleep", "1000"])  # tells that it hangs now
             while True:
                 pass
         return super().forward(model, inputs)
@@ -145,11 +146,15 @@ def test_a_process_that_hangs_fails_one_request_and_leaves_nothing_behind(hostil
     process = hostile.host.process
     train(hostile.host, "second", round_=2)
     left = [os.pidfd_open(int(pid)) for pid in descendants_of(process.pid)]
-    assert len(left) >= 2  # what the task started in two rounds
-    started = threading.Event()
-    cancel = threading.Thread(target=lambda: started.wait() and hostile.host.cancel("third"))
+    assert left  # what the task started in this round
+
+    def cancel_once_it_hangs():
+        while len(descendants_of(process.pid)) < len(left) + 2:  # one of the optimizer, one more
+            time.sleep(0.02)
+        hostile.host.cancel("third")
+
+    cancel = threading.Thread(target=cancel_once_it_hangs, daemon=True)
     cancel.start()
-    threading.Timer(0.5, started.set).start()
     with pytest.raises(TaskError, match=r"did not stop within 0\.2 s after its request was canc"):
         train(hostile.host, "third", round_=3)
     cancel.join()
