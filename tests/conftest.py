@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from pytest_timeout import get_env_settings
 
 from isthmus.job import parse_job
+from isthmus.task import loading
 
 # A busy machine is slow, not wrong.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -99,10 +100,21 @@ class Learn(Table):
 '''
 
 
+@pytest.fixture(autouse=True)
+def _tasks_of_one_test(tmp_path_factory):
+    """Loading a task extends Python's path; the next test must not import a file of this one."""
+    path, folders, modules = sys.path.copy(), loading._task_folders.copy(), set(sys.modules)
+    yield
+    sys.path[:], loading._task_folders[:] = path, folders
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name in sys.modules.keys() - modules:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(temporary):
+            del sys.modules[name]
+
+
 @pytest.fixture
-def write_task(tmp_path, monkeypatch):
+def write_task(tmp_path):
     """Write `task.py` into `tmp_path`: its class `Learn` is a table task with methods replaced."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading a task file extends it
 
     def write(methods="pass"):
         path = tmp_path / "task.py"

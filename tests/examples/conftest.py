@@ -1,6 +1,5 @@
 """Load the examples as a job does, and train their tasks in this process."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ def device(index, count):
 
 
 @pytest.fixture
-def load_example(monkeypatch):
+def load_example():
     """Load an example's job, with overrides, and its task."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading a task file extends it
 
     def load(name, *overrides, data=None):
         base = EXAMPLES / name

@@ -3,7 +3,6 @@
 import io
 import logging
 import shutil
-import sys
 import zipfile
 
 import pytest
@@ -99,14 +98,11 @@ class ServerAndDevice:
 
 
 @pytest.fixture
-async def setup(tmp_path, make_job, monkeypatch):
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.delitem(sys.modules, "version", raising=False)
+async def setup(tmp_path, make_job):
     settings = ("task.source='table/task.py:Learn'", "federated.clients=0")
     setup = ServerAndDevice(tmp_path, make_job(*settings))
     yield setup
     await setup.network.close()
-    sys.modules.pop("version", None)
 
 
 PLAIN = "[privacy]\nsecure_aggregation = false\n"

@@ -1,7 +1,5 @@
 """ClientApps on a device: where they import from, what they have functions for, `client_fn`."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -54,11 +52,6 @@ app = ClientApp()
 assert UNIT is same
 """
 FLOWER = 'federated.flower.app="{}"'
-
-
-@pytest.fixture(autouse=True)
-def _own_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
 def opened(make_job, base, source, *overrides, tasks=None):

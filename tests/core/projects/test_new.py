@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 
 import pytest
@@ -27,8 +26,7 @@ def made(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_passes_the_check_of_jobs(tmp_path, monkeypatch, kind):
-    monkeypatch.delitem(sys.modules, "task", raising=False)  # of another test
+def test_a_new_project_passes_the_check_of_jobs(tmp_path, kind):
     folder = made(tmp_path, kind)
     done = CliRunner().invoke(check, [str(folder / "job.toml")], catch_exceptions=False)
     assert "is fine: 8 rounds" in done.output

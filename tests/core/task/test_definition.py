@@ -9,9 +9,8 @@ from isthmus.task.scoring import build_model, losses
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
+def load(tmp_path):
     """Write files, load one of the tasks in them."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())
 
     def load(source, files, data=None):
         for name, text in files.items():

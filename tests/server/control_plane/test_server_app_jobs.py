@@ -1,7 +1,5 @@
 """A ServerApp on a server: installed there, with the app that the owners of devices installed."""
 
-import sys
-
 import pytest
 
 from isthmus.errors import AdmissionRefused
@@ -50,8 +48,7 @@ def main(grid, context):
 """
 
 
-async def test_a_server_runs_an_installed_server_app(operated, monkeypatch):
-    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading an app extends it
+async def test_a_server_runs_an_installed_server_app(operated):
     folder = operated.state / "tasks" / "project" / "pkg"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()

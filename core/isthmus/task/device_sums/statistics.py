@@ -8,7 +8,7 @@ and quantiles. There is no second request that depends on the first one's result
 >>> age = Column(0, 100, bins=10)
 >>> total = sum(age.count(torch.tensor(each)) for each in ([20.0, 30.0], [40.0, 90.0]))
 >>> figures = age.describe(total, minimum=1)
->>> figures["count"], figures["mean"], round(figures["variance"], 4)
+>>> figures["count"], round(figures["mean"], 4), round(figures["variance"], 4)
 (4, 45.0, 725.0)
 """
 

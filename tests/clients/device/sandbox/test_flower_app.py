@@ -1,7 +1,5 @@
 """A Flower app in a task's process: the same answers, errors and state as in the agent's."""
 
-import sys
-
 import pytest
 
 from isthmus.errors import TaskError
@@ -44,9 +42,8 @@ WHO = Participant(name="a", regime="federated")
 
 
 @pytest.fixture
-def hosts(tmp_path, make_job, monkeypatch):
+def hosts(tmp_path, make_job):
     """The same app in both hosts."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading an app extends it
     state, tasks, data = (tmp_path / name for name in ("state", "tasks", "data"))
     for folder in (state, tasks, data):
         folder.mkdir()
