@@ -137,6 +137,14 @@ def row(*fields: Field[Any]) -> Field[tuple[Any, ...]]:
     )
 
 
+def optional(inner: Field[T]) -> Field[T | None]:
+    """A field that may be absent."""
+    return Field(
+        lambda value: FLAG.write(False) if value is None else FLAG.write(True) + inner.write(value),
+        lambda reader: inner.read(reader) if FLAG.read(reader) else None,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class PositionSet:
     """A set of clients, by their positions in the roster."""

@@ -28,10 +28,18 @@ from isthmus_privacy.crypto.canonical import (
     exactly,
     items,
     nested,
+    optional,
     tagged_hash,
     text,
 )
-from isthmus_privacy.secagg.graph import COMPLETE_UP_TO, GraphParameters, graph_parameters
+from isthmus_privacy.dp.distributed import DistributedNoise
+from isthmus_privacy.dp.rotation import padded_length
+from isthmus_privacy.secagg.graph import (
+    COMPLETE_UP_TO,
+    GraphParameters,
+    corrupt_clients,
+    graph_parameters,
+)
 from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
 
 MAX_LEVELS = 1 << 28
@@ -108,6 +116,7 @@ class RoundConfig(Message):
         "weight_max": NUMBER,
         "draw": NUMBER,
         "selected_ppm": NUMBER,
+        "noise": optional(nested(DistributedNoise)),
     }
 
     run_id: str
@@ -145,6 +154,9 @@ class RoundConfig(Message):
     """Unix seconds at which the server selected the clients; decides their tickets."""
     selected_ppm: int = MILLION
     """Millionths of all enrolled clients whose tickets may be in the roster; see `lottery`."""
+    noise: DistributedNoise | None = None
+    """Noise that the clients add, for differential privacy. The masked vector then has the clipped
+    update and nothing else; `levels` and `clip` are not used, and every weight is 1."""
 
     def __post_init__(self) -> None:
         """Compute `levels` if it is 0."""
@@ -161,7 +173,12 @@ class RoundConfig(Message):
 
     @property
     def length(self) -> int:
-        """Elements of a masked vector: the update, weight, clipped fraction, and the slots."""
+        """Elements of a masked vector.
+
+        The update, weight, clipped fraction, and the slots; with noise, the rotated update.
+        """
+        if self.noise is not None:
+            return padded_length(self.size)
         return self.size + 2 + len(self.slots)
 
     @property
@@ -178,6 +195,11 @@ class RoundConfig(Message):
             clients_min=self.clients_min,
             complete_up_to=self.complete_up_to,
         )
+
+    @property
+    def honest_survivors(self) -> int:
+        """Fewest clients of any sum that do not collude with the server, for every roster."""
+        return self.clients_min - corrupt_clients(self.clients_max, self.corrupt_permille)
 
     def check(self) -> None:
         """Refuse an unsafe configuration; both the server and the clients call this.
@@ -209,6 +231,14 @@ class RoundConfig(Message):
                 f"clients_max={self.clients_max} x a weight or count of {largest:.0f} does not fit "
                 f"{self.bits} bits",
             )
+        if self.noise is not None:
+            self.noise.check(
+                self.size,
+                clients=self.clients_max,
+                honest=self.honest_survivors,
+                bits=self.bits,
+                alone=not (self.whole or self.slots) and self.weight_max == 1,
+            )
 
     def check_form(self, expected: Sequence[Slot], *, whole: bool) -> None:
         """Refuse a configuration with other figures or elements than the client gives.
@@ -224,6 +254,15 @@ class RoundConfig(Message):
                 f"whole={self.whole}, and this device sends "
                 + ("whole numbers" if whole else "an update"),
             )
+        if self.noise is not None:
+            # The norm that is clipped has to be that of an update alone, see TRAINING_SLOTS.
+            if tuple(expected) != TRAINING_SLOTS:
+                refusal.refuse(
+                    "noise-for-other-vector",
+                    f"noise is for updates alone, and this device gives the figures "
+                    f"{[slot.name for slot in expected]}, which are of another vector",
+                )
+            return
         if self.slots != tuple(expected):
             refusal.refuse(
                 "config-slots-differ",
@@ -278,6 +317,8 @@ class ClientRequirements:
     selection_slack: int | None = None
     """How many times more of the enrolled clients than the smallest sum needs may be eligible for
     a round, see `lottery`; None accepts any selection."""
+    noise: float | None = None
+    """Least noise multiplier of every sum; None accepts sums without noise."""
 
     def check(self, config: RoundConfig) -> None:
         """Refuse a configuration that does not meet the requirements.
@@ -299,6 +340,13 @@ class ClientRequirements:
                 "config-dropout-above-ceiling",
                 f"dropout_permille={config.dropout_permille} is above this device's own ceiling "
                 f"of {self.dropout_permille}",
+            )
+        multiplier = 0.0 if config.noise is None else config.noise.multiplier
+        if self.noise is not None and multiplier < self.noise:
+            refusal.refuse(
+                "config-noise-below-floor",
+                f"a sum with noise of {multiplier} times the clipping bound, and this device "
+                f"requires {self.noise} (its owner sets [privacy] in policy.toml)",
             )
 
     def too_few_honest(self, graph: GraphParameters) -> str:

@@ -15,6 +15,8 @@ The N elements are followed by the weight (exact), the fraction of clipped eleme
 configured slots. So no value of a single client is sent in clear, and the server learns from the
 sum if its clipping bound is too tight.
 
+With `RoundConfig.noise` the vector is that of `isthmus_privacy.dp.noisy_vector` and nothing else.
+
 >>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32),
 ...                      purpose=bytes(32), size=2, clients_max=3, weight_max=10, clip=2.0)
 >>> first = encode(config, torch.tensor([1.0, -0.5]), weight=10)
@@ -37,7 +39,10 @@ from types import MappingProxyType
 import torch
 
 from isthmus_privacy.crypto import refusal
+from isthmus_privacy.crypto.canonical import tagged_hash
 from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
+from isthmus_privacy.dp import noisy_vector
+from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig, Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -69,10 +74,12 @@ class Aggregate:
     """Number of clients in the sum."""
     figures: dict[str, float]
     """Values of the slots: exact sums of counts, weighted means of averages."""
-    clipped: float
-    """Mean over clients of the fraction of clipped elements."""
+    clipped: float | None
+    """Mean over clients of the fraction of clipped elements; None with noise, as it is not sent."""
     rounding: float
     """Bound on the standard deviation of the error of an element that is due to rounding."""
+    noise: float = 0.0
+    """Standard deviation of the noise of an element."""
 
 
 def encode(
@@ -91,7 +98,8 @@ def encode(
         weight: number of examples, 0 .. config.weight_max; 0 for a vector that does not count.
         figures: slot name to value, one for each slot.
         dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors; None draws
-            a random one. It need not be secret.
+            a random one. It need not be secret. With noise it is not used: all randomness is then
+            the operating system's, and differs in every call.
 
     Raises:
         UpdateError: wrong length, an element that is not finite, or a weight or figure out of
@@ -100,6 +108,10 @@ def encode(
     _check(config, update, weight, figures)
     payload = bytearray(config.payload_bytes)
     vector = ring_vector(payload, config.bits)
+    if config.noise is not None:
+        counted = update if weight else torch.zeros(1).expand(config.size)
+        noisy_vector.encode(config.noise, counted, seed=_rotation_seed(config), out=vector)
+        return Encoded(config.hash, payload, vector)
     keys = _dither_keys(dither_key)
     clipped = 0
     if config.whole:
@@ -150,6 +162,8 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
         AggregationAborted: vectors of honest clients cannot have this sum, or the total weight
             is 0.
     """
+    if config.noise is not None:
+        return _decode_noisy(config, config.noise, total, clients)
     slots = total[config.size :].to(torch.int64)
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
@@ -178,6 +192,22 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
     step = 0.0 if config.whole else 2 * config.clip / (config.levels - 1)
     rounding = math.sqrt(clients) / 2 * scale * step
     return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients, rounding)
+
+
+def _rotation_seed(config: RoundConfig) -> bytes:
+    return tagged_hash("rotation-signs", config.hash)
+
+
+def _decode_noisy(
+    config: RoundConfig, noise: DistributedNoise, total: torch.Tensor, clients: int
+) -> Aggregate:
+    """The mean of the clipped updates with noise: any sum is one that honest clients can have."""
+    vector = noisy_vector.decode(
+        noise, total, seed=_rotation_seed(config), size=config.size, clients=clients
+    )
+    rounding = 1 / (2 * noise.scale * math.sqrt(clients))
+    of_mean = noise.noise_of_mean(config.size, clients)
+    return Aggregate(vector, clients, clients, {}, None, rounding, of_mean)
 
 
 def _check(

@@ -11,7 +11,9 @@ from tests.privacy.protocol import (
     make_config,
 )
 
+from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg import (
+    MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
     ClientRequirements,
@@ -100,6 +102,90 @@ def an_update_in_place_of_counts():
 @expect_refusal("config-malformed")
 def counts_with_fewer_levels_than_a_device_may_need():
     client_with(whole=True, bits=64, levels=1 << 20)
+
+
+NOISE = DistributedNoise.fit(clip=1.0, multiplier=1.0, honest=3, clients=6, size=4, bits=32)
+
+
+def client_with_noise(requirements=None, *, noise=None, **changes):
+    changes = {"clients_min": 3, "weight_max": 1, **changes}
+    noise = NOISE if noise is None else dataclasses.replace(NOISE, **noise)
+    client_with(noise=noise, requirements=requirements or ClientRequirements(**SMALL), **changes)
+
+
+@expect_refusal("noise-malformed")
+def noise_of_a_multiplier_that_is_nan():
+    client_with_noise(noise={"multiplier": float("nan")})
+
+
+@expect_refusal("noise-malformed")
+def noise_of_no_device():
+    client_with_noise(noise={"honest": 0})
+
+
+@expect_refusal("noise-malformed")
+def noise_too_small_for_the_guarantees_on_its_sum():
+    client_with_noise(noise={"multiplier": 1e-6})
+
+
+@expect_refusal("noise-malformed")
+def noise_of_a_vector_without_elements():
+    client_with_noise(size=0)
+
+
+@expect_refusal("noise-malformed")
+def a_scale_whose_squares_are_not_exact():
+    client_with_noise(noise={"scale": 2.0**27})
+
+
+@expect_refusal("noise-with-figures")
+def noise_with_figures_that_it_does_not_cover():
+    client_with_noise(slots=TRAINING_SLOTS)
+
+
+@expect_refusal("noise-with-figures")
+def noise_with_weights():
+    client_with_noise(weight_max=2)
+
+
+@expect_refusal("noise-with-figures")
+def noise_with_whole_numbers():
+    client_with_noise(whole=True, bits=64)
+
+
+@expect_refusal("noise-counts-on-too-many")
+def noise_that_counts_on_devices_that_may_drop_out():
+    client_with_noise(noise={"honest": 4})
+
+
+@expect_refusal("noise-counts-on-too-many")
+def noise_that_counts_on_devices_that_may_collude():
+    client_with_noise(corrupt_permille=100, dropout_permille=300, clients_min=3)
+
+
+@expect_refusal("noise-may-wrap")
+def noise_in_a_ring_that_is_too_small():
+    client_with_noise(noise={"scale": 32 * NOISE.scale}, bits=16)
+
+
+@expect_refusal("noise-for-other-vector")
+def noise_on_a_gradient_and_an_update():
+    make_config(noise=NOISE, weight_max=1).check_form(MEASURING_SLOTS, whole=False)
+
+
+@expect_refusal("noise-for-other-vector")
+def noise_on_scores():
+    make_config(noise=NOISE, weight_max=1).check_form(SCORING_SLOTS, whole=False)
+
+
+@expect_refusal("config-noise-below-floor")
+def less_noise_than_the_device_requires():
+    client_with_noise(ClientRequirements(**SMALL, noise=1.01))
+
+
+@expect_refusal("config-noise-below-floor")
+def a_sum_without_noise():
+    client_with(requirements=ClientRequirements(**SMALL, noise=0.1))
 
 
 @expect_refusal("config-model-differs")

@@ -177,7 +177,7 @@ class SecureAggregationAttempt:
             training={
                 **aggregate.figures,
                 "examples": float(aggregate.weight),
-                "clipped": aggregate.clipped,
+                **({} if aggregate.clipped is None else {"clipped": aggregate.clipped}),
             },
             receipts=self._all_receipts(summed),
             rounding=aggregate.rounding,

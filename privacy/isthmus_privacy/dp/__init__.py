@@ -1,0 +1,1 @@
+"""Differential privacy: mechanisms, their noise, and what they cost."""

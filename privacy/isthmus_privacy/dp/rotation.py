@@ -1,0 +1,112 @@
+"""Rotate a vector at random, so that all its elements have about the same size.
+
+The signs of the elements are drawn from a public seed, then each block is multiplied by a
+Hadamard matrix (Kairouz, Liu, Steinke 2021, section 4.2). Both steps are orthonormal: norms and
+sums do not change, and `unrotate` inverts them. An element of a rotated block of B elements whose
+2-norm is at most c is sub-Gaussian with variance c^2 / B, whatever the block was, because the
+signs are independent of it.
+
+The Hadamard matrix of 2^m elements is the Kronecker product of smaller ones, so a block is
+multiplied by matrices of at most 64 rows along the axes of an array.
+
+>>> vector = torch.tensor([3.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
+>>> rotate(vector, bytes(32), block=8)
+>>> round(float(vector.norm()), 5), round(float(vector.abs().max()), 2)
+(5.0, 2.47)
+>>> unrotate(vector, bytes(32), block=8)
+>>> [abs(round(x, 5)) for x in vector.tolist()]
+[3.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from isthmus_privacy.crypto.masking import TILE, cipher
+
+LARGEST_BLOCK = 1 << 20
+SMALLEST_BLOCK = 64
+
+_PADDING = 16
+"""The padding is at most this fraction of the vector, unless blocks are the smallest."""
+
+_FACTOR = 64
+"""Rows of the largest matrix that a block is multiplied by; the fastest on CPUs."""
+
+
+def block_size(size: int) -> int:
+    """Elements of a block for a vector of `size` elements: a power of two.
+
+    The largest up to 2^20 whose padding is at most a sixteenth of the vector, and at least 64,
+    for vectors of less than 64 elements one block.
+
+    >>> [block_size(n) for n in (3, 650, 7850, 1_000_000, 1_100_000)]
+    [4, 64, 8192, 1048576, 65536]
+    """
+    block = min(1 << (size - 1).bit_length(), LARGEST_BLOCK)
+    while block > SMALLEST_BLOCK and -size % block * _PADDING > size:
+        block //= 2
+    return block
+
+
+def padded_length(size: int) -> int:
+    """Elements of a rotated vector: `size`, with zeros for the rest of the last block."""
+    return size + -size % block_size(size)
+
+
+def rotate(vector: torch.Tensor, seed: bytes, *, block: int) -> None:
+    """Rotate in place; scratch memory is one block.
+
+    Args:
+        vector: (`padded_length(N)`) float32, zeros after the first N.
+        seed: 32 bytes that all devices of a sum have, and that no vector depends on.
+        block: `block_size(N)`.
+    """
+    _flip(vector, seed)
+    _transform(vector, block)
+
+
+def unrotate(vector: torch.Tensor, seed: bytes, *, block: int) -> None:
+    """Invert `rotate`, in place."""
+    _transform(vector, block)
+    _flip(vector, seed)
+
+
+def _flip(vector: torch.Tensor, seed: bytes) -> None:
+    """Multiply by signs, one bit of the keystream's byte for each element."""
+    stream = bytearray(min(TILE, len(vector)))
+    blank, words = memoryview(bytes(len(stream))), torch.frombuffer(stream, dtype=torch.int8)
+    keystream = cipher(seed)
+    for start in range(0, len(vector), TILE):
+        part = vector[start : start + TILE]
+        keystream.update_into(blank[: len(part)], stream)
+        part.mul_((words[: len(part)] & 2) - 1)
+
+
+def _transform(vector: torch.Tensor, block: int) -> None:
+    """Multiply each block by the orthonormal Hadamard matrix, in place; its own inverse."""
+    for start in range(0, len(vector), block):
+        part = vector[start : start + block]
+        inner = 1
+        while inner < block:
+            factor = min(_FACTOR, block // inner)
+            matrix = _hadamard(factor)
+            if inner == 1:
+                rows = part.view(-1, factor)
+                rows.copy_(rows @ matrix)
+            else:
+                for columns in part.view(-1, factor, inner):
+                    columns.copy_(matrix @ columns)
+            inner *= factor
+
+
+@functools.cache
+def _hadamard(size: int) -> torch.Tensor:
+    """(size, size) the orthonormal Hadamard matrix, by Sylvester's construction."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
