@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from isthmus.errors import TaskError
-from isthmus.job.evaluation import evaluations_run_id
+from isthmus.job.measurements import evaluations_run_id
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun

@@ -24,13 +24,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
-from isthmus.job.evaluation import EvaluationSection
 from isthmus.job.exchange import ExchangeSection
 from isthmus.job.federated import FederatedSection
 from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
+from isthmus.job.measurements import EvaluationSection, StatisticsSection, add_statistics
+from isthmus.job.privacy import PrivacySection
 from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
-from isthmus.job.statistics import StatisticsSection, add_statistics
 from isthmus.job.strategy import StrategySection
 
 
@@ -139,6 +139,8 @@ class Job(Section):
     learning_rate: LearningRateSection = LearningRateSection()
     evaluation: EvaluationSection = EvaluationSection()
     statistics: StatisticsSection = StatisticsSection()
+    privacy: PrivacySection | None = None
+    """Differential privacy of the devices' updates; none by default."""
     time: TimeSection = TimeSection()
     prices: PricesSection = PricesSection()
 
@@ -264,6 +266,12 @@ class Job(Section):
     @model_validator(mode="after")
     def _devices_can_be_counted(self) -> Job:
         self.statistics.check(self.federated)
+        return self
+
+    @model_validator(mode="after")
+    def _guarantee_holds(self) -> Job:
+        if self.privacy is not None:
+            self.privacy.check(self)
         return self
 
 

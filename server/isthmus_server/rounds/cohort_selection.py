@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
-from isthmus.job.evaluation import evaluations_run_id
 from isthmus.job.federated import FederatedSection
+from isthmus.job.measurements import evaluations_run_id
 from isthmus.task import paired_scores
 from isthmus_privacy.secagg.lottery import MILLION
 from isthmus_server.rounds.availability import DeviceAvailability

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from isthmus.job import StrategySection, TargetMetric, parse_settings
-from isthmus.job.evaluation import BestModel
+from isthmus.job.measurements import BestModel
 from isthmus.job.section import S, Section
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 

@@ -8,7 +8,7 @@ from tests.privacy.mutation import disabled
 from tests.server.regimes.lying_server import VICTIM
 from tests.server.regimes.secure_run import LAYOUT
 
-from isthmus.job.evaluation import evaluations_run_id
+from isthmus.job.measurements import evaluations_run_id
 from isthmus.wire import link_pb2
 from isthmus_clients.device import secure_measurements
 from isthmus_privacy.purpose import EvaluationPurpose, TrainingPurpose, evaluated_model

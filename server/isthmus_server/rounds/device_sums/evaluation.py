@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from isthmus.errors import CannotContinue, JobError, RoundFailed, UpdateError
-from isthmus.job.evaluation import evaluations_run_id
 from isthmus.job.federated import FederatedSection
+from isthmus.job.measurements import evaluations_run_id
 from isthmus.task import Task
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.device_sums.metrics import DEVICES, LARGEST

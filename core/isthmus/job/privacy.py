@@ -1,0 +1,104 @@
+"""The job's table `[privacy]`: differential privacy of what devices send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from isthmus.job.section import Section
+
+if TYPE_CHECKING:
+    from isthmus.job.schema import Job
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PopulationName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class PrivacySection(Section):
+    """Differential privacy of a device's updates (its unit is the device): noise and a budget.
+
+    Neighbouring data sets differ in one device, whose updates are zeros in one of them.
+    """
+
+    mechanism: Literal["distributed", "gaussian", "correlated"]
+    """Who adds the noise: `distributed`, each device a share, inside the secure sum, so that nobody
+    has a sum without; `gaussian`, a server that is trusted to, independently in each round;
+    `correlated`, such a server, with noise of which later rounds take a part back (banded inverse
+    square root, Kalinin et al. 2025), for devices that are in few rounds far apart."""
+    epsilon: Positive
+    """The budget: no device is asked for a round with which its epsilon would exceed this."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Delta of the guarantee; below 1 / number of devices."""
+    clip: Positive = 1.0
+    """Bound on the 2-norm of one device's update (its model after training minus the start). The
+    update of every device counts the same, whatever its number of examples."""
+    noise: Positive | None = None
+    """Noise multiplier: standard deviation of the noise in a round's sum, over `clip`. With
+    `correlated` it is over what one device changes in all rounds. Default: the least with which
+    `participations` rounds stay within `epsilon`."""
+    participations: Annotated[int, Field(ge=1)] | None = None
+    """Most rounds that one device is asked for. Default: all rounds of the job that `separation`
+    allows."""
+    separation: Annotated[int, Field(ge=1)] = 1
+    """Fewest rounds from one participation of a device to its next; `correlated` gains by it."""
+    population: PopulationName = "devices"
+    """Whose devices they are: a server keeps one ledger for all jobs with the same name."""
+
+    @model_validator(mode="after")
+    def _separation_is_used(self) -> PrivacySection:
+        if self.separation > 1 and self.mechanism != "correlated":
+            raise ValueError(
+                f"separation={self.separation} is for mechanism='correlated'; remove it, or set "
+                "participations"
+            )
+        return self
+
+    def most_participations(self, rounds: int) -> int:
+        """Most rounds that one device is asked for, of so many."""
+        possible = -(-rounds // self.separation)
+        return min(possible, self.participations or possible)
+
+    def check(self, job: Job) -> None:
+        """Refuse a job in which the guarantee would not hold.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        federated = job.federated
+        for reason in (
+            _about_devices(self, job),
+            "federated.flower runs code that Isthmus does not clip; remove one of them"
+            if federated.flower is not None
+            else "",
+            "federated.mode='buffered' sums updates to different models; use 'rounds'"
+            if federated.mode == "buffered"
+            else "",
+            "federated.groups sums several groups in a round; remove one of them"
+            if federated.groups is not None
+            else "",
+            f"evaluation.devices={job.evaluation.devices} would count on devices without noise; "
+            "evaluate on eval_data()"
+            if job.evaluation.devices
+            else "",
+            "statistics.collect sums counts without noise; remove one of them"
+            if job.statistics.collect
+            else "",
+        ):
+            if reason:
+                raise ValueError(f"privacy: {reason}")
+
+
+def _about_devices(privacy: PrivacySection, job: Job) -> str:
+    federated = job.federated
+    if privacy.mechanism == "distributed" and not federated.secure_aggregation:
+        return (
+            "mechanism='distributed' adds the noise inside the secure sum; set "
+            "federated.secure_aggregation = true"
+        )
+    if federated.clients and privacy.delta >= 1 / federated.clients:
+        return (
+            f"delta={privacy.delta:g} is not below 1 / {federated.clients} devices: it would allow "
+            "to publish one of them; use 1e-5 or less"
+        )
+    return ""

@@ -1,0 +1,348 @@
+"""The ledger: everything that a population was ever asked for, before it was asked.
+
+A file of JSON lines, each with the hash of the line before it. A charge is on disk before anybody
+is asked for what it is about, and nothing takes it back: a crash, or a failed attempt whose sum may
+have been opened, has spent it. Epsilon is computed from the charges whenever it is wanted.
+
+>>> import tempfile; path = Path(tempfile.mkdtemp()) / "privacy.ledger"
+>>> with Ledger.open(path) as ledger:
+...     number = ledger.reserve(Charge(
+...         population="devices", unit="device", adjacency="zero-out", mechanism="distributed",
+...         event=ZeroConcentrated(rho=0.5), run="demo", round=1, attempt=1, what="round",
+...         devices=("a", "b")))
+...     ledger.settle(number, "committed")
+...     round(ledger.epsilon("devices", 1e-6), 4)
+5.2215
+
+What a file cannot know is whether its last lines are missing: `open` compares it with a line that
+the caller remembers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from isthmus.errors import UserError
+from isthmus_privacy.dp.accounting import (
+    Composition,
+    Event,
+    event_from_json,
+    event_to_json,
+)
+
+MAX_LINE = 1 << 20
+"""Bytes of a line: a charge of the largest cohort has a quarter of them."""
+
+_START = "0" * 64
+
+Outcome = Literal["committed", "failed"]
+
+
+class LedgerDamaged(UserError):
+    """The ledger is not the one that was written: what was spent is not known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Charge:
+    """One release of something that depends on the data of a population."""
+
+    population: str
+    """Whose data."""
+    unit: str
+    """What a neighbouring data set differs in: device, or example."""
+    adjacency: str
+    """How it differs: zero-out (zeros in place of it), or add-or-remove."""
+    mechanism: str
+    event: Event
+    run: str
+    round: int
+    attempt: int
+    what: str
+    """round, evaluation, comparison or training."""
+    devices: tuple[str, ...] = ()
+    """Who is asked; empty if it is the whole population."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerHead:
+    """A line of a ledger that somebody remembers."""
+
+    number: int
+    """From 1; 0 for the empty ledger."""
+    digest: str
+    """SHA-256 of the line, in hexadecimal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerEntry:
+    """A charge, with its number and how it ended."""
+
+    number: int
+    charge: Charge
+    outcome: Outcome | None = None
+    """None while it is open, and after a crash. Whatever it is, the charge is spent."""
+
+
+class Ledger:
+    """The charges of a file.
+
+    Guarantees:
+      * `reserve` returns when the charge is on disk;
+      * a line that was changed, removed or moved is noticed when the file is opened, the last ones
+        if they are older than what the caller remembers;
+      * one process at a time has it open to write;
+      * memory and time in proportion to the charges, and not to what epsilon costs for each device.
+    """
+
+    def __init__(self, path: Path, file: int | None, lines: Sequence[bytes]) -> None:
+        """Use `open` or `read`."""
+        self.path = path
+        self._file = file
+        self.head = LedgerHead(0, _START)
+        self.entries: dict[int, LedgerEntry] = {}
+        self._digests = [_START]
+        self._spent: dict[str, dict[str, Composition]] = {}
+        """By population and device; the device "" is everybody."""
+        for line in lines:
+            self._take(line)
+
+    @classmethod
+    def open(cls, path: Path, known: LedgerHead | None = None) -> Self:
+        """Open a ledger to write, and create it if there is none.
+
+        A last line without its end is of a write that a crash cut short: nobody has used it, and it
+        is removed.
+
+        Args:
+            path: of the file; its directory exists.
+            known: a line that it must have.
+
+        Raises:
+            LedgerDamaged: it is not the one that was written.
+            UserError: another process has it open.
+        """
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"the privacy ledger {path} is in use by another process; end it first"
+                ) from None
+            lines, whole = _lines(path)
+            ledger = cls(path, file, lines)
+            ledger._check(known)
+            if os.fstat(file).st_size > whole:
+                os.ftruncate(file, whole)
+            os.fsync(file)
+            _sync_directory(path.parent)
+        except BaseException:
+            os.close(file)
+            raise
+        return ledger
+
+    @classmethod
+    def read(cls, path: Path, known: LedgerHead | None = None) -> Self:
+        """Read a ledger, which another process may be writing.
+
+        Raises:
+            LedgerDamaged: it is not the one that was written.
+        """
+        ledger = cls(path, None, _lines(path)[0])
+        ledger._check(known)
+        return ledger
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes open it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    # -- write ---------------------------------------------------------------------------------
+
+    def reserve(self, charge: Charge) -> int:
+        """Add a charge; returns its number, when it is on disk.
+
+        Raises:
+            OSError: it cannot be written, so nobody may be asked.
+        """
+        table = dataclasses.asdict(charge) | {"event": event_to_json(charge.event)}
+        self._append({"charge": table})
+        return self.head.number
+
+    def settle(self, number: int, outcome: Outcome) -> None:
+        """Note how what a charge is about has ended; it is spent in any case."""
+        assert self.entries[number].outcome is None
+        self._append({"settles": number, "outcome": outcome})
+
+    def _append(self, content: dict[str, Any]) -> None:
+        assert self._file is not None
+        number, previous = self.head.number + 1, self.head.digest
+        line = _canonical({"number": number, "previous": previous, **content})
+        if len(line) > MAX_LINE:
+            raise UserError(
+                f"a charge of {len(line)} bytes does not fit the privacy ledger; invite fewer "
+                "devices"
+            )
+        size = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line + b"\n")
+            if written != len(line) + 1:
+                raise OSError(f"{self.path} cannot be written: the disk is full")
+            os.fsync(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise
+        self._take(line)
+
+    # -- read ----------------------------------------------------------------------------------
+
+    def epsilon(self, population: str, delta: float, plus: Charge | None = None) -> float:
+        """What was spent: the largest epsilon of a device of a population.
+
+        Args:
+            population: its name.
+            delta: at which.
+            plus: a further charge, which is only asked about.
+        """
+        spent = dict(self._spent.get(population, {}))
+        if plus is not None:
+            for name in plus.devices or ("",):
+                spent[name] = spent.get(name, Composition()).plus(plus.event)
+        everybody = spent.pop("", Composition())
+        largest: list[Composition] = [everybody]
+        for each in {_joined(everybody, one) for one in spent.values()}:
+            if not any(other.covers(each) for other in largest):
+                largest = [other for other in largest if not each.covers(other)] + [each]
+        return max(each.epsilon(delta) for each in largest)
+
+    def spent_by(self, population: str, device: str) -> Composition:
+        """Everything that one device of a population was asked for."""
+        spent = self._spent.get(population, {})
+        return _joined(spent.get("", Composition()), spent.get(device, Composition()))
+
+    def of_run(self, run: str) -> list[LedgerEntry]:
+        """The charges of one run, in order."""
+        return [entry for entry in self.entries.values() if entry.charge.run == run]
+
+    # -- lines ---------------------------------------------------------------------------------
+
+    def _take(self, line: bytes) -> None:
+        number = self.head.number + 1
+        try:
+            table = json.loads(line)
+            fits = (
+                line == _canonical(table)
+                and table.pop("number") == number
+                and table.pop("previous") == self.head.digest
+            )
+            if not fits:
+                raise ValueError("it does not follow the line before it")
+            if "charge" in table:
+                self._charge(number, table["charge"])
+            else:
+                entry = self.entries[table["settles"]]
+                outcome = table["outcome"]
+                if outcome not in ("committed", "failed"):
+                    raise ValueError(f"the outcome {outcome!r} is not known")
+                self.entries[entry.number] = dataclasses.replace(entry, outcome=outcome)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LedgerDamaged(
+                f"line {number} of the privacy ledger {self.path} was changed ({error}): what was "
+                "spent is not known, so nobody is asked; restore the file from a backup"
+            ) from None
+        self.head = LedgerHead(number, hashlib.sha256(line).hexdigest())
+        self._digests.append(self.head.digest)
+
+    def _charge(self, number: int, table: dict[str, Any]) -> None:
+        event = event_from_json(table["event"])
+        charge = Charge(**{**table, "event": event, "devices": tuple(table["devices"])})
+        self.entries[number] = LedgerEntry(number, charge)
+        spent = self._spent.setdefault(charge.population, {})
+        for name in charge.devices or ("",):
+            spent[name] = spent.get(name, Composition()).plus(event)
+
+    def _check(self, known: LedgerHead | None) -> None:
+        if known is None:
+            return
+        if known.number > self.head.number:
+            raise LedgerDamaged(
+                f"the privacy ledger {self.path} has {self.head.number} lines and had "
+                f"{known.number}: the last ones were removed; restore the file from a backup"
+            )
+        if self._digests[known.number] != known.digest:
+            raise LedgerDamaged(
+                f"line {known.number} of the privacy ledger {self.path} is not the one that was "
+                "written; restore the file from a backup"
+            )
+
+
+def _joined(first: Composition, second: Composition) -> Composition:
+    if first == Composition():
+        return second
+    joined = dataclasses.replace(
+        second,
+        rho=first.rho + second.rho,
+        gaussian=first.gaussian + second.gaussian,
+        correlated=first.correlated | second.correlated,
+    )
+    return _with_all(joined, first.sampled)
+
+
+def _with_all(composition: Composition, events: Iterable[Event]) -> Composition:
+    for event in events:
+        composition = composition.plus(event)
+    return composition
+
+
+def _canonical(table: dict[str, Any]) -> bytes:
+    return json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _lines(path: Path) -> tuple[list[bytes], int]:
+    """The complete lines of a file, and where they end.
+
+    Raises:
+        LedgerDamaged: a line is too long.
+    """
+    lines, whole = [], 0
+    with path.open("rb") as file:
+        for line in _bounded(file, path):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            lines.append(line[:-1])
+    return lines, whole
+
+
+def _bounded(file: Any, path: Path) -> Iterator[bytes]:
+    while line := file.readline(MAX_LINE + 2):
+        if len(line) > MAX_LINE + 1:
+            raise LedgerDamaged(
+                f"the privacy ledger {path} has a line of more than {MAX_LINE} bytes; restore the "
+                "file from a backup"
+            )
+        yield line
+
+
+def _sync_directory(directory: Path) -> None:
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
