@@ -1,7 +1,7 @@
 """Noise of the discrete Gaussian distribution: P(x) is proportional to exp(-x^2 / (2 sigma^2)).
 
-Samples are exact up to a statistical distance of 2^-100 each. No floating-point number decides
-anything, other than the standard deviation itself, which is a rational number.
+Samples are exact up to a statistical distance of 2^-100 each: probabilities are integers, and no
+floating-point number decides anything but sigma, which is met to 1e-15 of itself.
 
 *Small standard deviations*, up to 170: Walker's alias method on a table of 4096 columns, whose
 probabilities are integers in units of 2^-160. A word of 32 random bits selects the column by 12
@@ -58,10 +58,13 @@ class RandomBytes:
 
     def __init__(self, key: bytes | None = None) -> None:
         self._stream = cipher(os.urandom(32) if key is None else key)
+        self._zeros = b""
 
-    def fill(self, buffer: bytearray | memoryview) -> None:
+    def fill(self, buffer: bytearray) -> None:
         """Overwrite a buffer with random bytes."""
-        self._stream.update_into(bytes(len(buffer)), buffer)
+        if len(self._zeros) != len(buffer):
+            self._zeros = bytes(len(buffer))
+        self._stream.update_into(self._zeros, buffer)
 
     def number(self, size: int) -> int:
         """A uniform number of `size` bytes."""
