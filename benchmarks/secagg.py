@@ -61,6 +61,8 @@ from harness import figures
 from isthmus_privacy.crypto import shamir
 from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.crypto.masking import add_masks
+from isthmus_privacy.dp.discrete_gaussian import add_noise
+from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg import RoundConfig, encode
 from isthmus_privacy.secagg.graph import graph_parameters
 
@@ -282,6 +284,45 @@ def mask_and_add(params: int, masks: int, repeats: int) -> tuple[tuple[str, ...]
     return ("mask-and-add, compared with only AES-256-CTR", *speeds, f"{b / a:.2f}"), b / a
 
 
+def noise_cost(params: int, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Measure the CPU time of noise for a cohort of 100 against that of masking.
+
+    Returns:
+        Rows of the table, and the ratios.
+    """
+    noise = DistributedNoise.fit(
+        clip=1.0, multiplier=1.0, honest=80, clients=100, size=params, bits=RING_BITS
+    )
+    config = RoundConfig(
+        run_id="bench",
+        round=0,
+        attempt=0,
+        model_hash=SALT,
+        purpose=SALT,
+        size=params,
+        clients_max=100,
+        clients_min=90,
+        noise=noise,
+    )
+    update, vector = torch.randn(params), torch.zeros(config.length, dtype=torch.int32)
+    seeds = [os.urandom(32) for _ in range(51)]
+    masks, share, whole = cpu_seconds(
+        lambda: add_masks(vector, seeds[:26], seeds[26:], threads=1),
+        lambda: add_noise(vector, noise.sigma(params)),
+        lambda: encode(config, update, weight=1),
+        repeats=3 * repeats,
+    )
+    rows, ratios = [], {}
+    for what, name, seconds in (
+        ("noise, compared with masks, k=50", "noise", share),
+        ("clip, rotate, round and noise, compared with masks", "noisy_vector", whole),
+    ):
+        times = (_milliseconds(seconds), _milliseconds(masks), f"{seconds / masks:.2f}")
+        rows.append((f"{what}, {_short(params)}", *times))
+        ratios[f"{name}_cpu_over_masking/{_short(params)}"] = seconds / masks
+    return rows, ratios
+
+
 def _short(params: int) -> str:
     return f"{params // 1_000_000}M" if params >= 1_000_000 else f"{params // 1000}k"
 
@@ -299,15 +340,18 @@ def main() -> None:
     comparisons.append(sharing(100, 67, repeats))
     speed, fraction = mask_and_add(4_000_000, 10, repeats)
 
+    noise_rows, noise_ratios = noise_cost(1_000_000, repeats)
+
     from tests.privacy import mutation
 
     report = mutation.check()
     results = {comparison.key: comparison.ratio for comparison in comparisons}
     results["mask_add_fraction_of_aes"] = fraction
+    results |= noise_ratios
     results["refusals"] = report.refusals
     results["refusals_killed"] = report.killed
 
-    rows = [*(comparison.cells for comparison in comparisons), speed]
+    rows = [*(comparison.cells for comparison in comparisons), speed, *noise_rows]
     print(figures.table(("CPU time of", "Isthmus", "Flower 1.41 / peer", "ratio"), rows))
     print(f"\n{report}")
     on = figures.machine("cryptography", "flwr", "numpy", "pycryptodome")

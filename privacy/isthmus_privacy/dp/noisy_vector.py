@@ -55,7 +55,9 @@ def encode(
     size = len(update)
     rotated = torch.zeros(padded_length(size), dtype=torch.float32)
     # Clipped before the rotation so that it cannot overflow, and exactly after it.
-    torch.mul(update, _clipping(update, noise.clip), out=rotated[:size])
+    clipping = _clipping(update, noise.clip)
+    for part, target in zip(_tiles(update), _tiles(rotated[:size]), strict=True):
+        torch.mul(part, clipping, out=target)
     rotate(rotated, seed, block=block_size(size))
     factor = noise.scale * _clipping(rotated, noise.clip)
     for _ in range(_TRIES):
@@ -111,7 +113,7 @@ def _round(values: torch.Tensor, factor: float, out: torch.Tensor, source: Rando
         y.copy_(part).mul_(factor).add_(0.5)
         # The words are read as signed, hence the half.
         y.add_(u.copy_(words[: len(part)]), alpha=2.0**-_DITHER_BITS).floor_()
-        square += float(torch.dot(y, y))
+        square += float(torch.mul(y, y, out=u).sum())
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return square
 

@@ -6,6 +6,7 @@ import pytest
 from tests.privacy.protocol import make_config
 
 from isthmus.errors import PeerMisbehaved
+from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg import RoundConfig, Slot
 
 SLOTS = (
@@ -13,6 +14,8 @@ SLOTS = (
     Slot(name="loss", maximum=50.0),
     Slot(name="perplexity", maximum=1e4),
 )
+
+NOISE = DistributedNoise(clip=1.0, multiplier=1.0, honest=3, scale=64.0)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,9 @@ def test_every_field_is_hashed():
         {"slots": SLOTS[:1]}, {"clients_max": 9}, {"clients_min": 4}, {"corrupt_permille": 9},
         {"dropout_permille": 9}, {"complete_up_to": 9}, {"bits": 64}, {"levels": 9},
         {"clip": 9.0}, {"whole": True}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
+        *({"noise": dataclasses.replace(NOISE, **change)} for change in (
+            {}, {"clip": 9.0}, {"multiplier": 9.0}, {"honest": 9}, {"scale": 9.0},
+        )),
     ]  # fmt: skip
     assert {name for change in changed for name in change} == {
         field.name for field in dataclasses.fields(config)
@@ -70,9 +76,9 @@ def test_every_field_is_hashed():
 
 
 def test_a_configuration_with_a_field_that_does_not_exist_is_refused():
-    """There is no noise mechanism: a server cannot make a device believe in one."""
-    with pytest.raises(TypeError, match="noise"):
-        make_config(noise=0.1)
+    """A server cannot make a device believe in a guarantee that it does not know."""
+    with pytest.raises(TypeError, match="epsilon"):
+        make_config(epsilon=0.1)
     with pytest.raises(PeerMisbehaved) as caught:
         RoundConfig.from_bytes(make_config().to_bytes() + bytes(8))
     assert caught.value.code == "message-trailing"
