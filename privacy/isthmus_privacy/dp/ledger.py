@@ -5,6 +5,7 @@ is asked for what it is about, and nothing takes it back: a crash, or a failed a
 have been opened, has spent it. Epsilon is computed from the charges whenever it is wanted.
 
 >>> import tempfile; path = Path(tempfile.mkdtemp()) / "privacy.ledger"
+>>> from isthmus_privacy.dp.accounting import ZeroConcentrated
 >>> with Ledger.open(path) as ledger:
 ...     number = ledger.reserve(Charge(
 ...         population="devices", unit="device", adjacency="zero-out", mechanism="distributed",

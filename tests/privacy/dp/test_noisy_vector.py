@@ -73,6 +73,26 @@ def test_rounded_vectors_are_within_the_bound(without_noise, size, norm):
         update *= norm / max(float(update.norm()), 1e-9)
         square = int(encode(noise, update, key=seed).long().square().sum())
         assert square <= noise.sensitivity(size) ** 2
+        assert square == 0 or norm > 0
+
+
+@pytest.mark.parametrize("bits", [16, 20, 32])
+def test_sums_of_equal_updates_do_not_wrap(bits):
+    """The longest sum: 100 devices with one update, modulo 2^bits as decoded."""
+    size, clients = 5000, 100
+    noise = DistributedNoise.fit(
+        clip=1.0, multiplier=0.5, honest=80, clients=clients, size=size, bits=bits
+    )
+    update = torch.randn(size, generator=torch.manual_seed(3))
+    update /= update.norm()
+    total = torch.zeros(padded_length(size), dtype=torch.int64)
+    for _ in range(clients):
+        total += encode(noise, update)
+    assert int(total.abs().max()) < 1 << (bits - 1)
+    reduced = (total + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+    mean = noisy_vector.decode(noise, reduced, seed=SEED, size=size, clients=clients)
+    deviation = noise.noise_of_mean(size, clients)
+    assert float((mean - update).std()) == pytest.approx(deviation, rel=0.06)
 
 
 def test_a_rounding_outside_the_bound_is_repeated(without_noise, monkeypatch):
