@@ -36,13 +36,14 @@ from typing import Self
 
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import NUMBER, REAL, Message
+from isthmus_privacy.dp.discrete_gaussian import SIGMA_MAX
 from isthmus_privacy.dp.rotation import block_size, padded_length
 
 WRAP = 2.0**-40
 """Largest probability that an element of a sum wraps around."""
 
-SIGMA_MIN, SIGMA_MAX = 3.0, float(1 << 26)
-"""Range of one device's noise. From 3 on the sum of discrete Gaussians is one for all purposes."""
+SIGMA_MIN = 3.0
+"""Least deviation of one device's noise: from it on, a sum of discrete Gaussians is one too."""
 
 NORM_MAX = float(1 << 26)
 """Largest norm of the integers: the sum of their squares is exact in float64."""

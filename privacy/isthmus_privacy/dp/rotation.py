@@ -55,7 +55,7 @@ def padded_length(size: int) -> int:
 
 
 def rotate(vector: torch.Tensor, seed: bytes, *, block: int) -> None:
-    """Rotate in place; scratch memory is one block.
+    """Rotate in place; scratch memory is two tiles.
 
     Args:
         vector: (`padded_length(N)`) float32, zeros after the first N.

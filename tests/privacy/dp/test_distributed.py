@@ -5,6 +5,7 @@ import math
 import pytest
 from tests.privacy.protocol import make_config
 
+from isthmus_privacy.dp import discrete_gaussian
 from isthmus_privacy.dp.distributed import WRAP, DistributedNoise, fit_ring
 from isthmus_privacy.dp.rotation import padded_length
 from isthmus_privacy.secagg import RoundConfig
@@ -79,6 +80,39 @@ def test_noise_of_a_small_deviation_costs_more():
     assert math.sqrt(2 * noise.zcdp_rho(100, clients=10)) == pytest.approx(
         2 + tau * math.sqrt(padded_length(100)), rel=1e-12
     )
+
+
+@pytest.mark.parametrize("order", [1.5, 2.0, 8.0])
+def test_the_divergence_of_a_sum_is_what_is_claimed(order):
+    """Renyi divergence of the noise of four honest devices, from itself moved by one update.
+
+    Computed from the probabilities of the sampler's table. With three of the four the claim is
+    exceeded, so the test would notice a deviation that is too small by a seventh.
+    """
+    noise = DistributedNoise(clip=1.0, multiplier=1.5, honest=4, scale=8.0)
+    moved, sigma = int(noise.sensitivity(1)), noise.sigma(1)
+    masses = discrete_gaussian._masses(sigma)
+    # Beyond 12 deviations probabilities are below the last digit of the largest.
+    share = [masses[2048 + x] / sum(masses) for x in range(-int(12 * sigma), int(12 * sigma) + 1)]
+    for devices in (4, 3):
+        total = [1.0]
+        for _ in range(devices):
+            total = [
+                sum(total[i - j] * p for j, p in enumerate(share) if 0 <= i - j < len(total))
+                for i in range(len(total) + len(share) - 1)
+            ]
+        powers = (
+            p**order * q ** (1 - order)
+            for p, q in zip(total[moved:], total[:-moved], strict=True)
+            if min(p, q) > 1e-25
+        )
+        divergence = math.log(sum(powers)) / (order - 1)
+        claimed = order * noise.zcdp_rho(1, clients=6)
+        assert moved == 8
+        if devices == 4:
+            assert 0.87 * claimed < divergence <= claimed
+        else:
+            assert divergence > 1.1 * claimed
 
 
 def test_the_smallest_ring_is_chosen():
