@@ -10,7 +10,7 @@ call: a second attempt with the same update has other noise.
 ...     vector = torch.zeros(4, dtype=torch.int32)
 ...     encode(noise, torch.tensor(update), seed=bytes(32), out=vector)
 ...     total += vector
->>> mean = decode(noise, total, seed=bytes(32), size=4, clients=2)
+>>> mean = decode(noise, total, seed=bytes(32), clients=2)
 >>> float((mean - torch.tensor([0.55, 0.0, 0.4, -0.25])).abs().max()) < 0.1
 True
 """
@@ -25,7 +25,7 @@ import torch
 from isthmus_privacy.crypto.masking import TILE
 from isthmus_privacy.dp.discrete_gaussian import RandomBytes, add_noise
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.dp.rotation import block_size, padded_length, rotate, unrotate
+from isthmus_privacy.dp.rotation import rotate, unrotate
 
 _TRIES = 100
 """Each rounding is within the bound with a probability of at least 1 - exp(-1/2), so all of these
@@ -48,17 +48,17 @@ def encode(
         noise: the parameters, checked.
         update: (N) finite, any real floating type; not modified.
         seed: 32 bytes of the rotation's signs.
-        out: (`padded_length(N)`) ring elements, which are overwritten.
+        out: (N) ring elements, which are overwritten.
         source: of random bytes; None for a new key of the operating system.
     """
     source = source or RandomBytes()
     size = len(update)
-    rotated = torch.zeros(padded_length(size), dtype=torch.float32)
+    rotated = torch.empty(size, dtype=torch.float32)
     # Clipped before the rotation so that it cannot overflow, and exactly after it.
     clipping = _clipping(update, noise.clip)
-    for part, target in zip(_tiles(update), _tiles(rotated[:size]), strict=True):
+    for part, target in zip(_tiles(update), _tiles(rotated), strict=True):
         torch.mul(part, clipping, out=target)
-    rotate(rotated, seed, block=block_size(size))
+    rotate(rotated, seed)
     factor = noise.scale * _clipping(rotated, noise.clip)
     for _ in range(_TRIES):
         if _round(rotated, factor, out, source) <= noise.sensitivity(size) ** 2:
@@ -71,15 +71,14 @@ def encode(
 
 
 def decode(
-    noise: DistributedNoise, total: torch.Tensor, *, seed: bytes, size: int, clients: int
+    noise: DistributedNoise, total: torch.Tensor, *, seed: bytes, clients: int
 ) -> torch.Tensor:
     """The mean over all devices of a sum.
 
     Args:
         noise: the parameters.
-        total: (`padded_length(N)`) ring elements, which are read as numbers around zero.
+        total: (N) ring elements, which are read as numbers around zero.
         seed: 32 bytes of the rotation's signs.
-        size: N.
         clients: devices in the sum.
 
     Returns:
@@ -88,8 +87,8 @@ def decode(
     mean = torch.empty(len(total), dtype=torch.float32)
     for part, out in zip(_tiles(total), _tiles(mean), strict=True):
         out.copy_(part.double().div_(noise.scale * clients))
-    unrotate(mean, seed, block=block_size(size))
-    return mean[:size]
+    unrotate(mean, seed)
+    return mean
 
 
 def _clipping(vector: torch.Tensor, clip: float) -> float:

@@ -1,18 +1,21 @@
 """Rotate a vector at random, so that all its elements have about the same size.
 
 The signs of the elements are drawn from a public seed, then each block is multiplied by a
-Hadamard matrix (Kairouz, Liu, Steinke 2021, section 4.2). Both steps are orthonormal: norms and
-sums do not change, and `unrotate` inverts them. An element of a rotated block of B elements whose
-2-norm is at most c is sub-Gaussian with variance c^2 / B, whatever the block was, because the
-signs are independent of it.
+Hadamard matrix (Kairouz, Liu, Steinke 2021, section 4.2). A block is a power of two, so elements
+may be left at the end: the last block, which overlaps the one before it, is then rotated once more
+in the same way, with other signs. No element is added.
 
->>> vector = torch.tensor([3.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
->>> rotate(vector, bytes(32), block=8)
+All steps are orthonormal: norms and sums do not change, and `unrotate` inverts them. If the 2-norm
+of the vector is at most c, each rotated element is sub-Gaussian with variance c^2 / B for blocks of
+B elements: what its last block was multiplied by is independent of that block's signs.
+
+>>> vector = torch.tensor([3.0, 0.0, 0.0, 4.0, 0.0])
+>>> rotate(vector, bytes(32))
 >>> round(float(vector.norm()), 5), round(float(vector.abs().max()), 2)
-(5.0, 2.47)
->>> unrotate(vector, bytes(32), block=8)
+(5.0, 3.5)
+>>> unrotate(vector, bytes(32))
 >>> [abs(round(x, 5)) for x in vector.tolist()]
-[3.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+[3.0, 0.0, 0.0, 4.0, 0.0]
 """
 
 from __future__ import annotations
@@ -24,59 +27,60 @@ import torch
 from isthmus_privacy.crypto.masking import TILE, cipher
 
 LARGEST_BLOCK = 1 << 20
-SMALLEST_BLOCK = 64
-
-_PADDING = 16
-"""The padding is at most this fraction of the vector, unless blocks are the smallest."""
 
 _TILE = 1 << 14
 """Elements that are transformed in the cache: below 32768, from which PyTorch uses threads, which
 wait for each other by spinning. Products of matrices would use them too."""
 
+_SECOND = 1 << 64
+"""Where the keystream begins from which the signs of the last block are drawn."""
+
 
 def block_size(size: int) -> int:
-    """Elements of a block for a vector of `size` elements: a power of two.
+    """Elements of a block for a vector of `size` elements: a power of two, up to 2^20.
 
-    The largest up to 2^20 whose padding is at most a sixteenth of the vector, and at least 64,
-    for vectors of less than 64 elements one block.
-
-    >>> [block_size(n) for n in (3, 650, 7850, 1_000_000, 1_100_000)]
-    [4, 64, 8192, 1048576, 65536]
+    >>> [block_size(n) for n in (1, 3, 650, 1_000_000, 10_000_000)]
+    [1, 2, 512, 524288, 1048576]
     """
-    block = min(1 << (size - 1).bit_length(), LARGEST_BLOCK)
-    while block > SMALLEST_BLOCK and -size % block * _PADDING > size:
-        block //= 2
-    return block
+    return min(1 << (size.bit_length() - 1), LARGEST_BLOCK)
 
 
-def padded_length(size: int) -> int:
-    """Elements of a rotated vector: `size`, with zeros for the rest of the last block."""
-    return size + -size % block_size(size)
-
-
-def rotate(vector: torch.Tensor, seed: bytes, *, block: int) -> None:
+def rotate(vector: torch.Tensor, seed: bytes) -> None:
     """Rotate in place; scratch memory is two tiles.
 
     Args:
-        vector: (`padded_length(N)`) float32, zeros after the first N.
+        vector: (N) float32.
         seed: 32 bytes that all devices of a sum have, and that no vector depends on.
-        block: `block_size(N)`.
     """
-    _flip(vector, seed)
-    _transform(vector, block)
+    whole, last = _blocks(vector)
+    _flip(whole, seed)
+    _transform(whole, len(last))
+    if len(whole) < len(vector):
+        _flip(last, seed, _SECOND)
+        _transform(last, len(last))
 
 
-def unrotate(vector: torch.Tensor, seed: bytes, *, block: int) -> None:
+def unrotate(vector: torch.Tensor, seed: bytes) -> None:
     """Invert `rotate`, in place."""
-    _transform(vector, block)
-    _flip(vector, seed)
+    whole, last = _blocks(vector)
+    if len(whole) < len(vector):
+        _transform(last, len(last))
+        _flip(last, seed, _SECOND)
+    _transform(whole, len(last))
+    _flip(whole, seed)
 
 
-def _flip(vector: torch.Tensor, seed: bytes) -> None:
+def _blocks(vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part that whole blocks cover, and the last block."""
+    block = block_size(len(vector))
+    return vector[: len(vector) // block * block], vector[-block:]
+
+
+def _flip(vector: torch.Tensor, seed: bytes, first: int = 0) -> None:
     """Multiply by signs, one bit of the keystream's byte for each element."""
     stream = bytearray(min(TILE, len(vector)))
     blank, words = memoryview(bytes(len(stream))), torch.frombuffer(stream, dtype=torch.int8)
-    keystream = cipher(seed)
+    keystream = cipher(seed, first)
     for start in range(0, len(vector), TILE):
         part = vector[start : start + TILE]
         keystream.update_into(blank[: len(part)], stream)

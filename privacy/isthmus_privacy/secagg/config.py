@@ -33,7 +33,6 @@ from isthmus_privacy.crypto.canonical import (
     text,
 )
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.dp.rotation import padded_length
 from isthmus_privacy.secagg.graph import (
     COMPLETE_UP_TO,
     GraphParameters,
@@ -175,10 +174,10 @@ class RoundConfig(Message):
     def length(self) -> int:
         """Elements of a masked vector.
 
-        The update, weight, clipped fraction, and the slots; with noise, the rotated update.
+        The update, weight, clipped fraction, and the slots; with noise, the update alone.
         """
         if self.noise is not None:
-            return padded_length(self.size)
+            return self.size
         return self.size + 2 + len(self.slots)
 
     @property

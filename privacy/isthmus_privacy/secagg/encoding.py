@@ -202,9 +202,7 @@ def _decode_noisy(
     config: RoundConfig, noise: DistributedNoise, total: torch.Tensor, clients: int
 ) -> Aggregate:
     """The mean of the clipped updates with noise: any sum is one that honest clients can have."""
-    vector = noisy_vector.decode(
-        noise, total, seed=_rotation_seed(config), size=config.size, clients=clients
-    )
+    vector = noisy_vector.decode(noise, total, seed=_rotation_seed(config), clients=clients)
     rounding = 1 / (2 * noise.scale * math.sqrt(clients))
     of_mean = noise.noise_of_mean(config.size, clients)
     return Aggregate(vector, clients, clients, {}, None, rounding, of_mean)

@@ -9,7 +9,7 @@ import torch
 from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.discrete_gaussian import RandomBytes
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.dp.rotation import block_size, padded_length, rotate, unrotate
+from isthmus_privacy.dp.rotation import block_size, rotate, unrotate
 
 SEED = b"s" * 32
 
@@ -21,45 +21,58 @@ def without_noise(monkeypatch):
 
 
 def encode(noise, update, *, key=None, dtype=torch.int32):
-    out = torch.zeros(padded_length(len(update)), dtype=dtype)
+    out = torch.zeros(len(update), dtype=dtype)
     source = None if key is None else RandomBytes(bytes([key]) * 32)
     noisy_vector.encode(noise, update, seed=SEED, out=out, source=source)
     return out
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 100, 5000, 70_000, 1 << 17])
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 100, 5000, 65_535, 70_000, (1 << 17) + 1])
 def test_a_rotation_keeps_norms_and_sums_and_is_inverted(size):
-    block, length = block_size(size), padded_length(size)
     generator = torch.manual_seed(size)
-    a, b = (torch.zeros(length) for _ in range(2))
-    a[:size], b[:size] = (torch.randn(size, generator=generator) for _ in range(2))
+    a, b = (torch.randn(size, generator=generator) for _ in range(2))
     rotated = [x.clone() for x in (a, b, a + b)]
     for x in rotated:
-        rotate(x, SEED, block=block)
-    assert length % block == 0
-    assert length - size < max(block, 2)
+        rotate(x, SEED)
     assert torch.allclose(rotated[0] + rotated[1], rotated[2], atol=1e-4)
     assert float(rotated[0].double().norm()) == pytest.approx(float(a.double().norm()), rel=1e-5)
-    unrotate(rotated[0], SEED, block=block)
+    unrotate(rotated[0], SEED)
     assert torch.allclose(rotated[0], a, atol=1e-5)
 
 
-def test_a_rotation_multiplies_by_the_hadamard_matrix():
-    """Sylvester's matrix has the sign of the parity of i & j; here for a block of two factors."""
-    vector = torch.zeros(2 * 256)
-    vector[256 + 5] = 1.0
-    rotate(vector, SEED, block=256)
-    signs = torch.tensor([(-1.0) ** (i & 5).bit_count() for i in range(256)])
-    assert torch.equal(vector[:256], torch.zeros(256))
-    assert torch.allclose(vector[256:] * 16 * vector[256].sign(), signs)
+@pytest.mark.parametrize("size", [256, 1 << 16])
+def test_a_rotation_multiplies_by_the_hadamard_matrix(size):
+    """Sylvester's matrix has the sign of the parity of i & j."""
+    vector = torch.zeros(size)
+    vector[5] = 1.0
+    rotate(vector, SEED)
+    signs = torch.tensor([(-1.0) ** (i & 5).bit_count() for i in range(size)])
+    assert torch.allclose(vector * size**0.5 * vector[0].sign(), signs)
+
+
+@pytest.mark.parametrize("size", [4096, 6000, 8191])
+@pytest.mark.parametrize("kind", ["ones", "first", "last", "rotated"])
+def test_every_element_of_any_vector_becomes_small(size, kind):
+    """Also of vectors that the matrix makes largest, without the signs."""
+    vector = torch.zeros(size)
+    if kind == "ones":
+        vector.fill_(1.0)
+    elif kind == "rotated":
+        vector[-4096:] = torch.tensor([(-1.0) ** (i & 77).bit_count() for i in range(4096)])
+    else:
+        vector[0 if kind == "first" else -1] = 1.0
+    vector /= vector.norm()
+    rotate(vector, SEED)
+    assert block_size(size) == 4096
+    # Sub-Gaussian with a deviation of 1 / 64: of 8,191 elements none is above 6 of them, but for
+    # a probability of 2.5e-4.
+    assert float(vector.abs().max()) < 6 / 64
 
 
 def test_the_signs_depend_on_the_seed():
     vectors = [torch.ones(4096) for _ in range(2)]
     for vector, seed in zip(vectors, (SEED, b"t" * 32), strict=True):
-        rotate(vector, seed, block=4096)
-        # Of 4,096 elements of a deviation of 1, none is above 6 but with a probability of 1e-5.
-        assert float(vector.abs().max()) < 6
+        rotate(vector, seed)
     assert float(torch.dot(*vectors)) / 4096 == pytest.approx(0, abs=5 / 64)
 
 
@@ -85,12 +98,12 @@ def test_sums_of_equal_updates_do_not_wrap(bits):
     )
     update = torch.randn(size, generator=torch.manual_seed(3))
     update /= update.norm()
-    total = torch.zeros(padded_length(size), dtype=torch.int64)
+    total = torch.zeros(size, dtype=torch.int64)
     for _ in range(clients):
         total += encode(noise, update)
     assert int(total.abs().max()) < 1 << (bits - 1)
     reduced = (total + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
-    mean = noisy_vector.decode(noise, reduced, seed=SEED, size=size, clients=clients)
+    mean = noisy_vector.decode(noise, reduced, seed=SEED, clients=clients)
     deviation = noise.noise_of_mean(size, clients)
     assert float((mean - update).std()) == pytest.approx(deviation, rel=0.06)
 
@@ -127,7 +140,7 @@ def test_rounding_has_no_bias(without_noise):
     update = torch.randn(64, generator=torch.manual_seed(1))
     update /= update.norm()
     expected = update * noise.scale
-    rotate(expected, SEED, block=64)
+    rotate(expected, SEED)
     source = RandomBytes(SEED)
     out, total = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
     for _ in range(4000):
@@ -143,16 +156,16 @@ def test_updates_of_any_kind_are_clipped(without_noise, dtype):
     update = torch.randn(1000, generator=torch.manual_seed(2)).to(dtype)
     before = update.clone()
     out = encode(noise, update)
-    mean = noisy_vector.decode(noise, out, seed=SEED, size=1000, clients=1)
+    mean = noisy_vector.decode(noise, out, seed=SEED, clients=1)
     expected = update.double() * 2 / update.double().norm()
     assert torch.equal(update, before)
-    assert float((mean - expected).norm()) < 0.03  # rounding: sqrt(1024 / 6) / scale
+    assert float((mean - expected).norm()) < 0.03  # rounding: sqrt(1000 / 6) / scale
 
 
 def test_the_largest_floats_do_not_overflow(without_noise):
     noise = DistributedNoise.fit(clip=1.0, multiplier=1.0, honest=2, clients=2, size=64, bits=32)
     out = encode(noise, torch.full((64,), 3e38))
-    mean = noisy_vector.decode(noise, out, seed=SEED, size=64, clients=1)
+    mean = noisy_vector.decode(noise, out, seed=SEED, clients=1)
     assert torch.allclose(mean, torch.full((64,), 1 / 8), atol=0.01)
 
 
