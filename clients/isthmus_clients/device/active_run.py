@@ -17,13 +17,19 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.crypto import refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from isthmus_privacy.purpose import RunPurpose
+    from isthmus_privacy.secagg import RoundConfig, Slot
 
 MAX_MODELS = 8
 """Maximum number of models of one comparison."""
 
 
 _NOTHING = TensorLayout(())
+
+_ROUNDED = 1 - 1e-6
+"""The server has computed the noise of the job with another processor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +140,44 @@ class ActiveRun:
                 "request is for a secure sum"
             )
         return self.purpose
+
+    @property
+    def training_slots(self) -> Sequence[Slot]:
+        """The figures that this device gives with an update; with a trusted server's noise none."""
+        from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS
+
+        privacy = self.job.privacy
+        trusted = privacy is not None and privacy.mechanism != "distributed"
+        return SCORING_SLOTS if trusted else TRAINING_SLOTS
+
+    def check_privacy(self, config: RoundConfig) -> None:
+        """Refuse a sum of updates without the clipping and the noise that the job promises.
+
+        Raises:
+            PeerMisbehaved: the configuration differs from the job.
+        """
+        from isthmus_privacy.dp.calibration import NoisePlan
+
+        privacy = self.job.privacy
+        if privacy is None:
+            return
+        if config.size != self.layout.size:
+            refusal.refuse(
+                "private-sum-of-another-vector",
+                f"{self.job.name!r} was opened with [privacy], and this request is for more than "
+                "the update, whose norm is not clipped",
+            )
+        if privacy.mechanism != "distributed":
+            return
+        promised = NoisePlan.of(privacy, self.job.rounds).multiplier
+        noise = config.noise
+        if noise is None or noise.clip != privacy.clip or noise.multiplier < promised * _ROUNDED:
+            refusal.refuse(
+                "noise-below-the-jobs",
+                f"{self.job.name!r} was opened with noise of {promised:.6g} times a clipping bound "
+                f"of {privacy.clip:g} ([privacy]), and this sum has "
+                + ("none" if noise is None else f"{noise.multiplier:.6g} times {noise.clip:g}"),
+            )
 
     def check_group(self, group: str, clients_min: int) -> None:
         """Refuse a sum of a group, unless it is the device's own and large enough.

@@ -289,6 +289,10 @@ class Agent:
             wanted = self._wanted(run, request)
             return self._secure.train(self.host, run, request, payload, wanted), None
         trained, update = self.host.train(request.id, work, payload, progress)
+        if run.job.privacy is not None:
+            from isthmus_privacy.dp.clipping import clip_to_norm
+
+            clip_to_norm(run.layout.decode(update), run.job.privacy.clip)
         trained.result.CopyFrom(describe(update))
         return link_pb2.Reply(trained=trained), update
 

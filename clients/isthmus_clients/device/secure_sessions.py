@@ -120,7 +120,7 @@ class SecureSessions:
                 cancelled it.
         """
         from isthmus_privacy.purpose import TrainingPurpose
-        from isthmus_privacy.secagg import MEASURING_SLOTS, TRAINING_SLOTS, RoundConfig
+        from isthmus_privacy.secagg import MEASURING_SLOTS, RoundConfig
 
         work = request.train_local
         about = (work.run_id, work.round, work.attempt)
@@ -129,8 +129,9 @@ class SecureSessions:
         purpose = TrainingPurpose(
             run.secure_purpose, work.with_gradient, scale, group, position_of(work.position)
         )
-        slots = MEASURING_SLOTS if scale else TRAINING_SLOTS
+        slots = MEASURING_SLOTS if scale else run.training_slots
         attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
+        run.check_privacy(attempt.config)
         result = _train_silently(host, request, payload)
         check_wanted(wanted)
         layout = run.layout.gradient_and_update if scale else run.layout
@@ -256,20 +257,26 @@ class SecureSessions:
         """
         import torch
 
+        from isthmus_privacy.dp.clipping import clip_to_norm
         from isthmus_privacy.secagg import GRADIENT_LOST
         from isthmus_privacy.secagg.encoding import lost_in_clipping
 
         seed = self.seed(run, attempt.config.round)
-        figures = dict.fromkeys((slot.name for slot in attempt.config.slots), 0.0)
+        config, privacy = attempt.config, run.job.privacy
+        figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:
             zeros = torch.zeros(1).expand(layout.size)  # takes no memory
-            return self.join(attempt, zeros, 0, {**figures, "unusable": True}, seed)
+            return self.join(attempt, zeros, 0, _unusable(figures), seed)
         trained, update = result
         vector = layout.decode(update).mul_(scale)
+        if privacy is not None:
+            if config.noise is None:  # else it is clipped where the noise is added
+                clip_to_norm(vector, privacy.clip)
+            return self.join(attempt, vector, 1, figures, seed)
         figures["loss"] = trained.training.get("loss", 0.0)
         if GRADIENT_LOST.name in figures:
             gradient = vector[: run.layout.size]
-            figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, attempt.config.clip)
+            figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, config.clip)
         return self.join(attempt, vector, trained.examples, figures, seed)
 
     def seed(self, run: ActiveRun, round_: int) -> bytes:
@@ -296,8 +303,8 @@ class SecureSessions:
             keys = attempt.advertise_keys(vector, examples=examples, figures=figures, seed=seed)
         except UpdateError:
             log.exception("a vector cannot be encoded; this device takes part with a weight of 0")
-            nothing = {**dict.fromkeys(figures, 0.0), "unusable": 1.0}
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
+            nothing = _unusable(figures)
             keys = attempt.advertise_keys(zeros, examples=0, figures=nothing, seed=seed)
         self._current = attempt
         return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
@@ -335,6 +342,13 @@ class SecureSessions:
         if self._welcome is not None:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         return self._credentials
+
+
+def _unusable(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures of a vector that does not count; with noise there are none."""
+    from isthmus_privacy.secagg import UNUSABLE
+
+    return {name: float(name == UNUSABLE.name) for name in figures}
 
 
 def check_wanted(wanted: Callable[[], bool]) -> None:

@@ -41,6 +41,8 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "noise-may-wrap",
     "noise-for-other-vector",
     "config-noise-below-floor",
+    "private-sum-of-another-vector",
+    "noise-below-the-jobs",
     "config-model-differs",
     "config-purpose-differs",
     "gradient-scale-invalid",

@@ -4,8 +4,9 @@ A file of JSON lines, each with the hash of the line before it. A charge is on d
 is asked for what it is about, and nothing takes it back: a crash, or a failed attempt whose sum may
 have been opened, has spent it. Epsilon is computed from the charges whenever it is wanted.
 
->>> import tempfile; path = Path(tempfile.mkdtemp()) / "privacy.ledger"
+>>> import tempfile
 >>> from isthmus_privacy.dp.accounting import ZeroConcentrated
+>>> path = Path(tempfile.mkdtemp()) / "privacy.ledger"
 >>> with Ledger.open(path) as ledger:
 ...     number = ledger.reserve(Charge(
 ...         population="devices", unit="device", adjacency="zero-out", mechanism="distributed",

@@ -75,6 +75,7 @@ class JobRunner:
         self.queue = JobQueue(state)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
+        self.populations = state / "privacy"
         self.console = console
         self._running: tuple[int, asyncio.Task[str]] | None = None
         self._cancelled = False
@@ -209,7 +210,13 @@ class JobRunner:
                 events = EventStream()
                 events.subscribe(view)
                 events.subscribe(self._note_waiting)
-                self._loop = run_loop(store, self.server.link, events, installed=True)
+                self._loop = run_loop(
+                    store,
+                    self.server.link,
+                    events,
+                    installed=True,
+                    populations=self.populations,
+                )
                 if self._leaving:
                     self._loop.drain.request()
                 await self._loop.run()

@@ -13,6 +13,7 @@ from isthmus_privacy.purpose import RunPurpose
 from isthmus_privacy.secagg import Directory
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
+from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.transport.link import Link
 
@@ -28,6 +29,7 @@ class FederatedContext:
         layout: TensorLayout,
         spool: Path,
         unmaskings: UnmaskingLog | None = None,
+        privacy: PrivacyBudget | None = None,
     ) -> None:
         """Collect what attempts need.
 
@@ -39,6 +41,7 @@ class FederatedContext:
             layout: of the model.
             spool: directory for updates too large to keep in memory while they arrive.
             unmaskings: where secure sums are noted before they are unmasked; None for memory only.
+            privacy: of a job with `[privacy]`.
         """
         self.link = link
         self.job = job
@@ -48,6 +51,7 @@ class FederatedContext:
         self.spool = spool
         self.directory = Directory(link.enrolments.authority, revoked=link.enrolments.revoked)
         self.unmaskings = unmaskings or UnmaskingLog()
+        self.privacy = privacy
         self._sum: MmapBuffer | None = None
 
     @functools.cached_property

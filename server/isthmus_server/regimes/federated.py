@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 
@@ -48,6 +49,9 @@ class FederatedRegime:
         """
         self._attempt = self._attempt_for(spec)
         result = await self._attempt.run()
+        if self.context.privacy is not None:
+            mean, devices = result.pseudo_gradient, _updates_in(result)
+            await asyncio.to_thread(self.context.privacy.add_noise, mean, devices)
         if not spec.gradient_scale:
             return result
         groups = {name: self._split(one, spec) for name, one in result.groups.items()}
@@ -127,3 +131,11 @@ class FederatedRegime:
         if self._attempt is not None:
             receipts = self._attempt.cancelled(reason)
         return list(receipts)
+
+
+def _updates_in(result: FederatedResult) -> int:
+    """Updates in a mean to which each device contributes the same."""
+    weight = result.training.get("examples")  # of a secure sum: 1 for each usable update
+    if weight is not None:
+        return int(weight)
+    return sum(receipt.status == "accepted" for receipt in result.receipts)

@@ -150,7 +150,8 @@ class WeightedMeanAggregator:
         """Add an update while it arrives; see `Aggregator.add`."""
         layout = self._layout
         with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
-            update = StreamingUpdate(spool, self._total, layout, trained.examples)
+            weight = trained.examples if self._context.privacy is None else 1
+            update = StreamingUpdate(spool, self._total, layout, weight)
             async with added(self._context.link, name, trained.result, update):
                 accept()
 

@@ -7,20 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
+from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.device_sums.evaluation import Evaluated
-from isthmus_server.storage.events import Event, RoundAttemptFailed, RoundCommitted
+from isthmus_server.storage.events import Event, RoundAttemptFailed, RoundCommitted, RoundPlanned
 from isthmus_server.storage.records import (
     Cost,
     FailedAttempt,
     Participants,
+    PlannedAttempt,
     Receipt,
     RoundRecord,
 )
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
+from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.policy import SERVED, Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 
@@ -40,11 +43,38 @@ class AttemptLog:
     """Creates and stores the record of each ended attempt, and returns the run's next state."""
 
     def __init__(
-        self, store: Store, availability: DeviceAvailability, publish: Callable[[Event], None]
+        self,
+        store: Store,
+        availability: DeviceAvailability,
+        publish: Callable[[Event], None],
+        privacy: PrivacyBudget | None = None,
     ) -> None:
         self._store = store
+        self._privacy = privacy
         self._availability = availability
         self._publish = publish
+
+    def plan(self, decision: Decision, spec: RoundSpec) -> PlannedAttempt:
+        """Store and publish an attempt before it begins."""
+        planned = PlannedAttempt(
+            round=spec.round,
+            attempt=spec.attempt,
+            decision=decision,
+            invited=sorted(spec.cohort),
+            datacenters=spec.datacenters,
+            draw=spec.draw,
+        )
+        self._store.plan(planned)
+        self._publish(
+            RoundPlanned(
+                round=spec.round,
+                attempt=spec.attempt,
+                regime=spec.plan.regime,
+                reason=spec.plan.reason,
+                invited=len(spec.cohort) + len(spec.datacenters),
+            )
+        )
+        return planned
 
     def commit(
         self,
@@ -80,6 +110,7 @@ class AttemptLog:
             )
         record = RoundRecord(
             **_common(spec.plan, spec.round, spec.attempt, receipts, time),
+            epsilon=self._epsilon,
             cost=cost,
             metrics=dict(evaluated.metrics),
             evaluation=on_devices,
@@ -113,6 +144,7 @@ class AttemptLog:
         reached = sum(r.started for r in receipts if r.regime == "federated")
         record = FailedAttempt(
             **_common(plan, state.round + 1, state.attempts + 1, receipts, time),
+            epsilon=self._epsilon,
             cost=Cost.of(receipts, self._price(reached, 0)),
             error=str(error),
             given_up=given_up,
@@ -121,6 +153,10 @@ class AttemptLog:
         self._availability.add(record)
         self._publish(RoundAttemptFailed(record=record))
         return state.after_failure(record)
+
+    @property
+    def _epsilon(self) -> float | None:
+        return None if self._privacy is None else self._privacy.spent
 
     def _price(self, devices: int, steps: int) -> float:
         prices = self._store.job.prices

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from isthmus.job import Job
 from isthmus.job.section import Hours
+from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
 from isthmus_server.strategy.attendance import Attendance
@@ -18,8 +20,15 @@ class DeviceAvailability:
     if the same are ready.
     """
 
-    def __init__(self, job: Job, clock: Clock, attempts: Iterable[AttemptRecord] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        clock: Clock,
+        attempts: Iterable[AttemptRecord] = (),
+        privacy: PrivacyBudget | None = None,
+    ) -> None:
         """`attempts` are those of the run so far, oldest first."""
+        self._privacy = privacy
         self.attendance = Attendance(job.federated)
         self._clock = clock
         self._round: list[AttemptRecord] = []
@@ -42,4 +51,6 @@ class DeviceAvailability:
 
     def seconds_until(self, name: str, hours: tuple[Hours, ...]) -> float:
         """Seconds until a device with its own `hours` may be invited: 0 now, infinity never."""
+        if self._privacy is not None and not self._privacy.allows(name):
+            return math.inf
         return self.attendance.seconds_until_eligible(name, self._clock.utc(), hours)

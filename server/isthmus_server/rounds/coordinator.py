@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.optimizers import check_round_length
+from isthmus_server.privacy.budget import PrivacyBudget, charged
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -37,7 +39,6 @@ from isthmus_server.storage.events import (
     EventStream,
     ModelsCompared,
     ReportedEvent,
-    RoundPlanned,
     RunFailed,
     RunFinished,
     RunStopped,
@@ -71,6 +72,7 @@ class Coordinator:
         link: Link,
         events: EventStream | None = None,
         clock: Clock | None = None,
+        populations: Path | None = None,
     ) -> None:
         """Load the task and the model, and restore the state of the run.
 
@@ -79,6 +81,7 @@ class Coordinator:
             link: connects the participants; it may outlive the run.
             events: receives every event of the run.
             clock: measures windows, the limit on the run's time, and the duration of rounds.
+            populations: directory of the privacy ledgers that runs share.
 
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
@@ -102,15 +105,16 @@ class Coordinator:
         check_round_length(self.job, task, self.model.module)
         layout = self.model.layout
         opening = opening_of(store.run_id, self.job, store.base, self.model)
+        self.state = store.run_state()
+        privacy = self._privacy = PrivacyBudget.of(store, self.state, populations)
         context = FederatedContext(
-            link, self.job, opening, layout, store.directory, store.unmaskings
+            link, self.job, opening, layout, store.directory, store.unmaskings, privacy
         )
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
-        self.state = store.run_state()
         self._versions = ModelVersions(self.model, store, self.federated.extension)
         self._versions.restore(self.state)
-        availability = DeviceAvailability(self.job, self.clock, store.attempts())
+        availability = DeviceAvailability(self.job, self.clock, store.attempts(), privacy)
         self.roster = ParticipantRoster(link, self.job, opening, availability, self._publish)
         self._cohorts = CohortSelector(
             self.job, self.roster, availability, self.clock, link.enrolments, store
@@ -126,7 +130,7 @@ class Coordinator:
             self.model, self._cohorts, context, self.clock, lambda: self.federated.busy
         )
         self.evaluator.check_policy(self._policy)
-        self._log = AttemptLog(store, availability, self._publish)
+        self._log = AttemptLog(store, availability, self._publish, privacy)
         self._began = self.clock.now()
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -173,6 +177,8 @@ class Coordinator:
             await self.federated.stop()
             saving_elapsed.cancel()
             await self.roster.stop(self._final)
+            if self._privacy is not None:
+                self._privacy.close()
         return final
 
     def abandon(self) -> None:
@@ -240,26 +246,13 @@ class Coordinator:
             self.state.attempts + 1,
             self._start_hash(plan),
         )
-        planned = PlannedAttempt(
-            round=spec.round,
-            attempt=spec.attempt,
-            decision=decision,
-            invited=sorted(spec.cohort),
-            datacenters=spec.datacenters,
-            draw=spec.draw,
-        )
-        self.store.plan(planned)
-        self._publish(
-            RoundPlanned(
-                round=spec.round,
-                attempt=spec.attempt,
-                regime=plan.regime,
-                reason=plan.reason,
-                invited=len(spec.cohort) + len(spec.datacenters),
-            )
-        )
+        with charged(self._privacy, spec):
+            await self._carry_out(decision, spec, started_at)
+
+    async def _carry_out(self, decision: Decision, spec: RoundSpec, started_at: float) -> None:
+        planned = self._log.plan(decision, spec)
         if not (spec.single_datacenter and spec.datacenter_has_model):
-            await self._load_start(plan.start, planned)
+            await self._load_start(spec.plan.start, planned)
         results = await self._trainer.train(spec)
         await self._trainer.merge(spec, results)
         evaluated, saved = await asyncio.gather(
@@ -300,6 +293,7 @@ class Coordinator:
             elapsed=self.clock.now() - self._began,
             models=self._versions.names(state.models),
             comparisons=[c.result for c in state.comparisons if c.result is not None],
+            epsilon_spent=0.0 if self._privacy is None else self._privacy.spent,
         )
 
     async def _decide(self) -> Decision:
@@ -364,13 +358,14 @@ class Coordinator:
 
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
+        fields = {} if self._privacy is None else self._privacy.saved
         models = self._versions.write(
             spec.round, spec.plan, self.state.models, only_in_datacenter=spec.model_stays
         )
         if spec.single_datacenter and not spec.plan.reset_optimizer:
-            return {"models": models}
+            return {"models": models, **fields}
         optimizer, numbers = self._versions.write_optimizer(spec.round)
-        return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
+        return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers, **fields}
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.device_sums.statistics import StatisticsRun
 from isthmus_server.server_apps.run import ServerAppRun
@@ -12,8 +14,15 @@ from isthmus_server.transport.link import Link
 RunLoop = Coordinator | ServerAppRun
 
 
-def run_loop(store: Store, link: Link, events: EventStream, *, installed: bool) -> RunLoop:
-    """What runs the job of `store` to its end; see `ServerAppRun` for the arguments.
+def run_loop(
+    store: Store,
+    link: Link,
+    events: EventStream,
+    *,
+    installed: bool,
+    populations: Path | None = None,
+) -> RunLoop:
+    """What runs the job of `store` to its end; see `ServerAppRun` and `Coordinator`.
 
     Raises:
         UserError: the job, its task or a checkpoint cannot be used.
@@ -23,4 +32,4 @@ def run_loop(store: Store, link: Link, events: EventStream, *, installed: bool) 
         return ServerAppRun(store, link, events, installed=installed)
     if store.job.statistics.collect:
         return StatisticsRun(store, link, events)
-    return Coordinator(store, link, events)
+    return Coordinator(store, link, events, populations=populations)

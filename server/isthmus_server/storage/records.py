@@ -244,7 +244,7 @@ class AttemptRecord(Record):
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Figures of the evaluation; empty where the round was not evaluated, or failed."""
     epsilon: float | None = None
-    """Reserved for privacy accounting; no mechanism reports it yet."""
+    """Privacy spent so far by the device that was asked most, at `privacy.delta`; None without."""
     model_sha256: str | None = None
     """SHA-256 of the served model in hexadecimal; None while the model stays in the datacenter."""
 
@@ -391,6 +391,8 @@ class CommittedState(Record):
     model_in_datacenter: bool = False
     """Only the holder has the committed model: the checkpoint of `current` is older."""
     policy_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ledger_head: str = ""
+    """Number and SHA-256 of a line that the run's privacy ledger must have; empty without one."""
 
     @property
     def files(self) -> list[Saved]:

@@ -163,6 +163,8 @@ def _refusal_of_comparison(compare: Compare, observation: Observation) -> str:
     price = devices * len(compare.models) * observation.comparison_price
     vectors = len({part for name in compare.models for part in name.split("+")})
     transferred = devices * vectors * observation.model_bytes
+    if observation.epsilon is not None:
+        return "the scores of devices would get no noise ([privacy])"
     if not observation.open("federated"):
         return "devices cannot be asked outside of their window"
     if observation.clients_ready < devices:
@@ -220,6 +222,11 @@ def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
         f"{ready} devices may be invited and the quorum is {observation.quorum}; {ineligible} are "
         "outside of their hours or at their limit (federated.hours, federated.participation)"
     )
+    if observation.epsilon is not None:
+        reason += (
+            f", or have no privacy budget left: epsilon {observation.epsilon_spent:.3g} of "
+            f"{observation.epsilon:g} is spent"
+        )
     if observation.seconds_until_quorum is None:
         return _stop(f"{reason} for good")
     return _bounded_wait(Wait(max(observation.seconds_until_quorum, 1.0), reason), observation)

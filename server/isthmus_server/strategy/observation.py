@@ -42,6 +42,7 @@ def observe(
     elapsed: float,
     models: Sequence[str] = (CURRENT,),
     comparisons: Sequence[Comparison] = (),
+    epsilon_spent: float = 0.0,
 ) -> Observation:
     """Build the observation for the next round.
 
@@ -63,6 +64,7 @@ def observe(
         elapsed: duration of the run in seconds.
         models: names of the models that can be compared and started from.
         comparisons: comparisons made for this round so far.
+        epsilon_spent: of the device that was asked most, with `[privacy]`.
     """
     seconds_left = None if job.seconds is None else job.seconds - elapsed
     return Observation(
@@ -83,7 +85,9 @@ def observe(
         quorum=job.federated.needed,
         datacenter_steps=job.datacenter.steps,
         merge=job.strategy.merge,
-        can_measure_gradients=job.federated.mode == "rounds" and job.federated.flower is None,
+        can_measure_gradients=job.federated.mode == "rounds"
+        and job.federated.flower is None
+        and job.privacy is None,
         can_sum_by_group=job.federated.groups is not None,
         groups=dict(groups or {}),
         client_price=job.prices.client_update,
@@ -105,6 +109,8 @@ def observe(
         patience=job.evaluation.patience,
         models=tuple(models),
         comparisons=tuple(comparisons),
+        epsilon=None if job.privacy is None else job.privacy.epsilon,
+        epsilon_spent=epsilon_spent,
     )
 
 

@@ -199,7 +199,8 @@ class Observation:
     merge: str = "weighted"
     """How a hybrid round merges the two sides, unless the plan overrides it."""
     can_measure_gradients: bool = True
-    """Whether a plan may set `measure_gradients`: not in buffered mode, nor with Flower."""
+    """Whether a plan may set `measure_gradients`: not in buffered mode, with Flower, or with
+    `[privacy]`."""
     can_sum_by_group: bool = False
     """Whether a plan may set `by_group`: the job has `federated.groups`."""
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -240,6 +241,10 @@ class Observation:
     """Comparisons made for this round so far."""
     refused: Sequence[str] = ()
     """Why comparisons requested in this round were not made; requesting again ends the run."""
+    epsilon: float | None = None
+    """The job's privacy budget for each device; None without one."""
+    epsilon_spent: float = 0.0
+    """Of the device that was asked most. A device that has none left counts as not eligible."""
 
     def open(self, side: Side) -> bool:
         """Return whether a side is within its windows now."""
@@ -267,6 +272,11 @@ class Observation:
         total_steps = 0 if regime == "federated" else each * max(self.datacenters, 1)
         total_steps += each * self.datacenters if measured else 0
         return devices * self.client_price + total_steps * self.step_price
+
+    @property
+    def epsilon_left(self) -> float | None:
+        """Rest of the privacy budget of the device that was asked most; None without one."""
+        return None if self.epsilon is None else max(0.0, self.epsilon - self.epsilon_spent)
 
     @property
     def budget_left(self) -> float | None:

@@ -189,7 +189,7 @@ class SecureAggregationAttempt:
         Raises:
             AttemptFailed: with the number of unusable vectors, which is all that the server knows.
         """
-        unusable = int(aggregate.figures[UNUSABLE.name])
+        unusable = int(aggregate.figures.get(UNUSABLE.name, 0))  # with noise it is not known
         needed = self._config.clients_min
         if len(summed) - unusable < needed:
             raise self._unusable(

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, TypedDict
 
 from isthmus.job.federated import FederatedSection
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import MEASURING_SLOTS, TRAINING_SLOTS, RoundConfig
-from isthmus_server.regimes.base import AttemptSpec
+from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp.distributed import fit_ring
+from isthmus_privacy.secagg import MEASURING_SLOTS, SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
+from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 
 if TYPE_CHECKING:
@@ -50,20 +52,45 @@ def training_config(
 
     `purpose` is the hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
     """
-    return RoundConfig(
+    settings, size = spec.settings, spec.result_layout(context.layout).size
+    config = RoundConfig(
         run_id=context.run_id,
         round=spec.round,
         attempt=spec.attempt,
         model_hash=model.sha256,
         purpose=purpose,
-        size=spec.result_layout(context.layout).size,
+        size=size,
         slots=MEASURING_SLOTS if spec.gradient_scale else TRAINING_SLOTS,
-        **margins(context, spec.settings),
-        clip=spec.settings.clip,
-        weight_max=spec.settings.max_examples,
+        **margins(context, settings),
+        clip=settings.clip,
+        weight_max=settings.max_examples,
         draw=spec.draw,
         selected_ppm=spec.selected_ppm,
     )
+    return config if context.privacy is None else _with_privacy(config, context.privacy.plan)
+
+
+def _with_privacy(config: RoundConfig, plan: NoisePlan) -> RoundConfig:
+    """The configuration of a sum in which each device counts the same and sends no loss.
+
+    Raises:
+        AttemptFailed: the noise does not fit the ring.
+    """
+    clip = plan.privacy.clip
+    config = dataclasses.replace(config, slots=SCORING_SLOTS, clip=clip, weight_max=1)
+    if plan.privacy.mechanism != "distributed":
+        return config
+    try:
+        noise, bits = fit_ring(
+            clip=clip,
+            multiplier=plan.multiplier,
+            honest=config.honest_survivors,
+            clients=config.clients_max,
+            size=config.size,
+        )
+    except ValueError as error:
+        raise AttemptFailed(f"privacy: {error}", []) from None
+    return dataclasses.replace(config, slots=(), noise=noise, bits=bits, levels=0)
 
 
 class AttemptUnmaskings:

@@ -1,0 +1,1 @@
+"""Differential privacy of a run: what its devices may still be asked, and a server's noise."""

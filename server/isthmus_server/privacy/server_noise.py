@@ -1,0 +1,67 @@
+"""Noise that the server adds to the mean of a round, if the job trusts it to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isthmus.errors import UserError
+from isthmus.system.private_files import write_private_file
+from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+
+if TYPE_CHECKING:
+    import torch
+
+    from isthmus_privacy.dp.calibration import NoisePlan
+
+KEY_FILE = "privacy.key"
+"""In the run directory: the key of the noise of all rounds. Who has it can subtract the noise."""
+
+
+class ServerNoise:
+    """The noise of a run with `gaussian` or `correlated` noise.
+
+    Guarantees:
+      * independent noise has a new key in each attempt, which is forgotten;
+      * correlated noise has one key for the run, and each attempt a row of its own.
+    """
+
+    def __init__(self, plan: NoisePlan, directory: Path, *, used: bool) -> None:
+        """Read the key of the run, or make it; `used`: noise was drawn with it before.
+
+        Raises:
+            UserError: a key that was used is missing or not a key.
+        """
+        self._plan = plan
+        self._key = b""
+        if plan.correlated is None:
+            return
+        path = directory / KEY_FILE
+        if not used and not path.exists():
+            write_private_file(path, os.urandom(KEY_BYTES))
+        try:
+            self._key = path.read_bytes()
+        except FileNotFoundError:
+            raise UserError(
+                f"{path} is missing: without the key of its noise the run cannot be continued; "
+                "restore it from a backup"
+            ) from None
+        if len(self._key) != KEY_BYTES:
+            raise UserError(f"{path} is no key of {KEY_BYTES} bytes; restore it from a backup")
+
+    def add(self, mean: torch.Tensor, *, row: int, devices: int) -> None:
+        """Add the noise of a round to the mean of the devices' updates, in place.
+
+        Args:
+            mean: (N) float32.
+            row: number of the attempt with devices in this run, from 0.
+            devices: in the mean.
+        """
+        scale = self._plan.deviation / devices
+        if self._plan.correlated is None:
+            noise = GaussianDraws(os.urandom(KEY_BYTES), len(mean)).row(0)
+        else:
+            draws = GaussianDraws(self._key, len(mean))
+            noise = self._plan.correlated.noise(row, draws.row)
+        mean.add_(noise.mul_(scale).to(mean.dtype))
