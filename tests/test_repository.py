@@ -64,6 +64,8 @@ COMMANDS = [
     "isthmus logs --follow --state JOB",
     "isthmus new --kind FOLDER",
     "isthmus operator join --state --token-file TOKEN URL",
+    "isthmus privacy ledger --json RUN_DIR",
+    "isthmus privacy plan --json --set JOB",
     "isthmus report --json --schema RUN_DIR",
     "isthmus resume --state JOB",
     "isthmus run --address --resume --run-dir --set JOB",

@@ -54,7 +54,7 @@ class PrivacySection(Section):
             )
         return self
 
-    def most_participations(self, rounds: int) -> int:
+    def most_rounds(self, rounds: int) -> int:
         """Most rounds that one device is asked for, of so many."""
         possible = -(-rounds // self.separation)
         return min(possible, self.participations or possible)

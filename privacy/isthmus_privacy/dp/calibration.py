@@ -50,7 +50,7 @@ class NoisePlan:
         Raises:
             JobError: no noise meets the budget, or the job's noise does not.
         """
-        participations = privacy.most_participations(rounds)
+        participations = privacy.most_rounds(rounds)
         matrix = None
         if privacy.mechanism == "correlated":
             matrix = CorrelatedNoise.best(

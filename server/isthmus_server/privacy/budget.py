@@ -63,9 +63,7 @@ class PrivacyBudget:
         self._run_id = store.run_id
         self._rounds = store.job.rounds
         self._event = self.plan.event(store.run_id)
-        number, _, digest = state.ledger_head.partition(":")
-        known = LedgerHead(int(number), digest) if digest else None
-        self._own = Ledger.open(store.directory / LEDGER_FILE, known)
+        self._own = Ledger.open(store.directory / LEDGER_FILE, known_head(state))
         self._ledgers = [self._own]
         self._open: list[int] = []
         """Numbers of the charge that is not settled, one for each ledger."""
@@ -180,6 +178,12 @@ class PrivacyBudget:
         """
         if self._noise is not None:
             self._noise.add(mean, row=self._charged - 1, devices=devices)
+
+
+def known_head(state: CommittedState) -> LedgerHead | None:
+    """The line of the run's ledger that a committed state knows."""
+    number, _, digest = state.ledger_head.partition(":")
+    return LedgerHead(int(number), digest) if digest else None
 
 
 @contextlib.contextmanager

@@ -339,7 +339,6 @@ class PlannedAttempt(Record):
     invited: Sequence[str]
     """Names of the devices."""
     datacenters: Sequence[str]
-    """Names of the datacenters."""
     draw: int = 0
     """Draw of the lottery in which the devices were selected; 0 without one."""
 

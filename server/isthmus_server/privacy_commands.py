@@ -1,0 +1,48 @@
+"""``isthmus privacy``: what a budget buys, and what was spent of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def privacy() -> None:
+    """Plan differential privacy, and see what was spent."""
+
+
+@privacy.command()
+@click.argument("job", metavar="JOB", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def plan(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print the noise of JOB, what it costs and what a larger cohort would buy.
+
+    Nothing is trained and nobody is asked.
+    """
+    from isthmus.job import load_job
+    from isthmus_server.views.privacy_forecast import PrivacyForecast
+
+    forecast = PrivacyForecast.of(load_job(job, overrides), job.parent)
+    if as_json:
+        click.echo(json.dumps(forecast.to_json(), indent=2))
+        return
+    for name, text in forecast.lines():
+        click.echo(f"{name:<12} {text}")
+
+
+@privacy.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def ledger(run_dir: Path, as_json: bool) -> None:
+    """Verify the privacy ledger of RUN, and print what was spent, by which rounds."""
+    from isthmus_server.views.privacy_spending import read_spending
+
+    spending = read_spending(run_dir)
+    if as_json:
+        click.echo(json.dumps(spending.to_json(), indent=2))
+        return
+    for line in spending.lines():
+        click.echo(line)

@@ -1,0 +1,140 @@
+"""What a job's privacy budget means before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Self
+
+from isthmus.errors import JobError
+from isthmus.job import Job
+from isthmus.task import load_task
+from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp.distributed import fit_ring
+from isthmus_privacy.dp.rotation import padded_length
+from isthmus_privacy.secagg.graph import corrupt_clients
+from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.privacy.budget import ADJACENCY, UNIT
+from isthmus_server.regimes.secure_sums.round_configs import CORRUPT_PERMILLE
+
+LARGER_COHORTS = (2, 10)
+TENTHS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivacyForecast:
+    """Noise, cost and budget of a job."""
+
+    mechanism: str
+    epsilon: float
+    delta: float
+    rounds: int
+    participations: int
+    """Most rounds of one device."""
+    noise_multiplier: float
+    gain: float
+    """How much less noise correlated noise leaves than independent noise of equal privacy."""
+    cohort: int
+    size: int
+    """Elements of an update."""
+    noise_to_signal: dict[int, float]
+    """2-norm of the noise of a round over that of the sum of equal, clipped updates, by the number
+    of devices in the sum."""
+    epsilon_after: dict[int, float]
+    """Epsilon of a device after so many rounds, if it is in each that it may be in."""
+    update_bytes: int
+    """What a device sends in a round."""
+
+    @classmethod
+    def of(cls, job: Job, base: Path) -> Self:
+        """Compute it; the task's model is built for its size, and nothing is trained.
+
+        Raises:
+            UserError: the job has no `[privacy]`, its budget cannot be met, or its task cannot be
+                used.
+        """
+        if job.privacy is None:
+            raise JobError(
+                f"{job.name!r} has no differential privacy; add a table [privacy] with mechanism, "
+                "epsilon and delta"
+            )
+        plan = NoisePlan.of(job.privacy, job.rounds)
+        task = load_task(job.task.source, job.task.settings, base=base, data=job.task.data_in(base))
+        strategy = job.strategy
+        model = GlobalModel(
+            task, job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
+        )
+        size, cohort = model.layout.size, job.federated.cohort
+        rounds = sorted({max(1, job.rounds * tenth // TENTHS) for tenth in range(1, TENTHS + 1)})
+        sums = [cohort, *(cohort * factor for factor in LARGER_COHORTS)]
+        return cls(
+            mechanism=job.privacy.mechanism,
+            epsilon=job.privacy.epsilon,
+            delta=job.privacy.delta,
+            rounds=job.rounds,
+            participations=plan.participations,
+            noise_multiplier=plan.multiplier,
+            gain=1.0 if plan.correlated is None else plan.correlated.gain,
+            cohort=cohort,
+            size=size,
+            noise_to_signal={each: plan.noise_to_signal(size, each) for each in sums},
+            epsilon_after={
+                each: plan.epsilon(-(-each // job.privacy.separation)) for each in rounds
+            },
+            update_bytes=_update_bytes(job, plan, size),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, with the unit and the adjacency of the guarantee."""
+        return {**dataclasses.asdict(self), "unit": UNIT, "adjacency": ADJACENCY}
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and sentences for a terminal."""
+        first, *larger = self.noise_to_signal.items()
+        after = ", ".join(f"{epsilon:.2f} after {n}" for n, epsilon in self.epsilon_after.items())
+        buys = ", ".join(f"{ratio:.2g} with {n}" for n, ratio in larger)
+        return [
+            ("mechanism", f"{self.mechanism} noise"),
+            ("protects", f"one {UNIT} ({ADJACENCY}: all its updates become zeros)"),
+            ("budget", f"epsilon {self.epsilon:g} at delta {self.delta:g}"),
+            ("rounds", f"{self.rounds}, at most {self.participations} of one device"),
+            (
+                "noise",
+                self._noise(),
+            ),
+            (
+                "signal",
+                f"the noise is {first[1]:.2g} times as long as the sum of {first[0]} equal updates "
+                f"of {self.size:,} elements",
+            ),
+            ("cohort", f"a larger one buys: {buys} devices"),
+            ("epsilon", f"{after} rounds"),
+            ("bytes", f"{self.update_bytes:,} for each update"),
+        ]
+
+    def _noise(self) -> str:
+        times = f"{self.noise_multiplier:.4g} times"
+        if self.mechanism != "correlated":
+            return f"{times} the clipping bound in the sum of a round"
+        return (
+            f"{times} what one device changes in all rounds; {self.gain:.1f} times less of it is "
+            "left than of independent noise"
+        )
+
+
+def _update_bytes(job: Job, plan: NoisePlan, size: int) -> int:
+    if plan.privacy.mechanism != "distributed":
+        return 4 * size
+    federated = job.federated
+    corrupt = 0 if federated.clients else CORRUPT_PERMILLE
+    try:
+        _, bits = fit_ring(
+            clip=plan.privacy.clip,
+            multiplier=plan.multiplier,
+            honest=federated.needed - corrupt_clients(federated.cohort, corrupt),
+            clients=federated.cohort,
+            size=size,
+        )
+    except ValueError as error:
+        raise JobError(f"privacy: {error}; invite more devices, or lower the noise") from None
+    return bits // 8 * padded_length(size)
