@@ -11,7 +11,6 @@ from isthmus.job import Job
 from isthmus.task import load_task
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
-from isthmus_privacy.dp.rotation import padded_length
 from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
@@ -137,4 +136,4 @@ def _update_bytes(job: Job, plan: NoisePlan, size: int) -> int:
         )
     except ValueError as error:
         raise JobError(f"privacy: {error}; invite more devices, or lower the noise") from None
-    return bits // 8 * padded_length(size)
+    return bits // 8 * size
