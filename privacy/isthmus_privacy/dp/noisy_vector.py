@@ -57,7 +57,7 @@ def encode(
     # Clipped before the rotation so that it cannot overflow, and exactly after it.
     clipping = _clipping(update, noise.clip)
     for part, target in zip(_tiles(update), _tiles(rotated), strict=True):
-        torch.mul(part, clipping, out=target)
+        torch.mul(part.double(), clipping, out=target)
     rotate(rotated, seed)
     factor = noise.scale * _clipping(rotated, noise.clip)
     for _ in range(_TRIES):

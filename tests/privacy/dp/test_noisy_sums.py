@@ -1,7 +1,7 @@
 """Sums with noise through the whole protocol: the mean of clipped updates, whoever drops out.
 
-Seeds of updates are fixed, those of the noise are not: bounds are five standard deviations or more
-of what is measured, which a correct program exceeds in fewer than 1e-5 of the runs of this file.
+Seeds of updates are fixed, those of the noise are not: bounds are seven standard deviations of what
+is measured, which a correct program exceeds in fewer than one in a billion runs of this file.
 """
 
 import itertools
@@ -52,9 +52,9 @@ def test_the_decoded_mean_is_that_of_the_clipped_updates(bits, dropouts):
     expected = sum(round_.clipped[name] for name in total.clients) / len(total.clients)
     error = (mean.vector - expected).double()
     assert mean.noise == pytest.approx(1.0 / 4**0.5 / len(total.clients) ** 0.5, rel=0.02)
-    # 5,000 elements: the standard deviation of a standard deviation is 1 %; five of them.
-    assert float(error.std()) == pytest.approx(mean.noise, rel=0.05)
-    assert abs(float(error.mean())) < 5 * mean.noise / SIZE**0.5
+    # 5,000 elements: the standard deviation of a standard deviation is 1 %; seven of them.
+    assert float(error.std()) == pytest.approx(mean.noise, rel=0.07)
+    assert abs(float(error.mean())) < 7 * mean.noise / SIZE**0.5
     assert (mean.weight, mean.clients, mean.figures) == (len(total.clients),) * 2 + ({},)
     assert mean.clipped is None
     assert RoundConfig.from_bytes(round_.config.to_bytes()) == round_.config
@@ -86,11 +86,11 @@ def test_no_dropout_takes_the_noise_of_a_small_cohort_below_its_target(corrupt, 
         assert round_.config.honest_survivors == honest
         total = round_.run()
         assert deviation(total.vector) == pytest.approx(
-            noise.sigma(SIZE) * len(total.clients) ** 0.5, rel=0.05
+            noise.sigma(SIZE) * len(total.clients) ** 0.5, rel=0.07
         )
         for colluding in itertools.combinations(total.clients, corrupt):
             known = sum(round_.plain[name] for name in colluding)
-            assert deviation(total.vector - known) > 0.95 * target
+            assert deviation(total.vector - known) > 0.93 * target
 
 
 def test_no_sampled_dropout_takes_the_noise_of_a_large_cohort_below_its_target():
@@ -110,14 +110,14 @@ def test_no_sampled_dropout_takes_the_noise_of_a_large_cohort_below_its_target()
     for _ in range(200):
         honest = drawn.sample(range(40), 24)
         total = shares[honest].sum(0, dtype=torch.int64)
-        assert deviation(total) > 0.95 * config.noise.sensitivity(SIZE)
+        assert deviation(total) > 0.93 * config.noise.sensitivity(SIZE)
 
 
 def test_an_unusable_update_is_noise_like_that_of_any_other():
     """A weight of 0 sends zeros, whatever the vector: its noise does not show that."""
     config = make_config(size=SIZE, weight_max=1, noise=noise_for(6, 4))
     unusable = encode(config, torch.full((SIZE,), 1e9), weight=0)
-    assert deviation(unusable.vector) == pytest.approx(config.noise.sigma(SIZE), rel=0.05)
+    assert deviation(unusable.vector) == pytest.approx(config.noise.sigma(SIZE), rel=0.07)
 
 
 def test_a_repeated_attempt_has_noise_of_its_own():
@@ -129,7 +129,7 @@ def test_a_repeated_attempt_has_noise_of_its_own():
     )
     # Rounding differs in each, with a variance of up to 1/4.
     expected = (2 * config.noise.sigma(SIZE) ** 2 + 1 / 3) ** 0.5
-    assert deviation(first - second) == pytest.approx(expected, rel=0.06)
+    assert deviation(first - second) == pytest.approx(expected, rel=0.07)
 
 
 def test_a_sum_that_no_honest_devices_can_have_is_not_refused():

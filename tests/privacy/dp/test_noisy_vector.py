@@ -105,7 +105,7 @@ def test_sums_of_equal_updates_do_not_wrap(bits):
     reduced = (total + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
     mean = noisy_vector.decode(noise, reduced, seed=SEED, clients=clients)
     deviation = noise.noise_of_mean(size, clients)
-    assert float((mean - update).std()) == pytest.approx(deviation, rel=0.06)
+    assert float((mean - update).std()) == pytest.approx(deviation, rel=0.07)
 
 
 def test_a_rounding_outside_the_bound_is_repeated(without_noise, monkeypatch):
@@ -175,8 +175,8 @@ def test_attempts_with_one_update_have_independent_noise():
     first, second = (encode(noise, update).double() for _ in range(2))
     difference = first - second
     sigma = noise.sigma(4096)
-    assert float(difference.std()) == pytest.approx(sigma * math.sqrt(2), rel=0.06)
+    assert float(difference.std()) == pytest.approx(sigma * math.sqrt(2), rel=0.08)
     mean = (first + second) / 2
     correlation = float(torch.dot(difference, mean - mean.mean()))
     # The product of two independent normal variables has the product of their deviations.
-    assert abs(correlation) < 5 * math.sqrt(4096) * sigma**2 * 1.1
+    assert abs(correlation) < 7 * math.sqrt(4096) * sigma**2
