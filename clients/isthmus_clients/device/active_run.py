@@ -179,6 +179,19 @@ class ActiveRun:
                 + ("none" if noise is None else f"{noise.multiplier:.6g} times {noise.clip:g}"),
             )
 
+    def check_measured(self) -> None:
+        """Refuse to send scores or counts in a run that promises differential privacy.
+
+        Raises:
+            PeerMisbehaved: it does, and they would have no noise.
+        """
+        if self.job.privacy is not None:
+            refusal.refuse(
+                "measurement-without-noise",
+                f"{self.job.name!r} was opened with [privacy], and this request is for figures of "
+                "this device's data, which get no noise",
+            )
+
     def check_group(self, group: str, clients_min: int) -> None:
         """Refuse a sum of a group, unless it is the device's own and large enough.
 

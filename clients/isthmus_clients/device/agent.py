@@ -305,6 +305,7 @@ class Agent:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
         work = request.score
         run = self._run(work.run_id)
+        run.check_measured()
         if work.secure:
             wanted = self._wanted(run, request)
             return score(self._secure, self.host, run, request, payload, wanted)
@@ -316,6 +317,7 @@ class Agent:
         """Evaluate a model; with secure aggregation the counts are not sent before masking."""
         work = request.evaluate
         run = self._run(work.run_id)
+        run.check_measured()
         if work.secure:
             wanted = self._wanted(run, request)
             return evaluate(self._secure, self.host, run, request, payload, wanted)

@@ -61,6 +61,14 @@ class PrivacyLimits(Section):
     comparisons of models are counted apart from its updates."""
     participations: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of secure sums, of all runs since this device joined."""
+    noise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Never take part in a secure sum whose noise is less than this many times what one device
+    changes (the noise multiplier), or that has none; `true` is 1."""
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most epsilon that the secure sums of all runs since this device joined may imply together;
+    those without noise are refused then. This device counts by itself, whatever the server says."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Delta of `epsilon`."""
 
 
 class SandboxLimits(Section):

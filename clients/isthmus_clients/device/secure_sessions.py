@@ -335,6 +335,9 @@ class SecureSessions:
                     selection_slack=self._privacy.selection_slack,
                     participations_per_run=self._privacy.participations_per_run,
                     participations=self._privacy.participations,
+                    noise=self._privacy.noise,
+                    epsilon=self._privacy.epsilon,
+                    delta=self._privacy.delta,
                 )
             self._credentials = Credentials(
                 self._signing_key.private_bytes_raw(), self._history_file, requirements

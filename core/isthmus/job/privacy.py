@@ -38,8 +38,9 @@ class PrivacySection(Section):
     `correlated` it is over what one device changes in all rounds. Default: the least with which
     `participations` rounds stay within `epsilon`."""
     participations: Annotated[int, Field(ge=1)] | None = None
-    """Most rounds that one device is asked for. Default: all rounds of the job that `separation`
-    allows."""
+    """Most rounds that one device is asked for, failed attempts included. Default: all rounds of
+    the job that `separation` allows, so that after a failed attempt the budget lasts for one round
+    less; a larger number leaves room for failures."""
     separation: Annotated[int, Field(ge=1)] = 1
     """Fewest rounds from one participation of a device to its next; `correlated` gains by it."""
     population: PopulationName = "devices"
@@ -55,8 +56,10 @@ class PrivacySection(Section):
         return self
 
     def most_rounds(self, rounds: int) -> int:
-        """Most rounds that one device is asked for, of so many."""
+        """Rounds of one device that the noise is made for, of so many rounds."""
         possible = -(-rounds // self.separation)
+        if self.mechanism != "correlated":
+            return self.participations or possible
         return min(possible, self.participations or possible)
 
     def check(self, job: Job) -> None:

@@ -43,6 +43,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-noise-below-floor",
     "private-sum-of-another-vector",
     "noise-below-the-jobs",
+    "measurement-without-noise",
     "config-model-differs",
     "config-purpose-differs",
     "gradient-scale-invalid",
@@ -60,6 +61,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "selection-too-wide",
     "participation-limit-of-run",
     "participation-limit",
+    "epsilon-limit",
     # client: the roster
     "roster-too-small",
     "roster-too-large",

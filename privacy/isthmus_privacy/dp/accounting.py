@@ -160,6 +160,10 @@ class Composition:
         return 1 / math.sqrt(total) if total else None
 
 
+_LARGEST_OF_DISTRIBUTIONS = 200.0
+"""Privacy loss distributions take memory in proportion to epsilon."""
+
+
 @functools.lru_cache(maxsize=4096)
 def _epsilon(composition: Composition, delta: float) -> float:
     if composition == Composition():
@@ -177,12 +181,16 @@ def _epsilon(composition: Composition, delta: float) -> float:
         events.append(dp_accounting.SelfComposedDpEvent(step, each.steps))
     if composition.rho:
         events.append(dp_accounting.ZCDpEvent(composition.rho))
-        accountant: Any = rdp.RdpAccountant(orders=_orders())
-    else:
-        accountant = pld.PLDAccountant()
+    renyi = rdp.RdpAccountant(orders=_orders())
     for event in events:
-        accountant.compose(event)
-    return float(accountant.get_epsilon(delta))
+        renyi.compose(event)
+    epsilon = float(renyi.get_epsilon(delta))
+    if composition.rho or epsilon > _LARGEST_OF_DISTRIBUTIONS:
+        return epsilon
+    distributions = pld.PLDAccountant()
+    for event in events:
+        distributions.compose(event)
+    return min(epsilon, float(distributions.get_epsilon(delta)))
 
 
 def _orders() -> list[float]:
@@ -204,11 +212,11 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
     one minimum.
 
     Args:
-        rho: 0 or more.
+        rho: 0 or more; infinity without noise.
         delta: above 0, below 1.
     """
-    if rho == 0:
-        return 0.0
+    if rho in (0, math.inf):
+        return rho
 
     def at(log_excess: float) -> float:
         excess = math.exp(log_excess)

@@ -318,6 +318,10 @@ class ClientRequirements:
     a round, see `lottery`; None accepts any selection."""
     noise: float | None = None
     """Least noise multiplier of every sum; None accepts sums without noise."""
+    epsilon: float | None = None
+    """Most epsilon that all sums of this client may imply together, at `delta`; sums without noise
+    are refused then."""
+    delta: float = 1e-6
 
     def check(self, config: RoundConfig) -> None:
         """Refuse a configuration that does not meet the requirements.

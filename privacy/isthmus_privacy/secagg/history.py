@@ -30,10 +30,12 @@ the updates of all of them, with the coefficient of S: none is about fewer hones
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import NUMBER, tagged_hash
+from isthmus_privacy.dp.accounting import epsilon_of_rho
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 
 _KEY_BYTES = 16
@@ -62,6 +64,10 @@ class Begun:
     participations: int
     """Attempts of this run that the client has begun, this one included."""
     draw: int
+    rho: float = 0.0
+    """What the noise of these attempts guarantees together: their zero-concentrated differential
+    privacy for this client's data, added up. Attempts without noise guarantee nothing, and are not
+    in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +156,19 @@ class History:
             return self._participations
         return self._begun[run_id].participations if run_id in self._begun else 0
 
+    def rho(self, run_id: str | None = None) -> float:
+        """See `Begun.rho`, of one run or of all runs."""
+        if run_id is None:
+            return sum(begun.rho for begun in self._begun.values())
+        return self._begun[run_id].rho if run_id in self._begun else 0.0
+
     def begin(self, config: RoundConfig, requirements: ClientRequirements) -> None:
         """Record that an attempt begins.
 
         Raises:
-            PeerMisbehaved: it is not after the last one, its draw is before the last one, or the
-                limit on participations is reached, of the run or of all runs.
+            PeerMisbehaved: it is not after the last one, its draw is before the last one, or a
+                limit of this client is reached: on participations, of the run or of all runs, or on
+                epsilon.
         """
         if requirements.selection_slack is not None and config.draw < self._draw:
             refusal.refuse(
@@ -185,9 +198,23 @@ class History:
                 f"this device has taken part in {self.participations()} attempts of all runs, its "
                 "own limit",
             )
+        noise, rho = config.noise, 0.0
+        if noise is not None:
+            rho = noise.zcdp_rho(config.size, clients=config.clients_max)
+        if requirements.epsilon is not None:
+            total = math.inf if noise is None else self.rho() + rho
+            epsilon = epsilon_of_rho(total, requirements.delta)
+            if epsilon > requirements.epsilon:
+                refusal.refuse(
+                    "epsilon-limit",
+                    f"with this sum, {'which has no noise' if noise is None else 'and its noise'}, "
+                    f"the data of this device would have an epsilon of {epsilon:.4g}, and its own "
+                    f"limit is {requirements.epsilon:g} (its owner sets [privacy] in policy.toml)",
+                )
         # Without a lottery nobody has checked the draw: a false one would shut the device out.
         draw = self._draw if requirements.selection_slack is None else config.draw
-        begun = Begun(config.run_id, config.round, config.attempt, count + 1, draw)
+        rho += self.rho(config.run_id)
+        begun = Begun(config.run_id, config.round, config.attempt, count + 1, draw, rho)
         self._store(begun)
         self._current = (config.run_id, config.round, config.attempt)
 

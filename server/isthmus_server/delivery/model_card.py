@@ -71,10 +71,7 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
             else "each of their updates (secure aggregation was off)"
         )
         yield f"{devices} devices trained on data that stayed on them. The server received {seen}."
-        yield (
-            "No noise was added (differential privacy): the model may reveal something about the "
-            "data that it was trained on.\n"
-        )
+        yield f"{_noise_statement(report)}\n"
     if datacenters:
         yield f"{datacenters} datacenter{'s' * (datacenters > 1)} trained on data of their own.\n"
     if job.exchange.has_personal:
@@ -83,3 +80,12 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
             "has the initial values.\n"
         )
     yield "Describe here where the data come from, who may use the model, and for what."
+
+
+def _noise_statement(report: Report) -> str:
+    if report.privacy is None:
+        return (
+            "No noise was added (differential privacy): the model may reveal something about the "
+            "data that it was trained on."
+        )
+    return f"Noise was added, with differential privacy: {report.privacy.sentence}."

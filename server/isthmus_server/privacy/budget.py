@@ -96,7 +96,8 @@ class PrivacyBudget:
     def allows(self, device: str) -> bool:
         """Whether a device may be asked for one more round."""
         rows = self._last.get(device, [])
-        if len(rows) >= self.plan.participations:
+        capped = self.privacy.participations is not None or self.plan.correlated is not None
+        if capped and len(rows) >= self.plan.participations:
             return False
         if self.plan.correlated is not None:
             if self._charged >= self._rounds:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus_server.model.summed_evaluation import SummedEvaluation
+from isthmus_server.privacy.budget import ADJACENCY, UNIT
 from isthmus_server.storage.records import FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
 from isthmus_server.strategy.gradients import REST, GradientMeasurement, GroupSum
@@ -169,6 +170,11 @@ def _left(observation: Observation) -> list[str]:
         lines.append(f"{duration(observation.seconds_left)} of the run's time")
     if observation.bytes_left is not None:
         lines.append(f"{max(observation.bytes_left, 0) / 1e6:.3g} MB to and from devices")
+    if observation.epsilon is not None:
+        lines.append(
+            f"epsilon {observation.epsilon_left:.4g} of {observation.epsilon:g} for the {UNIT} "
+            "that was asked most"
+        )
     lines.append(f"{_count(observation.rounds - observation.round + 1, 'round')} with this one")
     if observation.target is not None:
         lines.append(f"until the target, {observation.target}")
@@ -259,6 +265,8 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
     before = evaluated[-1] if evaluated else {}
     for record in explained.attempts:
         took = f"{record.seconds:.2f} s, cost {record.cost.price:g}"
+        if record.epsilon is not None:
+            took += f", epsilon {record.epsilon:.4g} for one {UNIT} ({ADJACENCY})"
         if isinstance(record, FailedAttempt):
             lines.append(f"try {record.attempt} failed after {took}: {record.error}")
             continue

@@ -129,7 +129,7 @@ class ProgressView:
         self._print(
             f"round {record.round:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
             f"{participants.accepted}/{participants.invited}  "
-            f"{metrics:<32} cost {record.cost.price:<6g} "
+            f"{metrics:<32} cost {record.cost.price:<6g} {_privacy(record)}"
             f"{record.seconds:6.2f} s  [dim]{_safe(record.reason)}[/dim]"
         )
         for receipt in record.receipts:
@@ -210,3 +210,7 @@ def waiting_for(event: WaitingForParticipants) -> str:
 
 def _which(final: FinalModel) -> str:
     return f"; the model of round {final.round}, the best" if final.best else ""
+
+
+def _privacy(record: RoundRecord) -> str:
+    return "" if record.epsilon is None else f"epsilon {record.epsilon:.3g} "

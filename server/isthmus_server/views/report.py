@@ -10,9 +10,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.job import Job
 from isthmus.printable import in_a_line
 from isthmus.task.device_sums.metrics import DEVICES, SPREAD
 from isthmus.task.held_out import PUBLIC
+from isthmus_server.privacy.budget import ADJACENCY, UNIT
 from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import (
     EndedAttempt,
@@ -26,6 +28,28 @@ from isthmus_server.storage.store import Store
 
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 """Ends of the names of devices' metrics that only the JSON report has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpentPrivacy(Record):
+    """The guarantee of a run with `[privacy]` so far."""
+
+    epsilon: float
+    """Of the device that was asked most, failed attempts included."""
+    budget: float
+    delta: float
+    unit: str = UNIT
+    """What is protected: all updates of one of these."""
+    adjacency: str = ADJACENCY
+    """How neighbouring data sets differ: zeros in place of one unit's updates."""
+
+    @property
+    def sentence(self) -> str:
+        """The guarantee in words."""
+        return (
+            f"epsilon {self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g} for one "
+            f"{self.unit} ({self.adjacency}), spent by the {self.unit} that was asked most"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +70,8 @@ class Report(Record):
     """Participants that joined, got ready, declined or left, and the early end of the run."""
     final: FinalModel | None
     """None unless the run has finished."""
+    privacy: SpentPrivacy | None = None
+    """None without `[privacy]`."""
 
 
 def read_report(store: Store) -> Report:
@@ -61,7 +87,15 @@ def read_report(store: Store) -> Report:
         failed_attempts=[record for record in attempts if isinstance(record, FailedAttempt)],
         events=store.events(),
         final=final,
+        privacy=_spent_privacy(store.job, attempts),
     )
+
+
+def _spent_privacy(job: Job, attempts: Sequence[EndedAttempt]) -> SpentPrivacy | None:
+    if job.privacy is None:
+        return None
+    epsilon = max((record.epsilon or 0.0 for record in attempts), default=0.0)
+    return SpentPrivacy(epsilon=epsilon, budget=job.privacy.epsilon, delta=job.privacy.delta)
 
 
 def report_schema() -> dict[str, Any]:
@@ -86,6 +120,8 @@ def page(report: Report) -> RenderableType:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
     if report.reason:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
+    if report.privacy is not None:
+        parts.append(Text(f"privacy: {report.privacy.sentence}"))
     if report.final is not None:
         total = sum(record.cost.price for record in attempts)
         figures = format_metrics(report.final.metrics)

@@ -1,8 +1,10 @@
 """The server has one client do other work than the rest: the sum would be its vector."""
 
+import dataclasses
 import math
 
 from tests.privacy.attacks.registry import ALICE, expect_refusal
+from tests.privacy.attacks.unsafe_configurations import NOISE
 from tests.privacy.protocol import make_client, make_config
 
 from isthmus.job import Job
@@ -150,6 +152,39 @@ def a_kept_update_from_another_position():
 def a_buffer_in_a_run_of_rounds():
     job = Job(name="demo", task={"source": "task.py:Table"})
     ActiveRun("run", job, TensorLayout(())).check_buffered()
+
+
+def private_run(mechanism="distributed"):
+    privacy = {"mechanism": mechanism, "epsilon": 8, "delta": 1e-5, "noise": 1.0}
+    job = Job(name="demo", task={"source": "task.py:Table"}, privacy=privacy)
+    return ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
+
+
+@expect_refusal("noise-below-the-jobs")
+def half_of_the_noise_that_the_job_promises():
+    halved = dataclasses.replace(NOISE, multiplier=0.5)
+    private_run().check_privacy(make_config(size=4, slots=(), noise=halved, weight_max=1))
+
+
+@expect_refusal("noise-below-the-jobs")
+def twice_the_clipping_bound_that_the_job_promises():
+    wider = dataclasses.replace(NOISE, clip=2.0)
+    private_run().check_privacy(make_config(size=4, slots=(), noise=wider, weight_max=1))
+
+
+@expect_refusal("noise-below-the-jobs")
+def no_noise_where_the_job_promises_it():
+    private_run().check_privacy(make_config(size=4))
+
+
+@expect_refusal("private-sum-of-another-vector")
+def a_gradient_next_to_a_private_update():
+    private_run("gaussian").check_privacy(make_config(size=8))
+
+
+@expect_refusal("measurement-without-noise")
+def scores_of_a_private_run():
+    private_run().check_measured()
 
 
 @expect_refusal("buffered-starts-invalid")

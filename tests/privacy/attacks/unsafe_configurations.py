@@ -289,6 +289,19 @@ def more_rounds_of_all_runs_than_the_limit():
         make_client(make_config(run_id=run), ALICE, history=history, requirements=requirements)
 
 
+@expect_refusal("epsilon-limit")
+def more_sums_with_noise_than_the_limit():
+    history, requirements = History(), ClientRequirements(epsilon=8.0, delta=1e-5, **SMALL)
+    for run in ("a", "b", "c", "d"):
+        config = make_config(run_id=run, slots=(), noise=NOISE, weight_max=1)
+        make_client(config, ALICE, history=history, requirements=requirements)
+
+
+@expect_refusal("epsilon-limit")
+def a_sum_without_noise_for_an_owner_with_a_limit():
+    client_with(requirements=ClientRequirements(epsilon=1e6, **SMALL))
+
+
 @expect_refusal("participation-limit-of-run")
 def more_rounds_of_a_run_than_the_limit():
     history, requirements = History(), ClientRequirements(participations_per_run=2, **SMALL)

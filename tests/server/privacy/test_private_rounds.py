@@ -1,0 +1,189 @@
+"""Rounds with differential privacy: what is charged, whom the server asks, and when a run ends."""
+
+import dataclasses
+import itertools
+
+import pytest
+from tests.server.rounds.results import LAYOUT
+
+from isthmus.errors import UserError
+from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged
+from isthmus_server.privacy.budget import LEDGER_FILE
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import RoundCommitted, RoundPlanned
+from isthmus_server.views.privacy_spending import read_spending
+from isthmus_server.views.report import read_report
+
+DISTRIBUTED = ("privacy.mechanism=distributed", "privacy.epsilon=30", "privacy.delta=0.01")
+GAUSSIAN = ("privacy.mechanism=gaussian", *DISTRIBUTED[1:])
+PLAIN = "federated.secure_aggregation=false"
+
+
+def charges(store):
+    return list(Ledger.read(store.directory / LEDGER_FILE).entries.values())
+
+
+@pytest.mark.parametrize("mechanism", ["distributed", "gaussian", "correlated"])
+async def test_every_round_is_charged_and_the_report_says_what_was_spent(deployment, mechanism):
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, f"privacy.mechanism={mechanism}")
+    await Coordinator(store, deployment.link).run()
+    report = read_report(store)
+    assert [entry.outcome for entry in charges(store)] == ["committed"] * 3
+    assert {entry.charge.devices for entry in charges(store)} == {("a", "b", "c")}
+    spent = [record.epsilon for record in report.rounds]
+    assert spent == sorted(spent)
+    assert report.privacy.epsilon == spent[-1] <= 30
+    assert spent[-1] == pytest.approx(30, rel=0.02)
+    assert report.privacy.sentence.startswith("epsilon ")
+    assert "of 30 at delta 0.01 for one device (zero-out)" in report.privacy.sentence
+    # No loss of devices: it would be a figure without noise.
+    assert all("loss" not in record.training["federated"] for record in report.rounds)
+    spending = read_spending(store.directory)
+    assert (spending.epsilon, spending.most_asked) == (spent[-1], 3)
+
+
+@pytest.mark.parametrize("aggregation", [(), (PLAIN,)])
+async def test_updates_are_clipped_and_count_the_same_and_the_server_adds_the_noise(
+    deployment, aggregation
+):
+    """Without noise to speak of, the mean has the norm of the bound, in plain sums as well."""
+    await deployment.start(
+        "def local_data(self, participant):\n"
+        "    return rows(5 if participant.name == 'a' else 50, seed=1)\n"
+        "def optimizer(self, parameters, participant):\n"
+        "    return torch.optim.SGD(parameters, lr=100.0)"
+    )
+    quiet = ("privacy.clip=0.01", "privacy.noise=1e-6", "privacy.epsilon=1e15", "rounds=1")
+    store = deployment.create_run("quiet", *GAUSSIAN, *quiet, *aggregation)
+    await Coordinator(store, deployment.link).run()
+    (record,) = read_report(store).rounds
+    assert 0.005 < record.norms["federated"] <= 0.01
+    loud = ("privacy.clip=0.01", "privacy.noise=50", "rounds=1")
+    store = deployment.create_run("loud", *GAUSSIAN, *loud, *aggregation, "seed=1")
+    await Coordinator(store, deployment.link).run()
+    (record,) = read_report(store).rounds
+    expected = 50 * 0.01 / 3 * LAYOUT.size**0.5
+    assert 0.4 * expected < record.norms["federated"] < 1.8 * expected
+
+
+async def test_the_run_ends_before_a_device_is_asked_for_more_than_its_budget(deployment):
+    await deployment.start()
+    noise = ("privacy.noise=1.0", "privacy.epsilon=9")
+    store = deployment.create_run("run", *DISTRIBUTED, *noise, "rounds=50")
+    await Coordinator(store, deployment.link).run()
+    report = read_report(store)
+    assert report.status == "finished"
+    assert "have no privacy budget left" in report.reason
+    assert report.privacy.epsilon <= 9
+    rounds = len(report.rounds)
+    assert 1 < rounds < 50
+    event = charges(store)[0].charge.event
+    ledger = Ledger.read(store.directory / LEDGER_FILE)
+    one_more = ledger.spent_by("devices", "a").plus(event)
+    assert one_more.epsilon(0.01) > 9
+
+
+async def test_failed_attempts_are_spent(deployment):
+    """The devices were asked, and the sum may have been opened."""
+    await deployment.start()
+    deployment.faults["b"][1, 1] = "the battery is empty"
+    store = deployment.create_run("run", *DISTRIBUTED, "rounds=2", "privacy.participations=3")
+    await Coordinator(store, deployment.link).run()
+    assert [entry.outcome for entry in charges(store)] == ["failed", "committed", "committed"]
+    report = read_report(store)
+    assert report.failed_attempts[0].epsilon < report.rounds[0].epsilon
+
+
+@pytest.mark.parametrize(("kind", "round_"), [(RoundPlanned, 2), (RoundCommitted, 2)])
+async def test_a_crash_never_loses_a_charge(deployment, kind, round_):
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=3")
+    again = await deployment.run_until_killed(Coordinator(store, deployment.link), kind, round_)
+    before = charges(again)
+    await Coordinator(again, deployment.link).run()
+    entries = charges(again)
+    assert len(before) == 2
+    # An attempt that a crash has cut short is spent, and its repetition is charged again.
+    assert len(entries) == (4 if kind is RoundPlanned else 3)
+    assert [entry.charge for entry in entries[:2]] == [entry.charge for entry in before]
+
+
+async def test_a_ledger_that_was_cut_or_edited_ends_the_run_before_anybody_is_asked(deployment):
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=3")
+    again = await deployment.run_until_killed(
+        Coordinator(store, deployment.link), RoundCommitted, 2
+    )
+    path = store.directory / LEDGER_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:1]))
+    with pytest.raises(LedgerDamaged, match="the last ones were removed"):
+        Coordinator(again, deployment.link)
+    path.write_bytes(b"".join(lines).replace(b'"rho":', b'"rho":0'))
+    with pytest.raises(LedgerDamaged, match=r"line 1 of the privacy ledger .* was changed"):
+        Coordinator(again, deployment.link)
+    path.unlink()
+    with pytest.raises(UserError, match="the last ones were removed"):
+        Coordinator(again, deployment.link)
+
+
+async def test_runs_of_one_population_share_a_budget(deployment, tmp_path):
+    await deployment.start()
+    populations = tmp_path / "populations"
+    reports = []
+    for name, seed in (("one", 1), ("two", 2)):
+        overrides = ("privacy.noise=1.0", "privacy.epsilon=6", "rounds=4", f"seed={seed}")
+        store = deployment.create_run(name, *GAUSSIAN, *overrides)
+        await Coordinator(store, deployment.link, populations=populations).run()
+        reports.append(read_report(store))
+    first, second = reports
+    assert len(first.rounds) > len(second.rounds)
+    assert "have no privacy budget left" in second.reason
+    shared = Ledger.read(populations / "devices.ledger")
+    assert len(shared.entries) == len(first.rounds) + len(second.rounds)
+    assert shared.epsilon("devices", 0.01) <= 6
+
+
+async def test_correlated_noise_keeps_its_separation_and_needs_its_key(deployment):
+    await deployment.start(names=("a", "b", "c", "d", "e", "f"))
+    overrides = (*DISTRIBUTED, "privacy.mechanism=correlated", "privacy.separation=2", "rounds=4")
+    store = deployment.create_run("run", *overrides, "federated.clients=6")
+    again = await deployment.run_until_killed(
+        Coordinator(store, deployment.link), RoundCommitted, 2
+    )
+    key = again.directory / "privacy.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    secret = key.read_bytes()
+    key.unlink()
+    with pytest.raises(UserError, match=r"privacy\.key is missing"):
+        Coordinator(again, deployment.link)
+    key.write_bytes(secret)
+    await Coordinator(again, deployment.link).run()
+    cohorts = [set(entry.charge.devices) for entry in charges(again)]
+    assert all(not one & other for one, other in itertools.pairwise(cohorts))
+
+
+async def test_the_noise_of_each_attempt_is_another(deployment):
+    """Two runs that are equal but for the noise end with different models."""
+    await deployment.start()
+    models = []
+    for name in ("one", "two"):
+        _, final = await deployment.run(name, *GAUSSIAN, "rounds=1")
+        models.append(final.model_sha256)
+    assert models[0] != models[1]
+
+
+async def test_devices_refuse_a_sum_without_the_noise_that_the_job_promises(
+    deployment,
+):
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, "rounds=1", "attempts=1")
+    coordinator = Coordinator(store, deployment.link)
+    plan = coordinator._privacy.plan
+    coordinator._privacy.plan = dataclasses.replace(plan, multiplier=plan.multiplier / 2)
+    with pytest.raises(UserError, match=r"round 1 failed"):
+        await coordinator.run()
+    (failed,) = read_report(store).failed_attempts
+    assert any("was opened with noise of" in receipt.reason for receipt in failed.receipts)
+    assert "accepted" not in {receipt.status for receipt in failed.receipts}
