@@ -116,6 +116,7 @@ def terminal(folder: Path) -> Terminal:
         "docs/getting-started.md",
         "docs/tasks.md",
         "docs/python.md",
+        "docs/privacy.md",
         "docs/flower.md",
         "docs/chaos.md",
     ],

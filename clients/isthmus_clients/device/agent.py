@@ -288,11 +288,14 @@ class Agent:
         if work.secure:
             wanted = self._wanted(run, request)
             return self._secure.train(self.host, run, request, payload, wanted), None
-        trained, update = self.host.train(request.id, work, payload, progress)
-        if run.job.privacy is not None:
+        if (privacy := run.job.privacy) is None:
+            trained, update = self.host.train(request.id, work, payload, progress)
+        else:
             from isthmus_privacy.dp.clipping import clip_to_norm
 
-            clip_to_norm(run.layout.decode(update), run.job.privacy.clip)
+            trained, update = self.host.train(request.id, work, payload, lambda progress: None)
+            trained.training.clear()  # a loss has no noise
+            clip_to_norm(run.layout.decode(update), privacy.clip)
         trained.result.CopyFrom(describe(update))
         return link_pb2.Reply(trained=trained), update
 

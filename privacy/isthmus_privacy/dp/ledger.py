@@ -40,6 +40,9 @@ from isthmus_privacy.dp.accounting import (
     event_to_json,
 )
 
+LEDGER_FILE = "privacy.ledger"
+"""Name of a run's ledger in its directory."""
+
 MAX_LINE = 1 << 20
 """Bytes of a line: a charge of the largest cohort has a quarter of them."""
 
@@ -81,6 +84,16 @@ class LedgerHead:
     """From 1; 0 for the empty ledger."""
     digest: str
     """SHA-256 of the line, in hexadecimal."""
+
+    def __str__(self) -> str:
+        """As text that `of` reads."""
+        return f"{self.number}:{self.digest}"
+
+    @classmethod
+    def of(cls, text: str) -> Self | None:
+        """The head that was written as text; None for an empty text."""
+        number, _, digest = text.partition(":")
+        return cls(int(number), digest) if digest else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +171,14 @@ class Ledger:
         Raises:
             LedgerDamaged: it is not the one that was written.
         """
-        ledger = cls(path, None, _lines(path)[0])
+        try:
+            lines = _lines(path)[0]
+        except FileNotFoundError:
+            raise LedgerDamaged(
+                f"there is no privacy ledger {path}: what was spent is not known; restore the file "
+                "from a backup"
+            ) from None
+        ledger = cls(path, None, lines)
         ledger._check(known)
         return ledger
 

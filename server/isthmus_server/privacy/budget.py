@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from isthmus.errors import JobError
 from isthmus_privacy.dp.calibration import NoisePlan
-from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerHead, Outcome
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerHead, Outcome
 from isthmus_server.privacy.server_noise import ServerNoise
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from isthmus_server.storage.records import CommittedState
     from isthmus_server.storage.store import Store
     from isthmus_server.strategy.round_spec import RoundSpec
-
-LEDGER_FILE = "privacy.ledger"
-"""In the run directory."""
 
 UNIT, ADJACENCY = "device", "zero-out"
 
@@ -63,7 +61,7 @@ class PrivacyBudget:
         self._run_id = store.run_id
         self._rounds = store.job.rounds
         self._event = self.plan.event(store.run_id)
-        self._own = Ledger.open(store.directory / LEDGER_FILE, known_head(state))
+        self._own = Ledger.open(store.directory / LEDGER_FILE, LedgerHead.of(state.ledger_head))
         self._ledgers = [self._own]
         self._open: list[int] = []
         """Numbers of the charge that is not settled, one for each ledger."""
@@ -127,7 +125,7 @@ class PrivacyBudget:
     @property
     def saved(self) -> dict[str, Any]:
         """The fields of the run's state by which a ledger that was cut is noticed."""
-        return {"ledger_head": f"{self._own.head.number}:{self._own.head.digest}"}
+        return {"ledger_head": str(self._own.head)}
 
     # -- charges -----------------------------------------------------------------------------------
 
@@ -136,8 +134,14 @@ class PrivacyBudget:
 
         Raises:
             OSError: the charge cannot be stored.
+            JobError: delta is too large for so many devices.
         """
         devices = tuple(sorted(spec.cohort))
+        if self.privacy.delta * len(devices) >= 1:
+            raise JobError(
+                f"privacy.delta={self.privacy.delta:g} is not below 1 / {len(devices)} devices: it "
+                "would allow to publish one of them; use 1e-5 or less"
+            )
         assert all(map(self.allows, devices))
         charge = Charge(
             population=self.privacy.population,
@@ -179,12 +183,6 @@ class PrivacyBudget:
         """
         if self._noise is not None:
             self._noise.add(mean, row=self._charged - 1, devices=devices)
-
-
-def known_head(state: CommittedState) -> LedgerHead | None:
-    """The line of the run's ledger that a committed state knows."""
-    number, _, digest = state.ledger_head.partition(":")
-    return LedgerHead(int(number), digest) if digest else None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerHead
 from isthmus_server.storage import run_description
 from isthmus_server.storage.damage_checks import (
     FINAL_MODEL,
@@ -54,6 +55,11 @@ def verify(directory: Path) -> Iterator[Finding]:
         yield from _findings(store)
 
 
+def _ledger(store: Store, head: str) -> str:
+    ledger = Ledger.read(store.directory / LEDGER_FILE, LedgerHead.of(head))
+    return f"privacy ledger: {ledger.head.number} lines"
+
+
 def _findings(store: Store) -> Iterator[Finding]:
     rows = 0
 
@@ -78,6 +84,8 @@ def _findings(store: Store) -> Iterator[Finding]:
     if not rows:
         return  # what follows depends on the log
     yield _finding("checkpoints", checkpoints)
+    if (head := store.run_state().ledger_head) or (store.directory / LEDGER_FILE).exists():
+        yield _finding("privacy ledger", lambda: _ledger(store, head))
     verified = set()
     for round_, state in store.newest_commits():
         paths = {saved: store.checkpoints.directory / saved.file for saved in state.files}

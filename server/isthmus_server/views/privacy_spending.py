@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
-from isthmus_privacy.dp.ledger import Ledger, LedgerEntry
-from isthmus_server.privacy.budget import LEDGER_FILE, known_head
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerEntry, LedgerHead
 from isthmus_server.storage.store import Store
 
 
@@ -89,7 +88,7 @@ def read_spending(run_dir: Path) -> Spending:
         raise UserError(f"{run_dir} is a run without differential privacy ([privacy])")
     if not path.exists():
         raise UserError(f"{run_dir} has no {LEDGER_FILE}: nobody was asked yet, or it was removed")
-    ledger = Ledger.read(path, known_head(state))
+    ledger = Ledger.read(path, LedgerHead.of(state.ledger_head))
     entries = list(ledger.entries.values())
     asked = Counter(name for entry in entries for name in entry.charge.devices)
     return Spending(

@@ -7,10 +7,10 @@ import pytest
 from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
-from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged
-from isthmus_server.privacy.budget import LEDGER_FILE
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
+from isthmus_server.storage.recovery import verify
 from isthmus_server.views.privacy_spending import read_spending
 from isthmus_server.views.report import read_report
 
@@ -187,3 +187,32 @@ async def test_devices_refuse_a_sum_without_the_noise_that_the_job_promises(
     (failed,) = read_report(store).failed_attempts
     assert any("was opened with noise of" in receipt.reason for receipt in failed.receipts)
     assert "accepted" not in {receipt.status for receipt in failed.receipts}
+
+
+async def test_plain_rounds_have_no_loss_of_a_device_either(deployment):
+    await deployment.start()
+    store = deployment.create_run("run", *GAUSSIAN, PLAIN, "rounds=1")
+    await Coordinator(store, deployment.link).run()
+    (record,) = read_report(store).rounds
+    assert {receipt.loss for receipt in record.receipts} == {None}
+    assert record.training == {"federated": {}}
+
+
+async def test_a_delta_that_would_publish_a_device_is_refused_before_anybody_is_asked(deployment):
+    await deployment.start()
+    overrides = ("privacy.delta=0.4", "federated.clients=0", "rounds=1")
+    store = deployment.create_run("run", *DISTRIBUTED, *overrides)
+    with pytest.raises(UserError, match=r"privacy\.delta=0\.4 is not below 1 / 3 devices"):
+        await Coordinator(store, deployment.link).run()
+    assert charges(store) == []
+
+
+async def test_a_damaged_ledger_is_found_by_the_check_of_a_run(deployment):
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, "rounds=1")
+    await Coordinator(store, deployment.link).run()
+    assert "privacy ledger: 2 lines" in [found.checked for found in verify(store.directory)]
+    path = store.directory / LEDGER_FILE
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"x"'))
+    damage = "".join(found.damage for found in verify(store.directory))
+    assert "line 1 of the privacy ledger" in damage
