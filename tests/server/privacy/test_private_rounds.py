@@ -121,7 +121,7 @@ async def test_a_ledger_that_was_cut_or_edited_ends_the_run_before_anybody_is_as
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
         Coordinator(again, deployment.link)
     path.write_bytes(b"".join(lines).replace(b'"rho":', b'"rho":0'))
-    with pytest.raises(LedgerDamaged, match=r"line 1 of the privacy ledger .* was changed"):
+    with pytest.raises(LedgerDamaged, match=r"line 1 of the privacy ledger .*, was changed"):
         Coordinator(again, deployment.link)
     path.unlink()
     with pytest.raises(UserError, match="the last ones were removed"):
@@ -215,4 +215,4 @@ async def test_a_damaged_ledger_is_found_by_the_check_of_a_run(deployment):
     path = store.directory / LEDGER_FILE
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"x"'))
     damage = "".join(found.damage for found in verify(store.directory))
-    assert "line 1 of the privacy ledger" in damage
+    assert "of the privacy ledger" in damage
