@@ -285,9 +285,9 @@ class Ledger:
                 self.entries[entry.number] = dataclasses.replace(entry, outcome=outcome)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LedgerDamaged(
-                f"line {number} of the privacy ledger {self.path}, or the one before it, was changed "
-                f"({error}): what was "
-                "spent is not known, so nobody is asked; restore the file from a backup"
+                f"line {number} of the privacy ledger {self.path}, or the one before it, was "
+                f"changed ({error}): what was spent is not known, so nobody is asked; restore the "
+                "file from a backup"
             ) from None
         self.head = LedgerHead(number, hashlib.sha256(line).hexdigest())
         self._digests.append(self.head.digest)
