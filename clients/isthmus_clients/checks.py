@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from isthmus.errors import TaskError
 from isthmus.job import Job, with_changes, write_job
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
+from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.task.loading import user_code
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
@@ -49,4 +52,11 @@ def check(job: Job, task: Task, base: Path) -> str:
         run_id=_RUN, round=1, attempt=1, position=position_message(position)
     )
     run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
-    return f"one training batch of {name}"
+    if not job.evaluation.devices:
+        return f"one training batch of {name}"
+    with user_code("validation_data()"):
+        validation = task.validation_data(participant)
+    if validation is None:
+        raise TaskError(f"validation_data() of {name} returned None; evaluation.devices needs data")
+    EvaluationVector(task).measure(model, validation, job.evaluation.batch_size, first=1)
+    return f"one training batch and one validation batch of {name}"

@@ -33,6 +33,8 @@ class SummedEvaluation:
     """The metrics that follow from the sums; they are also among the round's metrics."""
     groups: Mapping[str, GroupEvaluation] = dataclasses.field(default_factory=dict)
     """Sums of the groups that were summed by themselves."""
+    clipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """A sentence for each metric of which values were outside of its bounds."""
     error: str | None = None
     """Why there is no result, or why its first attempts failed."""
     price: float

@@ -293,6 +293,7 @@ def _on_devices(evaluation: SummedEvaluation) -> list[str]:
     """How many devices evaluated the model, and what groups of them found."""
     lines = [f"{evaluation.devices} of {evaluation.asked} devices evaluated the model"]
     lines += [f"an evaluation on devices failed: {evaluation.error}"] if evaluation.error else []
+    lines += evaluation.clipped.values()
     return lines + [
         f"group {name}, {group.devices} devices: {format_metrics(group.metrics)}"
         for name, group in evaluation.groups.items()

@@ -139,6 +139,8 @@ class ProgressView:
         if record.evaluation is not None and record.evaluation.error:
             error = f"evaluation on devices: {_safe(record.evaluation.error)}"
             self._print(f"           [yellow]{error}[/yellow]")
+        for sentence in () if record.evaluation is None else record.evaluation.clipped.values():
+            self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
         if record.unusable:
             self._print(f"           [yellow]{record.unusable}[/yellow]")
 

@@ -167,6 +167,12 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
     ]
     lines += [
+        f"round {record.round}: {sentence}"
+        for record in report.rounds
+        if record.evaluation is not None
+        for sentence in record.evaluation.clipped.values()
+    ]
+    lines += [
         f"{event.participant} {event.kind}: {event.reason}"
         for event in report.events
         if isinstance(event, ParticipantDeclined | ParticipantLeft)

@@ -9,7 +9,7 @@ from tests.server.deployment import Killed, SimulatedDatacenter
 from tests.server.waiting import wait_until
 from torch.utils.data import ConcatDataset
 
-from isthmus.errors import JobError
+from isthmus.errors import CannotContinue, JobError
 from isthmus.task import Participant, load_task
 from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.wire import link_pb2
@@ -87,7 +87,7 @@ async def test_an_evaluation_on_devices_equals_that_of_their_pooled_data(
     loss = row.metrics["devices_loss"]
     assert loss == pytest.approx(expected["devices_loss"], abs=1024 / 2**28)
     assert row.metrics == evaluation.metrics == final.metrics  # there are no central ones
-    assert "devices_accuracy_p50" in row.metrics
+    assert "devices_accuracy_p50" not in row.metrics  # it would be of four devices
     assert row.cost.price == pytest.approx(4 + 4 * 0.02)
     assert coordinator._observe().history[0].metrics == row.metrics
 
@@ -180,6 +180,20 @@ async def test_a_device_that_cannot_evaluate_is_not_named_and_not_in_the_sum(dep
     assert (row.evaluation.asked, row.evaluation.devices) == (4, 3)
     assert row.evaluation.sums == vector.sums(each.sum(0))
     assert row.evaluation.error is None
+
+
+async def test_a_clipped_loss_is_told_and_decides_about_no_run(deployment):
+    """With a loss in other units all models would be the same, and the first one the best."""
+    large = "\ndef loss(self, output, target):\n    return 1e6 * super().loss(output, target)\n"
+    await deployment.start(WITHOUT_CENTRAL + large, NAMES)
+    store, _, _ = await run(deployment, "run")
+    (row,) = read_report(store).rounds
+    assert row.metrics["devices_loss_clipped"] > 0
+    sentence = "values of devices_loss were not within -1000 to 1000 and were clipped"
+    assert sentence in row.evaluation.clipped["devices_loss"]
+    best = "evaluation.keep_best={name='devices_loss', mode='min'}"
+    with pytest.raises(CannotContinue, match=rf"{sentence}; declare bounds .* decides about"):
+        await run(deployment, "best", best, "seed=1")
 
 
 async def test_a_loss_that_is_not_a_number_is_in_the_sum_and_not_told_of_a_device(deployment):

@@ -6,6 +6,7 @@ The sum of the devices' vectors has the metrics of their pooled data, as exactly
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from isthmus.errors import JobError, TaskError
 from isthmus.job import Job
 from isthmus.task.definition import Task
 from isthmus.task.device_sums.metrics import (
+    CLIPPED,
     DEVICES,
     MAX_COUNTS,
     SPREAD,
@@ -38,6 +40,15 @@ if TYPE_CHECKING:
 
 LARGEST_LOSS = 1000.0
 """Losses are clipped to this absolute value, unless the task gives other bounds for `loss`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """What to say of a metric of which values were outside of its bounds."""
+
+    sentence: str
+    share: float
+    """Part of the values."""
 
 
 class EvaluationVector:
@@ -97,19 +108,27 @@ class EvaluationVector:
         ]
 
     @torch.no_grad()
-    def measure(self, model: nn.Module, dataset: Dataset[Any], batch_size: int) -> torch.Tensor:
+    def measure(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        batch_size: int,
+        first: int | None = None,
+    ) -> torch.Tensor:
         """The vector of one device, int64 (size), with the model in evaluation mode.
 
         Args:
             model: the module to evaluate.
             dataset: `(input, target)` pairs.
             batch_size: examples per batch.
+            first: batches that are counted; None for all.
 
         Raises:
             TaskError: the task's code raised, or the data cannot be counted.
         """
         tallies = {name: metric.empty() for name, metric in self.metrics.items()}
-        order = range(count_examples(dataset, "validation_data()"))
+        examples = count_examples(dataset, "validation_data()")
+        order = range(examples if first is None else min(examples, first * batch_size))
         was_training = model.training
         model.eval()
         try:
@@ -140,8 +159,27 @@ class EvaluationVector:
         return figures
 
     def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
-        """The numbers of each metric in a sum of vectors, int64 (size)."""
-        return {name: part.tolist() for name, _, part in self._parts(total)}
+        """The numbers of each metric in a sum of vectors, int64 (size), as reports have them."""
+        return {name: metric.published(part).tolist() for name, metric, part in self._parts(total)}
+
+    def clipped(self, total: torch.Tensor) -> dict[str, Clipping]:
+        """The metrics of which values in a sum of vectors, int64 (size), were clipped."""
+        found = {}
+        for name, metric, part in self._parts(total):
+            count = metric.figures(name, part).get(name + CLIPPED, 0)
+            if not count:
+                continue
+            low, high, instead = 0.0, 1.0, "give scores from 0 to 1, such as probabilities"
+            units = int(part[:-1].sum())
+            if isinstance(metric, Mean):
+                low, high, units = metric.low, metric.high, int(part[1])
+                instead = f"declare bounds in device_metrics(), {name!r}: isthmus.Mean(low, high)"
+            found[DEVICES + name] = Clipping(
+                f"{count:.0f} of {units} values of {DEVICES}{name} were not within {low:g} to "
+                f"{high:g} and were clipped; {instead}",
+                count / units,
+            )
+        return found
 
     def _parts(self, total: torch.Tensor) -> Iterator[tuple[str, DeviceMetric, torch.Tensor]]:
         at = 0
@@ -187,6 +225,9 @@ def _add(
 
 def _names(name: str, metric: DeviceMetric) -> list[str]:
     if isinstance(metric, Mean):
-        return [name, *(f"{name}_{suffix}" for suffix in SPREAD if metric.bins)]
-    suffixes = ("_accuracy", "_recall") if isinstance(metric, Confusion) else ("", "_error")
+        spread = [f"{name}_{suffix}" for suffix in SPREAD if metric.bins]
+        return [name, f"{name}{CLIPPED}", *spread]
+    suffixes: tuple[str, ...] = ("", "_error", CLIPPED)
+    if isinstance(metric, Confusion):
+        suffixes = ("_accuracy", "_recall")
     return [name + suffix for suffix in suffixes]

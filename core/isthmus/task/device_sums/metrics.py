@@ -7,13 +7,13 @@ server needs.
 >>> import torch
 >>> accuracy = Mean(bins=4)
 >>> tallies = []
->>> for values in ([1.0, 0.0], [1.0, 1.0, 1.0, 0.0]):
+>>> for values in [[1.0, 0.0], [1.0, 1.0, 1.0, 0.0]] * 5:
 ...     tally = accuracy.empty()
 ...     accuracy.add(tally, torch.tensor(values))
 ...     tallies.append(accuracy.counts(tally))
 >>> figures = accuracy.figures("accuracy", torch.stack(tallies).sum(0))
->>> round(figures["accuracy"], 9), figures["accuracy_p10"], figures["accuracy_p90"]
-(0.666666667, 0.625, 0.875)
+>>> round(figures["accuracy"], 9), figures["accuracy_p50"]
+(0.666666667, 0.625)
 
 PyTorch is imported on first use, so that ``import isthmus`` stays fast.
 """
@@ -46,6 +46,16 @@ STEPS = 1 << 28
 SPREAD = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles over devices that are computed from a histogram of the devices' own means."""
 
+FEWEST = 5
+"""Least number of devices on either side of a quantile over devices. With fewer it would be close
+to the value of a single one."""
+
+CLIPPED = "_clipped"
+"""End of the name of the figure that says how many values were outside of a metric's bounds."""
+
+LARGEST_BOUND = 1e300
+"""Bounds of values are below it, so that their differences and powers of two are finite."""
+
 Pairs = Callable[[Any, Any], "tuple[torch.Tensor, torch.Tensor]"]
 """Two tensors of one value per scored unit each, from a model's output and the target."""
 
@@ -72,6 +82,10 @@ class DeviceMetric(abc.ABC):
         """
         return whole(tally)
 
+    def published(self, total: torch.Tensor) -> torch.Tensor:
+        """The part of a sum of counts, int64 (size), that reports have."""
+        return total
+
     @abc.abstractmethod
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
         """Figures by name from the sum of the devices' counts, int64 (size); empty if it is 0."""
@@ -96,6 +110,7 @@ class Mean(DeviceMetric):
     The values of a device are added in float64 and rounded to whole steps of 1/2**28 of the bound,
     the next power of two above |low| and |high|. So the mean differs from that of the pooled data
     by at most half a step, and where values are multiples of a step, such as 0 and 1, not at all.
+    If values were clipped, the figure with the suffix `_clipped` says how many.
     """
 
     low: float = 0.0
@@ -112,14 +127,15 @@ class Mean(DeviceMetric):
         Raises:
             TaskError: they are not usable.
         """
-        finite = math.isfinite(self.low) and math.isfinite(self.high)
-        if not (finite and self.low < self.high) or self.bins < 0:
-            raise TaskError(f"{self} is not usable: low must be below high, and bins 0 or more")
+        if not -LARGEST_BOUND < self.low < self.high < LARGEST_BOUND:
+            raise TaskError(f"{self} is not usable: low must be below high, and both finite")
+        if not isinstance(self.bins, int) or self.bins < 0:
+            raise TaskError(f"{self} is not usable: bins must be a whole number of 0 or more")
 
     @property
     def size(self) -> int:
-        """The sum, the scored units, those that are not a number, and the bins."""
-        return 3 + self.bins
+        """The sum, the scored units, those that are not finite, the clipped ones, and the bins."""
+        return 4 + self.bins
 
     @property
     def step(self) -> float:
@@ -130,10 +146,12 @@ class Mean(DeviceMetric):
     def add(self, tally: torch.Tensor, values: torch.Tensor) -> None:
         """Add the values of scored units, any shape, to a tally."""
         flat = values.detach().double().flatten()
-        numbers = flat[~flat.isnan()]
-        tally[0] += numbers.clamp(self.low, self.high).sum()
+        numbers = flat[flat.isfinite()]
+        clipped = numbers.clamp(self.low, self.high)
+        tally[0] += clipped.sum()
         tally[1] += len(flat)
         tally[2] += len(flat) - len(numbers)
+        tally[3] += int((clipped != numbers).sum())
 
     def counts(self, tally: torch.Tensor) -> torch.Tensor:
         """See `DeviceMetric.counts`; the device's own mean is a 1 in one bin."""
@@ -142,21 +160,30 @@ class Mean(DeviceMetric):
         numbers = float(tally[1] - tally[2])
         if self.bins and numbers:
             share = (float(tally[0]) / numbers - self.low) / (self.high - self.low)
-            scaled[3 + min(int(max(share, 0.0) * self.bins), self.bins - 1)] = 1
+            scaled[4 + min(int(max(share, 0.0) * self.bins), self.bins - 1)] = 1
         return whole(scaled)
 
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
-        """The mean, nan if a value was; and the quantiles over devices."""
-        summed, units, not_numbers, *histogram = total.tolist()
+        """The mean, nan if a value was not finite; how many were clipped, if any; and quantiles.
+
+        A quantile over devices has at least `FEWEST` devices on either side.
+        """
+        summed, units, not_finite, clipped, *histogram = total.tolist()
         if not units:
             return {}
-        figures = {name: math.nan if not_numbers else summed * self.step / units}
-        if sum(histogram):
-            for suffix, share in SPREAD.items():
-                place = quantile_bin(histogram, share)
-                middle = (place + 0.5) / self.bins
-                figures[f"{name}_{suffix}"] = self.low + middle * (self.high - self.low)
+        figures = {name: math.nan if not_finite else summed * self.step / units}
+        if clipped:
+            figures[f"{name}{CLIPPED}"] = clipped
+        for suffix, share in SPREAD.items():
+            if sum(histogram) * min(share, 1 - share) < FEWEST - 1e-9:
+                continue
+            middle = (quantile_bin(histogram, share) + 0.5) / self.bins
+            figures[f"{name}_{suffix}"] = self.low + middle * (self.high - self.low)
         return figures
+
+    def published(self, total: torch.Tensor) -> torch.Tensor:
+        """See `DeviceMetric.published`: not the histogram, in which each device is a 1."""
+        return total[:4]
 
 
 def quantile_bin(histogram: list[int], share: float) -> int:
@@ -179,7 +206,16 @@ class Confusion(DeviceMetric):
 
     classes: int
     of: Pairs
-    """Class numbers as predicted and in truth, from 0, int64 of any equal shape."""
+    """Class numbers as predicted and in truth, from 0, whole numbers of any equal shape."""
+
+    def __post_init__(self) -> None:
+        """Check the number of classes.
+
+        Raises:
+            TaskError: it is not usable.
+        """
+        if not isinstance(self.classes, int) or self.classes < 1:
+            raise TaskError(f"Confusion({self.classes!r}) is not usable: give 1 class or more")
 
     @property
     def size(self) -> int:
@@ -199,13 +235,22 @@ class Confusion(DeviceMetric):
                 f"the predicted classes are {tuple(predicted.shape)} and the true ones "
                 f"{tuple(truth.shape)}; give tensors of one shape"
             )
-        numbers = torch.stack([truth.detach().long().flatten(), predicted.detach().flatten()])
+        if predicted.is_floating_point() or predicted.is_complex():
+            raise TaskError(
+                f"the predicted classes are {predicted.dtype}; give whole numbers, such as "
+                "output.argmax(1)"
+            )
+        if not bool(truth.isfinite().all()):
+            raise TaskError("a true class is not a number; give class numbers from 0")
+        numbers = torch.stack(
+            [truth.detach().long().flatten(), predicted.detach().long().flatten()]
+        )
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.classes:
             raise TaskError(
                 f"class numbers from {int(numbers.min())} to {int(numbers.max())} were given for "
                 f"Confusion({self.classes}), which takes 0 to {self.classes - 1}"
             )
-        cells = numbers[0] * self.classes + numbers[1].long()
+        cells = numbers[0] * self.classes + numbers[1]
         tally += torch.bincount(cells, minlength=self.size)
 
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
@@ -231,40 +276,53 @@ class BinnedScores(DeviceMetric):
     """
 
     of: Pairs
-    """Scores from 0 to 1 (others are clipped), and labels, of which those above 0 are positive."""
+    """Scores from 0 to 1 and labels, of which those above 0 are positive. Other scores, such as
+    logits, are clipped; the figure with the suffix `_clipped` says how many."""
     bins: int = 100
+
+    def __post_init__(self) -> None:
+        """Check the number of bins.
+
+        Raises:
+            TaskError: it is not usable.
+        """
+        if not isinstance(self.bins, int) or self.bins < 1:
+            raise TaskError(f"BinnedScores(bins={self.bins!r}) is not usable: give 1 bin or more")
 
     @property
     def size(self) -> int:
-        """The bins of both histograms."""
-        return 2 * self.bins
+        """The bins of both histograms, and the clipped scores."""
+        return 2 * self.bins + 1
 
     def add(self, tally: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> None:
         """Add scored units to a tally.
 
         Raises:
-            TaskError: a score is not a number, or the shapes differ.
+            TaskError: a score or a label is not a finite number, or the shapes differ.
         """
         import torch
 
-        if scores.shape != labels.shape or bool(scores.isnan().any()):
+        finite = bool(scores.isfinite().all()) and bool(labels.isfinite().all())
+        if scores.shape != labels.shape or not finite:
             raise TaskError(
                 f"BinnedScores was given scores {tuple(scores.shape)} and labels "
-                f"{tuple(labels.shape)}; give numbers in tensors of one shape"
+                f"{tuple(labels.shape)}; give finite numbers in tensors of one shape"
             )
+        tally[-1] += int(((scores < 0) | (scores > 1)).sum())
         places = (scores.detach().double().flatten() * self.bins).long().clamp(0, self.bins - 1)
         cells = places + self.bins * (labels.detach().flatten() > 0)
-        tally += torch.bincount(cells, minlength=self.size)
+        tally[:-1] += torch.bincount(cells, minlength=self.size - 1)
 
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
         """The area under the ROC curve and the bound of its error; none if one label is missing."""
-        others, positive = total.double().view(2, self.bins)
+        others, positive = total[:-1].double().view(2, self.bins)
         pairs = float(others.sum() * positive.sum())
         if not pairs:
             return {}
         below = others.cumsum(0) - others
         same = float((positive * others).sum())
-        return {
+        figures = {
             name: (float((positive * below).sum()) + same / 2) / pairs,
             f"{name}_error": same / 2 / pairs,
         }
+        return figures | ({f"{name}{CLIPPED}": clipped} if (clipped := int(total[-1])) else {})

@@ -20,7 +20,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import TaskError
-from isthmus.task.device_sums.metrics import MAX_COUNTS, STEPS, quantile_bin, whole
+from isthmus.task.device_sums.metrics import (
+    LARGEST_BOUND,
+    MAX_COUNTS,
+    STEPS,
+    quantile_bin,
+    whole,
+)
 from isthmus.task.loading import user_code
 
 if TYPE_CHECKING:
@@ -57,9 +63,10 @@ class Column:
         Raises:
             TaskError: they are not usable.
         """
-        finite = math.isfinite(self.low) and math.isfinite(self.high)
-        if not (finite and self.low < self.high) or self.bins < 1:
-            raise TaskError(f"{self} is not usable: low must be below high, and bins 1 or more")
+        if not -LARGEST_BOUND < self.low < self.high < LARGEST_BOUND:
+            raise TaskError(f"{self} is not usable: low must be below high, and both finite")
+        if not isinstance(self.bins, int) or self.bins < 1:
+            raise TaskError(f"{self} is not usable: bins must be a whole number of 1 or more")
 
     @property
     def size(self) -> int:
@@ -78,8 +85,8 @@ class Column:
         clipped = numbers.clamp(self.low, self.high)
         half = (self.high - self.low) / 2
         scaled = (clipped - self.low) / half - 1
-        width = (self.high - self.low) / self.bins
-        places = ((clipped - self.low) / width).long().clamp(0, self.bins - 1)
+        of_bins = (clipped - self.low) * self.bins / (self.high - self.low)
+        places = of_bins.long().clamp(0, self.bins - 1)
         tally = [
             len(numbers),
             len(values) - len(numbers),
@@ -106,22 +113,33 @@ class Column:
             return figures
         half = (self.high - self.low) / 2
         mean, square = first / STEPS / number, second / STEPS / number
-        variance = max(square - mean**2, 0.0) * half**2
+        variance, precision = (square - mean**2) * half**2, 3 * half**2 / (2 * STEPS)
+        if variance <= precision:  # the values are equal, as far as the sums can tell
+            variance = 0.0
         width = (self.high - self.low) / self.bins
         edges, counts = joined(bins, minimum)
         quantiles = {
             name: self.low + (quantile_bin(bins, share) + 0.5) * width
             for name, share in QUANTILES.items()
-            if number * min(share, 1 - share) >= minimum
+            if number * min(share, 1 - share) >= minimum - 1e-9
         }
         return {
             **figures,
             "mean": self.low + half * (mean + 1),
             "variance": variance,
+            "variance_error": precision,
             "deviation": math.sqrt(variance),
             "quantiles": quantiles,
-            "histogram": {"edges": [self.low + edge * width for edge in edges], "counts": counts},
+            "histogram": {
+                "edges": [_short(self.low + edge * width) for edge in edges],
+                "counts": counts,
+            },
         }
+
+
+def _short(value: float) -> float:
+    """Without the last digits, which are of the computer's arithmetic."""
+    return float(f"{value:.12g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +147,18 @@ class Category:
     """A column of categories, of which the task declares the possible values."""
 
     values: Sequence[Any]
-    """The values, which are compared with ``==``; others are counted together."""
+    """The values, which are compared with ``==``; others are counted together. Numbers are compared
+    in the data's dtype: 0.1 is also that of float32."""
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            TaskError: there are none, or two are equal as text.
+            TaskError: there are none, or two are equal, by themselves or as text.
         """
-        names = list(map(str, self.values))
-        if not names or len(set(names)) < len(names):
+        names, values = list(map(str, self.values)), list(self.values)
+        equal = any(value in values[:place] for place, value in enumerate(values))
+        if not names or equal or len(set(names)) < len(names):
             raise TaskError(f"{self} is not usable: give different values, at least one")
 
     @property
@@ -147,12 +167,23 @@ class Category:
         return len(self.values) + 1
 
     def count(self, values: Sequence[Any] | torch.Tensor) -> torch.Tensor:
-        """The counts, int64 (size), of one device's values (n)."""
+        """The counts, int64 (size), of one device's values (n).
+
+        Raises:
+            ValueError: they have another shape.
+        """
         import torch
 
-        listed = values.tolist() if isinstance(values, torch.Tensor) else list(values)
-        counts = [sum(each == value for each in listed) for value in self.values]
-        return torch.tensor([*counts, len(listed) - sum(counts)], dtype=torch.int64)
+        if getattr(getattr(values, "dtype", None), "kind", "") in ("b", "f", "i", "u"):
+            values = torch.as_tensor(values)  # a numeric array, or a column of a frame
+        if isinstance(values, torch.Tensor):
+            if values.dim() != 1:
+                raise ValueError(f"its shape is {tuple(values.shape)}, not (rows,)")
+            counts = [_count(values, value) for value in self.values]
+        else:
+            values = list(values)
+            counts = [sum(each == value for each in values) for value in self.values]
+        return torch.tensor([*counts, len(values) - sum(counts)], dtype=torch.int64)
 
     def describe(self, total: torch.Tensor, minimum: int) -> dict[str, Any]:
         """The count of each value by its text; None for what is not shown.
@@ -175,6 +206,14 @@ class Category:
         visible = [None if each in hidden else count for each, count in enumerate(counts)]
         values = dict(zip(map(str, self.values), visible, strict=False))
         return {"count": number, "values": values, "other": visible[-1]}
+
+
+def _count(values: torch.Tensor, value: object) -> int:
+    """How many values (n) equal a category, as a number of their dtype."""
+    if not isinstance(value, int | float):
+        return 0
+    same = values.new_tensor(value) if values.is_floating_point() else value
+    return int((values == same).sum())
 
 
 def shown(count: int, minimum: int) -> int | None:

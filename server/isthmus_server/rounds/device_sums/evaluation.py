@@ -45,6 +45,9 @@ from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.bundle import published
 
+CLIPPED_SHARE = 0.01
+"""Part of the clipped values with which a metric may still decide about a run."""
+
 _TRIES = 1 << 16
 """More than the attempts at the evaluation of one attempt at a round, which number them."""
 
@@ -99,6 +102,10 @@ class RoundEvaluator:
         self._clock = clock
         self._busy = busy
         self._vector: EvaluationVector | None = None
+        self._followed: list[str] = []
+        """Metrics that decide something: the best model, the end of the run, or a plan."""
+        self._evaluated = False
+        """Whether devices could evaluate a model before."""
         if self._job.evaluation.devices:
             check_evaluates_on_devices(self._job, model.task)
             self._vector = EvaluationVector(model.task)
@@ -119,20 +126,21 @@ class RoundEvaluator:
         """
         known, strategy = self.known_metrics, self._job.strategy
         best = self._job.evaluation.keep_best
+        followed = {"strategy.settings.metric": getattr(policy, "metric", None)}
+        if strategy.target_metric is not None:
+            followed["strategy.target_metric.name"] = strategy.target_metric.name
+        if best is not None:
+            followed["evaluation.keep_best.name"] = best.name
+        self._followed = [name for name in followed.values() if name is not None]
         if known is None:
             if best is not None and best.name.startswith(DEVICES):
                 self._check_device_metric(best.name)
             return
-        followed = {"strategy.settings.metric": getattr(policy, "metric", None)}
-        if strategy.target_metric is not None:
-            followed["strategy.target_metric.name"] = strategy.target_metric.name
-        elif isinstance(policy, Adaptive):
+        if strategy.target_metric is None and isinstance(policy, Adaptive):
             raise JobError(
                 'strategy.policy="adaptive" follows the loss on eval_data(), which '
                 f"{type(self._model.task).__name__} does not have; add it, or choose another policy"
             )
-        if best is not None:
-            followed["evaluation.keep_best.name"] = best.name
         for key, name in followed.items():
             if name is not None and name not in known:
                 raise JobError(
@@ -190,7 +198,12 @@ class RoundEvaluator:
     async def _on_devices(self, vector: EvaluationVector, spec: RoundSpec) -> SummedEvaluation:
         """Evaluate on devices, in up to `attempts` attempts; a round is not lost if they fail."""
         started = self._clock.now()
-        sums, tried, error = await self._tried(vector.size, spec.round, spec.attempt * _TRIES)
+        sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * _TRIES)
+        self._check_counted(sums, failure)
+        clipped = {} if sums is None else vector.clipped(sums.total)
+        for name in self._followed:
+            if name in clipped and clipped[name].share > CLIPPED_SHARE:
+                raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
         receipts = [receipt for each in tried for receipt in each]
         reached = sum(receipt.started for receipt in receipts)
         return SummedEvaluation(
@@ -204,11 +217,23 @@ class RoundEvaluator:
                 name: GroupEvaluation(devices=devices, metrics=vector.figures(total))
                 for name, (total, devices) in sums.groups.items()
             },
-            error=error,
+            clipped={name: each.sentence for name, each in clipped.items()},
+            error=None if failure is None else str(failure),
             price=reached * self._job.prices.client_evaluation,
             device_bytes=sum(receipt.bytes_in + receipt.bytes_out for receipt in receipts),
             seconds=self._clock.now() - started,
         )
+
+    def _check_counted(self, sums: DeviceSums | None, failure: RoundFailed | None) -> None:
+        """End a run of which devices cannot evaluate the first model because of their task.
+
+        Raises:
+            CannotContinue: so it is.
+        """
+        by_task = isinstance(failure, AttemptFailed) and bool(failure.task_failures)
+        if sums is None and not self._evaluated and by_task:
+            raise CannotContinue(f"devices cannot evaluate the model: {failure}")
+        self._evaluated = self._evaluated or sums is not None
 
     async def statistics(self, vector: StatisticsVector, first: int) -> DeviceSums:
         """Sum the counts of the devices' data, in up to `attempts` attempts.
@@ -220,21 +245,21 @@ class RoundEvaluator:
         Raises:
             CannotContinue: too few devices could be summed in any attempt.
         """
-        sums, _, error = await self._tried(vector.size, 1, first)
+        sums, _, failure = await self._tried(vector.size, 1, first)
         if sums is None:
             raise CannotContinue(
-                f"the devices' data could not be counted: {error}; a device takes part in "
+                f"the devices' data could not be counted: {failure}; a device takes part in "
                 "statistics of one version of a task only with one set of devices"
             )
         return sums
 
     async def _tried(
         self, size: int, round_: int, first: int
-    ) -> tuple[DeviceSums | None, list[Sequence[Receipt]], str | None]:
-        """The sums, the receipts of each attempt, and why the last one that failed did."""
+    ) -> tuple[DeviceSums | None, list[Sequence[Receipt]], RoundFailed | None]:
+        """The sums, the receipts of each attempt, and the last failure."""
         retries = Retries(self._job, self._clock)
         tried: list[Sequence[Receipt]] = []
-        error = None
+        failure: RoundFailed | None = None
         context = self._context
         served = iter([self._model.served_vector])
         async with published(context.link, context.layout, context.spool, served, 1) as blob:
@@ -243,12 +268,12 @@ class RoundEvaluator:
                     sums = await self._attempt(size, round_, first + retries.failed, blob)
                 except RoundFailed as failed:
                     tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
-                    error = str(failed)
+                    failure = failed
                     if retries.give_up(failed):
-                        return None, tried, error
+                        return None, tried, failure
                     await retries.pause(failed)
                 else:
-                    return sums, [*tried, sums.receipts], error
+                    return sums, [*tried, sums.receipts], failure
 
     async def _attempt(
         self, size: int, round_: int, attempt: int, blob: link_pb2.Blob

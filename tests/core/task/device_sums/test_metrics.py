@@ -50,9 +50,33 @@ def test_a_mean_is_nan_where_a_pooled_one_would_be():
 
 def test_quantiles_over_devices_are_exact_to_half_a_bin():
     means = [0.03, 0.11, 0.22, 0.35, 0.48, 0.52, 0.66, 0.71, 0.93, 1.0]
-    figures = Mean(bins=20).figures("m", summed(Mean(), *([torch.tensor([x])] for x in means)))
+    total = summed(Mean(), *([torch.tensor([x])] for x in means * 5))
+    figures = Mean(bins=20).figures("m", total)
     for suffix, exact in (("p10", 0.03), ("p50", 0.48), ("p90", 0.93)):
         assert figures[f"m_{suffix}"] == pytest.approx(exact, abs=0.5 / 20)
+
+
+@pytest.mark.parametrize(("devices", "shown"), [(9, []), (10, ["m_p50"]), (49, ["m_p50"])])
+def test_a_quantile_has_five_devices_on_either_side(devices, shown):
+    """Else it would be close to the value of one of them; nor is it in what reports have."""
+    metric = Mean(bins=1000)
+    total = summed(metric, *([torch.tensor([x / devices])] for x in range(devices)))
+    assert [name for name in metric.figures("m", total) if name != "m"] == shown
+    assert len(metric.published(total)) == 4
+
+
+def test_values_out_of_bounds_are_counted():
+    metric = Mean(-1, 1, bins=0)
+    total = summed(metric, [torch.tensor([5.0, 0.5])], [torch.tensor([-1.0, -2.0])])
+    assert metric.figures("m", total) == {"m": -0.125, "m_clipped": 2}
+    scores = BinnedScores(of=lambda output, target: (output, target), bins=10)
+    logits = [torch.tensor([-3.0, 0.2, 4.0]), torch.tensor([0, 0, 1])]
+    assert scores.figures("auc", summed(scores, logits))["auc_clipped"] == 2
+
+
+def test_an_infinite_value_is_not_the_bound():
+    total = summed(Mean(bins=0), [torch.tensor([0.5, math.inf])])
+    assert math.isnan(Mean(bins=0).figures("m", total)["m"])
 
 
 def test_a_confusion_matrix_equals_the_pooled_one():
@@ -91,7 +115,10 @@ def test_figures_that_no_unit_gives_are_absent():
     [
         (Confusion(2, of=max), (torch.tensor([2]), torch.tensor([0])), "takes 0 to 1"),
         (Confusion(2, of=max), (torch.tensor([1]), torch.tensor([0, 1])), "one shape"),
-        (BinnedScores(of=max), (torch.tensor([math.nan]), torch.tensor([0])), "give numbers"),
+        (Confusion(2, of=max), (torch.tensor([0.5]), torch.tensor([0])), "give whole numbers"),
+        (Confusion(2, of=max), (torch.tensor([1]), torch.tensor([math.nan])), "is not a number"),
+        (BinnedScores(of=max), (torch.tensor([math.nan]), torch.tensor([0])), "give finite"),
+        (BinnedScores(of=max), (torch.tensor([0.5]), torch.tensor([math.nan])), "give finite"),
     ],
 )
 def test_values_that_cannot_be_counted_are_refused(metric, values, reason):
@@ -104,7 +131,24 @@ def test_counts_that_could_not_be_summed_are_refused():
         whole(torch.tensor([LARGEST * 2.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0, math.inf), (math.nan, 1.0)])
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0, math.inf), (math.nan, 1.0), (0, 1.7e308)])
 def test_bounds_that_are_not_usable_are_refused(bounds):
     with pytest.raises(TaskError, match="low must be below high"):
         isthmus.Mean(*bounds)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: isthmus.Mean(bins=2.5),
+        lambda: isthmus.Confusion(0, of=max),
+        lambda: isthmus.BinnedScores(of=max, bins=0),
+        lambda: isthmus.Column(0, 1, bins=2.5),
+        lambda: isthmus.Column(-1e308, 1e308),
+        lambda: isthmus.Category((1, True, 0)),
+        lambda: isthmus.Category((1, 1.0)),
+    ],
+)
+def test_declarations_that_are_not_usable_are_refused(make):
+    with pytest.raises(TaskError, match="is not usable"):
+        make()

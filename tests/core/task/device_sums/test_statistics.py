@@ -123,3 +123,25 @@ def test_a_declaration_that_cannot_be_used_is_one_sentence(columns, data, messag
 def test_kinds_that_cannot_be_used_are_refused(make):
     with pytest.raises(TaskError, match="is not usable"):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_numbers_are_compared_in_the_dtype_of_the_data(dtype):
+    values = torch.tensor([0.1] * 6 + [0.5] * 7, dtype=dtype)
+    assert Category((0.1, 0.5)).count(values).tolist() == [6, 7, 0]
+    assert Category((0.1, 0.5)).count(values.float().numpy()).tolist()[1] == 7
+
+
+def test_categories_of_whole_numbers_and_texts():
+    assert Category((0, 1, 0.5)).count(torch.tensor([0, 1, 1])).tolist() == [1, 2, 0, 0]
+    assert Category(("a", 1)).count(["a", "b", 1]).tolist() == [1, 1, 1]
+    assert Category(("a", 1)).count(torch.tensor([1, 2])).tolist() == [0, 1, 1]
+    with pytest.raises(ValueError, match=r"its shape is \(3, 1\), not \(rows,\)"):
+        Category((0, 1)).count(torch.ones(3, 1))
+
+
+def test_equal_values_have_no_deviation_within_any_bounds():
+    column = Column(0, 1e6)
+    figures = column.describe(column.count(torch.full((1000,), 1e-6)), minimum=5)
+    assert figures["deviation"] == 0
+    assert figures["variance_error"] == 3 * 5e5**2 / 2**29
