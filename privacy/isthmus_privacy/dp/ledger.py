@@ -28,6 +28,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -294,11 +295,16 @@ class Ledger:
 
     def _charge(self, number: int, table: dict[str, Any]) -> None:
         event = event_from_json(table["event"])
-        charge = Charge(**{**table, "event": event, "devices": tuple(table["devices"])})
+        devices = tuple(map(sys.intern, table["devices"]))
+        charge = Charge(**{**table, "event": event, "devices": devices})
         self.entries[number] = LedgerEntry(number, charge)
         spent = self._spent.setdefault(charge.population, {})
+        nothing, sums = Composition(), dict[int, tuple[Composition, Composition]]()
         for name in charge.devices or ("",):
-            spent[name] = spent.get(name, Composition()).plus(event)
+            before = spent.get(name, nothing)
+            if id(before) not in sums:  # devices share few compositions, of which this is fast
+                sums[id(before)] = before, before.plus(event)
+            spent[name] = sums[id(before)][1]
 
     def _check(self, known: LedgerHead | None) -> None:
         if known is None:
