@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 from isthmus_clients.training.history_log import HistoryLog
+from isthmus_privacy.dp.accounting import epsilon_of_rho
 from isthmus_privacy.secagg import (
     AdvertiseKeys,
     ClientRequirements,
@@ -31,6 +33,8 @@ from isthmus_privacy.secagg import (
     Survivors,
     encode,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Credentials:
@@ -136,6 +140,15 @@ class SecureParticipation:
             requirements=requirements,
             start=start,
         )
+        if self.config.noise is not None:
+            epsilon = epsilon_of_rho(credentials.history.rho(), requirements.delta)
+            log.info(
+                "secure sum %d of this device; by their noise, all of them have an epsilon of %.4g "
+                "at delta %g for its data",
+                credentials.history.participations(),
+                epsilon,
+                requirements.delta,
+            )
         self._encoded: Encoded | None = None
 
     def advertise_keys(

@@ -7,6 +7,7 @@ import pytest
 from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
+from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
@@ -216,3 +217,15 @@ async def test_a_damaged_ledger_is_found_by_the_check_of_a_run(deployment):
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"x"'))
     damage = "".join(found.damage for found in verify(store.directory))
     assert "of the privacy ledger" in damage
+
+
+async def test_a_device_says_what_its_sums_imply(deployment, caplog):
+    """In its own log: every device counts for itself."""
+    caplog.set_level("INFO", "isthmus_clients.training.secure")
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=4", "rounds=2")
+    await Coordinator(store, deployment.link).run()
+    said = [each for each in caplog.messages if each.startswith("secure sum 2 of this device")]
+    assert len(said) == 3
+    epsilon = Composition().plus(ZeroConcentrated(1 / 32), 2).epsilon(1e-6)
+    assert f"an epsilon of {epsilon:.3f}"[:-1] in said[0]
