@@ -123,6 +123,11 @@ class VirtualRun:
                 "a simulated datacenter trains with loss(), and this task has training_step(); use "
                 "a real one"
             )
+        if self.job.datacenter.privacy is not None:
+            raise TaskError(
+                "a simulated datacenter adds no noise, and the job has datacenter.privacy; use a "
+                "real one, or remove it"
+            )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from isthmus.job.privacy import DatacenterPrivacy
 from isthmus.job.section import Section
 
 
@@ -49,6 +50,14 @@ class DatacenterSection(Section):
     optimizer_on_load: Literal["reset", "keep"] = "reset"
     """Inner optimizer state when a model that others trained is loaded: its moments are stale."""
 
+    privacy: DatacenterPrivacy | None = None
+    """Differential privacy of the datacenter's examples; none by default."""
+
+    @property
+    def private_batch(self) -> int:
+        """Expected examples in a step of all ranks with `privacy`; 0 if the ranks are unknown."""
+        return self.batch_size * (self.data_parallel or self.ranks)
+
     @model_validator(mode="after")
     def _layout_fits(self) -> DatacenterSection:
         parts = self.accumulate * (self.microbatches or 1)
@@ -64,6 +73,8 @@ class DatacenterSection(Section):
             )
         if self.ranks and self.layout == "given":
             self.replicas(self.ranks)
+        if self.privacy is not None:
+            self.privacy.check_layout(self)
         return self
 
     def replicas(self, ranks: int) -> int:

@@ -1,7 +1,8 @@
-"""The job's table `[privacy]`: differential privacy of what devices send."""
+"""The tables `[privacy]` and `[datacenter.privacy]`: what devices send, and a datacenter's data."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from isthmus.job.section import Section
 
 if TYPE_CHECKING:
+    from isthmus.job.datacenter import DatacenterSection
     from isthmus.job.schema import Job
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -105,3 +107,100 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             "to publish one of them; use 1e-5 or less"
         )
     return ""
+
+
+class DatacenterPrivacy(Section):
+    """Differential privacy of the datacenter's examples by DP-SGD (Abadi et al. 2016).
+
+    Neighbouring data sets differ in one example, which is added or removed. Every step uses each
+    example with the probability batch_size x replicas / examples, independently of all others and
+    of earlier steps; the gradient of each is clipped, and Gaussian noise is added to their sum.
+    """
+
+    epsilon: Positive
+    """The budget: the run ends before a round with which epsilon would exceed this."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Delta of the guarantee; below 1 / examples."""
+    examples: Annotated[int, Field(ge=1)]
+    """Number of examples that a datacenter has; it is not protected."""
+    clip: Positive = 1.0
+    """Bound on the 2-norm of the gradient of one example."""
+    noise: Positive | None = None
+    """Noise multiplier: standard deviation of the noise in the sum of a step's gradients, over
+    `clip`. Default: the least with which `steps` stay within `epsilon`."""
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps of the run that the noise is found for. Default: those of all `rounds`."""
+    population: PopulationName = "datacenter"
+    """Whose examples they are: a server keeps one ledger for all jobs with the same name. The steps
+    of several datacenters are charged as if all had the same examples."""
+
+    def check(self, job: Job) -> None:
+        """Refuse a job in which the guarantee would not hold.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        devices = None if job.privacy is None else job.privacy.population
+        for reason in (
+            "strategy.merge='transfer' gives devices the mean gradient without noise; use "
+            "'weighted' or 'projected'"
+            if job.strategy.merge == "transfer"
+            else "",
+            "exchange.buffers='recompute' computes running statistics without noise; use 'frozen'"
+            if job.exchange.buffers == "recompute"
+            else "",
+            f"population={devices!r} is that of the devices, whose unit is another; choose another"
+            if self.population == devices
+            else "",
+        ):
+            if reason:
+                raise ValueError(f"datacenter.privacy: {reason}")
+
+    def check_layout(self, section: DatacenterSection) -> None:
+        """Refuse a layout in which the gradients of single examples cannot be had.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        for name, needed, why in _LAYOUT:
+            if getattr(section, name) != needed:
+                remedy = f"set {name} = {json.dumps(needed)}"
+                raise ValueError(
+                    f"datacenter.privacy: {name}={getattr(section, name)!r} does not work with it, "
+                    f"because {why}; {f'remove {name}' if needed is None else remedy}"
+                )
+        batch = section.private_batch
+        if not batch:
+            raise ValueError(
+                "datacenter.privacy: the probability with which an example is in a step follows "
+                "from the number of ranks; set datacenter.data_parallel to it"
+            )
+        if batch > self.examples:
+            raise ValueError(
+                f"datacenter.privacy: a step of {batch} examples (batch_size on all ranks) is more "
+                f"than examples={self.examples}; lower batch_size"
+            )
+        if self.delta >= 1 / self.examples:
+            raise ValueError(
+                f"datacenter.privacy: delta={self.delta:g} is not below 1 / {self.examples} "
+                f"examples: it would allow to publish one of them; use {0.1 / self.examples:.1g}"
+            )
+
+
+_SHARDED = (
+    "fully_shard gathers parameters and reduces gradients by hooks for a batch as a whole, so that "
+    "no rank ever has the gradient of one example"
+)
+_LAYOUT: tuple[tuple[str, object, str], ...] = (
+    ("layout", "given", "it may choose to shard the model"),
+    ("zero_stage", 0, _SHARDED),
+    ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("precision", "fp32", _SHARDED),
+    ("accumulate", 1, "the examples of a step are already taken in parts"),
+    ("compile", False, "torch.compile does not compile per-example gradients"),
+    ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
+    ("clip_norm", None, "datacenter.privacy.clip already bounds every example's gradient"),
+    ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
+)
+"""Keys of `[datacenter]`, the one value that is possible, and why others are not."""

@@ -270,8 +270,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _guarantee_holds(self) -> Job:
-        if self.privacy is not None:
-            self.privacy.check(self)
+        for guarantee in (self.privacy, self.datacenter.privacy):
+            if guarantee is not None:
+                guarantee.check(self)
         return self
 
 

@@ -71,6 +71,8 @@ class ParallelDims:
     precision: Precision = "fp32"
     compile: bool = False
     checkpoint_activations: bool = False
+    private: bool = False
+    """Whether gradients of single examples are needed, which `fully_shard` does not have."""
 
     @classmethod
     def from_section(cls, section: DatacenterSection, ranks: int) -> ParallelDims:
@@ -94,6 +96,7 @@ class ParallelDims:
             precision=section.precision,
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
+            private=section.privacy is not None,
         )
         dims.check()
         return dims
@@ -150,7 +153,7 @@ class ParallelDims:
     @property
     def needs_fully_shard(self) -> bool:
         """Whether there are several replicas or mixed precision, which `fully_shard` provides."""
-        return self.data > 1 or self.precision != "fp32"
+        return not self.private and (self.data > 1 or self.precision != "fp32")
 
     def uses_all_reduce(self, device_type: str) -> bool:
         """Whether a `GradientAllReduce` replaces `fully_shard`: whole replicas on processors."""

@@ -31,6 +31,9 @@ from isthmus_datacenter.training.consensus import fail_together
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
+from isthmus_datacenter.training.private.examples import SampledExamples
+from isthmus_datacenter.training.private.refusals import check_layers, check_numbers, check_task
+from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_datacenter.training.rng import seed_all
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 
@@ -82,18 +85,16 @@ class Engine:
             self.dims = self._choose_dims()
             self._check_statistics()
             check_layout(self.task, self.dims)
+            self.private = self.job.datacenter.privacy is not None
+            """Whether examples are protected by differential privacy."""
+            if self.private:
+                check_task(self.task, self.data)
+                check_numbers(self.job.datacenter, self.examples, self.dims.data)
             self.order = ExampleOrder.of(
                 self.task, self.data, self.examples, self.dims.data, self.job
             )
         self.coordinates = self.dims.coordinates(placement.rank)
-        self.batch_source = BatchSource(
-            self.task,
-            self.data,
-            self.order,
-            self.coordinates.data,
-            placement.device,
-            self.job.datacenter.readers,
-        )
+        self.batch_source = self._make_batch_source()
         batch_size = self.job.evaluation.batch_size
         self.evaluator = Evaluator(self.task, batch_size, placement.device)
         self._step_flops: float | None = None
@@ -236,11 +237,11 @@ class Engine:
             shard = parallelize(
                 self.task, model, self.dims, self.placement.rank, device, sample=self._sample
             )
-        forward_backward = ForwardBackward(
-            self.task, shard, self.placement.rank, device, self.order.batch_size
-        )
+        forward_backward = self._make_forward_backward(shard)
         forward_backward.model.train()
         with fail_together():
+            if self.private:
+                check_layers(forward_backward.model)
             optimizer = self._build_optimizer(shard)
         return shard, forward_backward, optimizer
 
@@ -249,6 +250,22 @@ class Engine:
         order = dataclasses.replace(self.order, replicas=1, batch_size=_SAMPLE_EXAMPLES)
         source = BatchSource(self.task, self.data, order, 0, torch.device("cpu"), 0)
         return pair_of(self.task, next(source.batches(0, 1)))[0]
+
+    def _make_batch_source(self) -> BatchSource | SampledExamples:
+        device, section = self.placement.device, self.job.datacenter
+        if section.privacy is not None:
+            own = range(self.coordinates.data, self.examples, self.dims.data)
+            probability = section.private_batch / section.privacy.examples
+            return SampledExamples(self.task, self.data, own, probability, device)
+        replica, readers = self.coordinates.data, section.readers
+        return BatchSource(self.task, self.data, self.order, replica, device, readers)
+
+    def _make_forward_backward(self, shard: ModelShard) -> ForwardBackward:
+        rank, device = self.placement.rank, self.placement.device
+        if self.private:
+            section = self.job.datacenter
+            return PrivateForwardBackward(self.task, shard, rank, device, section)
+        return ForwardBackward(self.task, shard, rank, device, self.order.batch_size)
 
     def _build_optimizer(self, shard: ModelShard) -> ShardedOptimizer:
         section = self.job.datacenter

@@ -37,11 +37,18 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
     when it is needed again. All ranks call this together.
 
     Raises:
-        ConsensusError: a loss is not finite, or the gradient is not wanted any more.
+        ConsensusError: a loss is not finite, the gradient is not wanted any more, or the job
+            protects its examples.
         TaskError: the task raised on this rank, maybe on this one only.
     """
     assert command.model is not None
     assert command.result is not None
+    if engine.private:
+        what = "running statistics" if command.statistics else "a mean gradient"
+        raise ConsensusError(
+            f"the job protects the datacenter's examples (datacenter.privacy), and {what} would "
+            "get no noise; use a policy that does not ask for it"
+        )
     engine.invalidate_state()
     load_shards(Path(command.model), engine.layout, engine.shard)
     averager = GradientAverager(engine.shard, engine.job.datacenter.precision == "fp16")

@@ -234,7 +234,8 @@ class _Round:
         loss_sum = torch.tensor(start.loss_sum, dtype=torch.float64, device=device)
         units = start.units
         reporter = None
-        if forward_backward.counts_losses and engine.coordinates.data == 0:
+        reports = forward_backward.counts_losses and engine.coordinates.data == 0
+        if reports and not engine.private:  # nobody may know a private loss
             reporter = ProgressReporter(
                 send_report,
                 until - first,
@@ -289,7 +290,7 @@ class _Round:
                 (first, until),
             )
         profile.end()
-        return mean, units - start.units
+        return None if engine.private else mean, units - start.units
 
     def _save_mid_round(
         self,

@@ -160,6 +160,8 @@ class Composition:
         return 1 / math.sqrt(total) if total else None
 
 
+WHOLE_ORDERS = tuple(range(2, 257))
+"""Orders of the divergence for sampled events."""
 _LARGEST_OF_DISTRIBUTIONS = 200.0
 """Privacy loss distributions take memory in proportion to epsilon."""
 
@@ -181,7 +183,8 @@ def _epsilon(composition: Composition, delta: float) -> float:
         events.append(dp_accounting.SelfComposedDpEvent(step, each.steps))
     if composition.rho:
         events.append(dp_accounting.ZCDpEvent(composition.rho))
-    renyi = rdp.RdpAccountant(orders=_orders())
+    # A series for fractional orders of sampled events converges slowly, or not at all.
+    renyi = rdp.RdpAccountant(orders=WHOLE_ORDERS if composition.sampled else _orders())
     for event in events:
         renyi.compose(event)
     epsilon = float(renyi.get_epsilon(delta))

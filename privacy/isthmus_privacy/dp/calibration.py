@@ -8,26 +8,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from isthmus.errors import JobError
-from isthmus.job.privacy import PrivacySection
+from isthmus.job.privacy import DatacenterPrivacy, PrivacySection
 from isthmus_privacy.dp.accounting import (
+    WHOLE_ORDERS,
     Composition,
     CorrelatedGaussian,
     Event,
     Gaussian,
+    SampledGaussian,
     ZeroConcentrated,
     epsilon_of_rho,
 )
 from isthmus_privacy.dp.correlated import CorrelatedNoise
 
+if TYPE_CHECKING:
+    from isthmus.job import Job
+
 LARGEST_NOISE = 1e4
 """Largest noise multiplier that is looked for: with more, nothing can be learned."""
 
 _CLOSE = 1e-9
+_SMALLEST_SAMPLED = 2.0**-7
+_RENYI_EXCESS = 1.4
+"""Rényi differential privacy asks for at most so much more noise."""
 _MARGIN = 1.0005
 """The accountant rounds up: by less than this in the noise."""
 
@@ -99,6 +108,86 @@ class NoisePlan:
             clients: devices in the sum.
         """
         return self.deviation * math.sqrt(size) / (clients * self.privacy.clip)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledNoisePlan:
+    """The noise of DP-SGD on a datacenter's examples."""
+
+    privacy: DatacenterPrivacy
+    multiplier: float
+    """Noise multiplier; see `DatacenterPrivacy.noise`."""
+    probability: float
+    """With which an example is in a step."""
+
+    @classmethod
+    def of(cls, job: Job) -> Self | None:
+        """The plan of a job; None without `[datacenter.privacy]`.
+
+        Raises:
+            JobError: no noise meets the budget.
+        """
+        section = job.datacenter
+        privacy = section.privacy
+        if privacy is None:
+            return None
+        probability = section.private_batch / privacy.examples
+        if privacy.noise is not None:
+            return cls(privacy, privacy.noise, probability)
+        steps = privacy.steps or job.rounds * section.steps
+        multiplier = _of_sampled(privacy.epsilon, privacy.delta, probability, steps)
+        if multiplier is None:
+            raise JobError(
+                f"datacenter.privacy.epsilon={privacy.epsilon:g} at delta={privacy.delta:g} in "
+                f"{steps} steps would need noise of more than {LARGEST_NOISE:g} times the clipping "
+                "bound; raise epsilon, or lower batch_size, steps or rounds"
+            )
+        return cls(privacy, multiplier, probability)
+
+    def event(self, steps: int) -> SampledGaussian:
+        """What so many steps are charged as."""
+        return SampledGaussian(self.multiplier, self.probability, steps)
+
+    def epsilon(self, steps: int) -> float:
+        """Epsilon of an example after so many steps."""
+        return Composition().plus(self.event(steps)).epsilon(self.privacy.delta) if steps else 0.0
+
+
+@functools.lru_cache(maxsize=64)  # it takes seconds
+def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) -> float | None:
+    """The least noise multiplier of steps of DP-SGD, to 0.5 %; None if it is too large.
+
+    Bounded by Rényi differential privacy, which is fast for any noise and needs a little too much,
+    and from there by the accountant of the ledger.
+    """
+    import dp_accounting
+
+    def fits(multiplier: float) -> bool:
+        gaussian = dp_accounting.GaussianDpEvent(multiplier)
+        step = dp_accounting.PoissonSampledDpEvent(probability, gaussian)
+        accountant = dp_accounting.rdp.RdpAccountant(orders=WHOLE_ORDERS)
+        accountant.compose(dp_accounting.SelfComposedDpEvent(step, steps))
+        return bool(accountant.get_epsilon(delta) <= epsilon)
+
+    def fits_ledger(multiplier: float) -> bool:
+        event = SampledGaussian(multiplier, probability, steps)
+        return Composition().plus(event).epsilon(delta) <= epsilon
+
+    high = _SMALLEST_SAMPLED
+    while not fits(high):
+        high *= 2
+        if high > LARGEST_NOISE:
+            return None
+    high = _between(high / 2, high, 1.05, fits)
+    return _between(high / _RENYI_EXCESS, high, 1.005, fits_ledger)
+
+
+def _between(low: float, high: float, precision: float, fits: Callable[[float], bool]) -> float:
+    """The least number that fits, by a factor of at most `precision` above it; `high` fits."""
+    while high / low > precision:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _of_gaussian(epsilon: float, delta: float) -> float:

@@ -1,0 +1,132 @@
+"""The examples of each step: every one independently, with the same probability (Poisson sampling).
+
+>>> sample = poisson_sample(range(1, 1000, 2), 0.1, key=bytes(32))
+>>> len(sample), sample[:3]
+(53, [3, 13, 17])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from isthmus.errors import TaskError
+from isthmus.task import Task, user_code
+from isthmus.task.definition import defines
+from isthmus.task.scoring import map_tensors
+from isthmus.task.scoring.inputs import move, tensors_of
+from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
+
+_KEY_BYTES = 32
+_BITS = 53
+"""Of a uniform number; a float64 has as many."""
+
+
+def poisson_sample(examples: range, probability: float, key: bytes | None = None) -> list[int]:
+    """Choose each example independently with a probability, to 2^-53.
+
+    Args:
+        examples: to choose among.
+        probability: above 0, at most 1.
+        key: 32 random bytes, to be used once; None for new ones.
+    """
+    stream = cipher(key or os.urandom(_KEY_BYTES))
+    limit, chosen = int(probability * 2**_BITS), []
+    for start in range(0, len(examples), TILE):
+        part = examples[start : start + TILE]
+        words = bytearray(stream.update(bytes(8 * len(part))))
+        uniform = ring_vector(words, 64) & ((1 << _BITS) - 1)
+        chosen += [part[index] for index in (uniform < limit).nonzero().flatten().tolist()]
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleGroup:
+    """Examples whose tensors have the same shapes."""
+
+    one: Any
+    """The first example as a batch of one: the structure of all."""
+    tensors: Sequence[torch.Tensor]
+    """The tensors of that structure, with one row for each example."""
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batch_of(self, rows: Sequence[torch.Tensor]) -> Any:
+        """The structure with other tensors, one row each: shapes (1, ...)."""
+        following = iter(rows)
+        return map_tensors(lambda _: next(following).unsqueeze(0), self.one)
+
+    def parts(self, size: int) -> Iterator[Sequence[torch.Tensor]]:
+        """The rows in parts of at most `size`."""
+        for start in range(0, len(self), size):
+            yield [each[start : start + size] for each in self.tensors]
+
+
+class SampledExamples:
+    """The examples of one rank in each step, drawn anew whenever they are asked for.
+
+    Ranks divide the examples among them and each draws among its own, so that together they have
+    drawn among all. An example is collated alone, so that nothing of it depends on others.
+    """
+
+    def __init__(
+        self, task: Task, dataset: Dataset[Any], own: range, probability: float, device: Any
+    ) -> None:
+        """`own` are the indices of this rank's examples."""
+        self._task, self._dataset, self._device = task, dataset, device
+        self._own, self._probability = own, probability
+
+    def batches(self, first: int, until: int) -> Iterator[list[ExampleGroup]]:
+        """The examples of steps `first` (included) to `until`, on the device; some have none."""
+        for _ in range(first, until):
+            yield self.read(poisson_sample(self._own, self._probability))
+
+    def read(self, indices: Sequence[int]) -> list[ExampleGroup]:
+        """The examples at some indices, in groups of equal shapes.
+
+        Raises:
+            TaskError: the dataset or collate() failed, or gave a tensor without rows.
+        """
+        if not indices:
+            return []
+        if type(self._dataset) is TensorDataset and not defines(self._task, "collate"):
+            with user_code("reading the dataset"):
+                rows = [tensor[torch.as_tensor(indices)] for tensor in self._dataset.tensors]
+            rows = move(rows, self._device)
+            return [ExampleGroup([each[:1] for each in rows], rows)]
+        groups: dict[str, list[Any]] = {}
+        for index in indices:
+            with user_code("reading the dataset"):
+                row = self._dataset[index]
+            with user_code("collate()"):
+                one = self._task.collate([row])
+            groups.setdefault(_shapes(one), []).append(one)
+        return [self._group(members) for members in groups.values()]
+
+    def _group(self, members: Sequence[Any]) -> ExampleGroup:
+        columns = zip(*map(tensors_of, members), strict=True)
+        one = move(members[0], self._device)
+        return ExampleGroup(one, move([torch.cat(column) for column in columns], self._device))
+
+
+def _shapes(one: Any) -> str:
+    """Equal for batches of one whose tensors can be put together."""
+    tensors: list[str] = []
+    others: list[str] = []
+
+    def note(each: torch.Tensor) -> None:
+        if each.ndim == 0 or len(each) != 1:
+            raise TaskError(
+                f"a batch of one example has a tensor of shape {tuple(each.shape)}; with "
+                "datacenter.privacy every tensor must have one row for each example"
+            )
+        tensors.append(f"{tuple(each.shape)} {each.dtype}")
+
+    map_tensors(note, one, lambda each: others.append(repr(each)))
+    return f"{tensors} {others}"

@@ -1,0 +1,116 @@
+"""The gradient of every single example, clipped to a norm, and their sum.
+
+The gradients are those that a batch of this one example would have, computed for several at a time
+by `torch.func`: nothing that the model does can mix examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from isthmus.task import Task, user_code
+from isthmus.task.scoring import losses_of, pair_of
+from isthmus_datacenter.training.private.examples import ExampleGroup
+
+MEMORY_ELEMENTS = 1 << 26
+"""Elements of all gradients that exist at a time."""
+_ROUNDING = 1 - 2.0**-20
+"""Factor of the clipping bound, so that rounding the products does not exceed it."""
+
+
+class ExampleGradients:
+    """Clipped gradients of single examples."""
+
+    def __init__(self, task: Task, model: nn.Module, clip: float, at_once: int) -> None:
+        """`clip` is the largest 2-norm; `at_once` the most examples that are computed together."""
+        self._task = task
+        self._called = _CalledWithInputs(task, model)
+        self._model = model
+        self._clip = clip
+        self.size = sum(each.numel() for each in self.trained().values())
+        """N: elements of a gradient."""
+        self._at_once = max(1, min(at_once, MEMORY_ELEMENTS // max(self.size, 1)))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name; a gradient is in their order."""
+        named = self._model.named_parameters()
+        return {name: each for name, each in named if each.requires_grad}
+
+    def add_to(self, total: torch.Tensor, group: ExampleGroup) -> None:
+        """Add the clipped gradients of all examples of a group to a vector (N).
+
+        An example whose gradient is not finite adds nothing.
+
+        Raises:
+            TaskError: the model or the loss failed, or cannot be computed by `torch.func.vmap`.
+        """
+        trained = {name: each.detach() for name, each in self.trained().items()}
+        places = _places(self._called, self.trained())
+
+        def loss(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+            inputs, target = pair_of(self._task, group.batch_of(rows))
+            swapped = {place: parameters[name] for place, name in places.items()}
+            output = functional_call(self._called, swapped, (inputs,), tie_weights=False)
+            return losses_of(self._task, output, target).mean()
+
+        axes = (None, *(0 for _ in group.tensors))
+        gradients = vmap(grad(loss), in_dims=axes, randomness="different")
+        for rows in group.parts(self._at_once):
+            with user_code("the gradient of single examples (torch.func.vmap)"):
+                parts = list(gradients(trained, *rows).values())
+            total += clipped_sum(parts, self._clip)
+
+
+def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
+    """The sum of vectors, each scaled down to a 2-norm of at most `clip`.
+
+    Args:
+        parts: of the vectors, (B, ...) each; those of vectors that are not finite become zeros.
+        clip: the bound.
+
+    Returns:
+        The sum (N) of B vectors, of which those that are not finite are left out.
+    """
+    norms = [
+        torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=torch.float64) for each in parts
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    factor = (clip * _ROUNDING / norm.clamp(min=1e-300)).clamp(max=1.0)
+    finite = norm.isfinite()
+    if not bool(finite.all()):
+        factor = torch.where(finite, factor, 0.0)
+        for each in parts:
+            each[~finite] = 0
+    sums = [torch.tensordot(factor.to(each.dtype), each, dims=1).flatten() for each in parts]
+    return torch.cat(sums)
+
+
+def _places(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Every place of some parameters in a model, once for each module that has it.
+
+    `functional_call` finds the places of tied parameters by itself, but leaves its own tensors in a
+    module that is used in two places.
+    """
+    names = {id(each): name for name, each in parameters.items()}
+    return {
+        f"{prefix}.{attribute}": names[id(parameter)]
+        for prefix, module in model.named_modules()
+        for attribute, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in names
+    }
+
+
+class _CalledWithInputs(nn.Module):
+    """A model together with its task's forward()."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.task, self.model = task, model
+
+    def forward(self, inputs: Any) -> Any:
+        return self.task.forward(self.model, inputs)

@@ -1,0 +1,92 @@
+"""One step of DP-SGD: the sum of all ranks' clipped gradients, with noise, over its expected size."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isthmus.job.datacenter import DatacenterSection
+from isthmus.task import Task
+from isthmus.task.scoring import Averages
+from isthmus_datacenter.messages import ReadSignal
+from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.training.consensus import start_units_all_reduce
+from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
+from isthmus_datacenter.training.private.gradients import ExampleGradients
+from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+
+
+class PrivateForwardBackward(ForwardBackward):
+    """Computes gradients with differential privacy in place of those of a batch.
+
+    Guarantees:
+      * one example changes the sum of a step by a 2-norm of at most the clipping bound;
+      * every trained parameter gets noise in every step, also if no example was drawn;
+      * nothing else of a step that depends on data leaves this class: neither losses nor counts.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        shard: ModelShard,
+        rank: int,
+        device: torch.device,
+        section: DatacenterSection,
+    ) -> None:
+        """`section` has `privacy`, with its noise."""
+        super().__init__(task, shard, rank, device, section.batch_size)
+        privacy = section.privacy
+        assert privacy is not None
+        assert privacy.noise is not None
+        assert shard.all_reduce is None
+        self._deviation = privacy.noise * privacy.clip
+        self._expected = section.private_batch
+        self._adds_noise = rank == 0
+        self._gradients = ExampleGradients(task, self.model, privacy.clip, section.batch_size)
+
+    def run(
+        self,
+        batch: Any,
+        loss_scale: float,
+        read_signal: ReadSignal,
+        averages: Averages | None = None,
+        optimizer: str = "",
+    ) -> StepResult:
+        """Compute the gradient of one step.
+
+        Args:
+            batch: groups of examples that this rank has drawn.
+            loss_scale: not used, as the precision is float32.
+            read_signal: called once.
+            averages: not used.
+            optimizer: not used.
+
+        Returns:
+            A result without losses, whose units are the expected number of examples.
+
+        Raises:
+            TaskError: the task's code failed.
+        """
+        wait = start_units_all_reduce(0.0, read_signal(), self.dims.ranks)
+        total = torch.zeros(self._gradients.size, device=self.device)
+        for group in batch:
+            self._gradients.add_to(total, group)
+        if self._adds_noise:
+            noise = GaussianDraws(os.urandom(KEY_BYTES), len(total)).row(0)
+            total += noise.mul_(self._deviation).to(total)
+        if self.dims.ranks > 1:
+            dist.all_reduce(total)
+        trained = self._gradients.trained().values()
+        parts = total.split([each.numel() for each in trained])
+        for parameter, part in zip(trained, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        _, signal = wait()
+        nothing = torch.zeros((), device=self.device)
+        return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)
+
+    def step_flops(self, batch: Any, samples: float) -> float:
+        """Not counted."""
+        return 0

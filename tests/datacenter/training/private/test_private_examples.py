@@ -1,0 +1,90 @@
+"""Which examples are in a step: Poisson sampling, and how they are read."""
+
+import hashlib
+import math
+
+import torch
+from tests.datacenter.tasks import Table
+from torch.utils.data import Dataset, TensorDataset
+
+from isthmus_datacenter.training.private.examples import SampledExamples, poisson_sample
+
+STEPS, EXAMPLES, PROBABILITY = 4000, 30, 0.2
+
+
+def draws(examples=range(EXAMPLES)):
+    """(STEPS, EXAMPLES): whether each example was chosen in each step; fixed keys."""
+    chosen = torch.zeros(STEPS, EXAMPLES)
+    for step in range(STEPS):
+        key = hashlib.sha256(str(step).encode()).digest()
+        chosen[step, poisson_sample(examples, PROBABILITY, key)] = 1
+    return chosen
+
+
+def test_every_example_is_chosen_independently_with_the_probability():
+    """Each bound is exceeded by a right sampler with a probability below 1e-6 (keys are fixed)."""
+    chosen = draws()
+    deviation = math.sqrt(PROBABILITY * (1 - PROBABILITY))
+    each = (chosen.mean(0) - PROBABILITY) * math.sqrt(STEPS) / deviation
+    assert each.abs().max() < 5.6  # 30 normal numbers
+    standard = (chosen - PROBABILITY) / deviation
+    pairs = (standard.T @ standard / math.sqrt(STEPS)).triu(1)
+    assert pairs.abs().max() < 6.2  # 435 pairs of examples
+    steps = (standard[1:] * standard[:-1]).sum() / math.sqrt((STEPS - 1) * EXAMPLES)
+    assert abs(steps) < 5  # an example in one step and the next
+
+
+def test_sizes_of_steps_are_binomial():
+    """Their chi-square statistic is above its bound with a probability of 1e-6."""
+    sizes = draws().sum(1).long()
+    counts = torch.bincount(sizes, minlength=EXAMPLES + 1)
+    expected = torch.tensor(
+        [
+            STEPS * math.comb(EXAMPLES, k) * PROBABILITY**k * (1 - PROBABILITY) ** (EXAMPLES - k)
+            for k in range(EXAMPLES + 1)
+        ]
+    )
+    inner = slice(2, 12)  # 10 sizes, and all others together
+    observed = torch.cat([counts[inner], counts.sum()[None] - counts[inner].sum()])
+    right = torch.cat([expected[inner], STEPS - expected[inner].sum()[None]])
+    assert float(((observed - right) ** 2 / right).sum()) < 47  # 10 degrees of freedom
+
+
+def test_ranks_choose_among_their_own():
+    own = [range(rank, EXAMPLES, 3) for rank in range(3)]
+    assert sorted(poisson_sample(own[0], 1.0) + poisson_sample(own[1], 1.0)) == sorted(
+        [*own[0], *own[1]]
+    )
+    assert set(poisson_sample(own[2], 0.5)) <= set(own[2])
+
+
+def test_without_a_key_every_draw_is_new():
+    assert poisson_sample(range(200), 0.5) != poisson_sample(range(200), 0.5)
+
+
+class Uneven(Dataset):
+    """Sequences of two lengths, with a name."""
+
+    def __getitem__(self, index):
+        return {"x": torch.full((2 + index % 2,), float(index)), "kind": "odd" if index % 2 else ""}
+
+
+def test_examples_of_equal_shapes_are_read_together_and_collated_alone():
+    source = SampledExamples(Table({}), Uneven(), range(6), 1.0, torch.device("cpu"))
+    (groups,) = source.batches(7, 8)
+    assert [[row.tolist() for row in group.tensors] for group in groups] == [
+        [[[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]],
+        [[[1.0] * 3, [3.0] * 3, [5.0] * 3]],
+    ]
+    rows = next(iter(groups[1].parts(2)))
+    batch = groups[1].batch_of([each[1] for each in rows])
+    assert batch["x"].tolist() == [[3.0] * 3]
+    assert batch["kind"] == ["odd"]
+
+
+def test_a_tensor_dataset_is_read_at_once():
+    data = TensorDataset(torch.arange(5.0)[:, None], torch.arange(5))
+    source = SampledExamples(Table({}), data, range(5), 1.0, torch.device("cpu"))
+    (group,) = source.read([3, 1])
+    assert [each.flatten().tolist() for each in group.tensors] == [[3.0, 1.0], [3, 1]]
+    assert source.read([]) == []

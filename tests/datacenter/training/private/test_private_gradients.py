@@ -1,0 +1,78 @@
+"""Gradients of single examples: those of batches of one, clipped, whatever the model does."""
+
+import pytest
+import torch
+from tests.datacenter.tasks import Masked, Table
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from isthmus.errors import TaskError
+from isthmus.task.scoring import losses
+from isthmus_datacenter.training.private.examples import SampledExamples
+from isthmus_datacenter.training.private.gradients import ExampleGradients, clipped_sum
+
+
+class Tied(Table):
+    """A layer in two places, a parameter of two layers, a norm, and a frozen parameter."""
+
+    def model(self):
+        shared, other = nn.Linear(6, 6), nn.Linear(6, 6)
+        other.weight = shared.weight
+        norm, last = nn.GroupNorm(2, 6), nn.Linear(6, 3)
+        last.bias.requires_grad_(False)
+        return nn.Sequential(shared, norm, nn.Tanh(), shared, nn.ReLU(), other, last)
+
+
+class Branching(Table):
+    def forward(self, model, inputs):
+        return model(inputs) if inputs.sum() > 0 else -model(inputs)
+
+
+def one_by_one(task, model, data, clip):
+    total = 0.0
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for row in data:
+        inputs, target = (each[None] for each in row)
+        loss = losses(task, model, inputs, target)[1].mean()
+        gradient = parameters_to_vector(torch.autograd.grad(loss, trained))
+        total = total + gradient * min(1.0, clip / max(gradient.norm(), 1e-30))
+    return total
+
+
+@pytest.mark.parametrize("kind", [Table, Masked, Tied])
+@pytest.mark.parametrize(("clip", "at_once"), [(0.3, 4), (1e6, 100)])
+def test_they_are_those_of_batches_of_one(kind, clip, at_once):
+    torch.manual_seed(1)
+    task = kind({})
+    model, data = task.model(), task.rows(9, seed=3)
+    gradients = ExampleGradients(task, model, clip, at_once)
+    total = torch.zeros(gradients.size)
+    source = SampledExamples(task, data, range(9), 1.0, torch.device("cpu"))
+    for group in source.read(range(9)):
+        gradients.add_to(total, group)
+    torch.testing.assert_close(total, one_by_one(task, model, data, clip), rtol=1e-4, atol=1e-6)
+    assert all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e3, 1e18])
+def test_no_example_is_longer_than_the_bound(scale):
+    torch.manual_seed(0)
+    for _ in range(50):
+        parts = [torch.randn(1, 7, 3) * scale, torch.randn(1, 400) * scale]
+        norm = float(torch.cat([each.flatten() for each in parts]).double().norm())
+        clipped = clipped_sum(parts, 0.7).double().norm()
+        assert clipped <= 0.7
+        assert clipped == pytest.approx(min(norm, 0.7), rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_adds_nothing():
+    parts = [torch.tensor([[1.0, 2.0], [float("inf"), 1.0], [float("nan"), 0.0], [0.0, 0.0]])]
+    assert clipped_sum(parts, 10.0).tolist() == [1.0, 2.0]
+
+
+def test_a_model_that_looks_at_values_is_refused():
+    task = Branching({})
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
+    with pytest.raises(TaskError, match=r"single examples \(torch.func.vmap\).*tasks|vmap"):
+        gradients.add_to(torch.zeros(gradients.size), source.read([0, 1])[0])
