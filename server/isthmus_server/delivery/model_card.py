@@ -73,7 +73,10 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
         yield f"{devices} devices trained on data that stayed on them. The server received {seen}."
         yield f"{_noise_statement(report)}\n"
     if datacenters:
-        yield f"{datacenters} datacenter{'s' * (datacenters > 1)} trained on data of their own.\n"
+        spent = report.examples_privacy
+        noise = "" if spent is None else f" Each step had noise (DP-SGD): {spent.sentence}."
+        plural = "s" * (datacenters > 1)
+        yield f"{datacenters} datacenter{plural} trained on data of their own.{noise}\n"
     if job.exchange.has_personal:
         yield (
             "A part of the model is personal (`exchange`): each device has its own, and this file "

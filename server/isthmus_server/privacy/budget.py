@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from isthmus.errors import JobError
 from isthmus_privacy.dp.calibration import NoisePlan
@@ -69,14 +69,16 @@ class PrivacyBudget:
         """Attempts of this run with devices."""
         self._last: dict[str, list[int]] = {}
         """The attempts that each device was asked for, counted from 0."""
-        for entry in self._own.of_run(self._run_id):
-            self._count(entry.charge.devices)
+        earlier = [each.charge for each in self._own.of_run(self._run_id)]
+        for charge in earlier:
+            if charge.unit == UNIT:
+                self._count(charge.devices)
         try:
             if populations is not None:
                 populations.mkdir(mode=0o700, parents=True, exist_ok=True)
                 shared = populations / f"{privacy.population}.ledger"
                 self._ledgers.append(Ledger.open(shared))
-            used = bool(self._own.entries)
+            used = self._charged > 0
             self._noise = None
             if privacy.mechanism != "distributed":
                 self._noise = ServerNoise(self.plan, store.directory, used=used)
@@ -88,6 +90,11 @@ class PrivacyBudget:
         """Let other processes use the ledgers."""
         for ledger in self._ledgers:
             ledger.close()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the run."""
+        return self._own
 
     # -- what may be asked -------------------------------------------------------------------------
 
@@ -121,11 +128,6 @@ class PrivacyBudget:
         """Epsilon of the device that was asked most, of all charges."""
         population, delta = self.privacy.population, self.privacy.delta
         return max(ledger.epsilon(population, delta) for ledger in self._ledgers)
-
-    @property
-    def saved(self) -> dict[str, Any]:
-        """The fields of the run's state by which a ledger that was cut is noticed."""
-        return {"ledger_head": str(self._own.head)}
 
     # -- charges -----------------------------------------------------------------------------------
 

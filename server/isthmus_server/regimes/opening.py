@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from isthmus.errors import IsthmusError, JobError, UpdateError
-from isthmus.job import Job, write_job
+from isthmus.job import Job, with_changes, write_job
 from isthmus.job.section import Hours
 from isthmus.names import is_name
 from isthmus.task import packages
@@ -14,6 +14,7 @@ from isthmus.task.code_digest import code_digest
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
+from isthmus_privacy.dp.calibration import SampledNoisePlan
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.strategy.gradients import REST
 from isthmus_server.transport.peer import Peer
@@ -39,7 +40,11 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
 
     Raises:
         TaskError: the task's code cannot be read.
+        JobError: no noise meets the budget of the datacenter's examples.
     """
+    noise = SampledNoisePlan.of(job)
+    if noise is not None:
+        job = with_changes(job, {"datacenter.privacy.noise": noise.multiplier})
     opening = link_pb2.OpenRun(
         run_id=run_id,
         job=write_job(job),

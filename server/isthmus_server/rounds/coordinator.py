@@ -18,6 +18,7 @@ from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.optimizers import check_round_length
 from isthmus_server.privacy.budget import PrivacyBudget, charged
+from isthmus_server.privacy.examples_budget import ExamplesBudget, charged_steps, close, saved
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -107,6 +108,7 @@ class Coordinator:
         opening = opening_of(store.run_id, self.job, store.base, self.model)
         self.state = store.run_state()
         privacy = self._privacy = PrivacyBudget.of(store, self.state, populations)
+        steps = self._steps = ExamplesBudget.of(store, self.state, populations, privacy)
         context = FederatedContext(
             link, self.job, opening, layout, store.directory, store.unmaskings, privacy
         )
@@ -120,7 +122,7 @@ class Coordinator:
             self.job, self.roster, availability, self.clock, link.enrolments, store
         )
         self._readiness = RoundReadiness(
-            self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish
+            self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish, steps
         )
         self._trainer = Trainer(self.model, self.federated, self._datacenter, self.roster)
         self._comparisons = ComparisonRunner(
@@ -177,8 +179,7 @@ class Coordinator:
             await self.federated.stop()
             saving_elapsed.cancel()
             await self.roster.stop(self._final)
-            if self._privacy is not None:
-                self._privacy.close()
+            close(self._privacy, self._steps)
         return final
 
     def abandon(self) -> None:
@@ -246,7 +247,7 @@ class Coordinator:
             self.state.attempts + 1,
             self._start_hash(plan),
         )
-        with charged(self._privacy, spec):
+        with charged(self._privacy, spec), charged_steps(self._steps, spec):
             await self._carry_out(decision, spec, started_at)
 
     async def _carry_out(self, decision: Decision, spec: RoundSpec, started_at: float) -> None:
@@ -358,7 +359,7 @@ class Coordinator:
 
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
-        fields = {} if self._privacy is None else self._privacy.saved
+        fields = saved(self._privacy, self._steps)
         models = self._versions.write(
             spec.round, spec.plan, self.state.models, only_in_datacenter=spec.model_stays
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
 from isthmus.wire import link_pb2
+from isthmus_server.privacy.examples_budget import ExamplesBudget
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.assignment import cohort_settings
 from isthmus_server.rounds.clock import Clock
@@ -35,7 +36,10 @@ class RoundReadiness:
         clock: Clock,
         observe: Callable[[], Observation],
         publish: Callable[[Event], None],
+        examples: ExamplesBudget | None = None,
     ) -> None:
+        """`examples` is the privacy budget of the datacenters' data."""
+        self._examples = examples
         self._job = job
         self._roster = roster
         self._cohorts = cohorts
@@ -118,9 +122,21 @@ class RoundReadiness:
             answer = enforce_limits(plan, self._observe()).answer
             if isinstance(answer, Stop):
                 return answer
+            if used_up := await asyncio.to_thread(self._without_privacy, plan):
+                return Stop(used_up)
             if not isinstance(answer, Wait):
                 return None
             await self.pause(answer)
+
+    def _without_privacy(self, plan: Plan) -> str:
+        """Why the datacenters' examples may not be used again; empty if they may.
+
+        Accounting for thousands of steps takes seconds.
+        """
+        if self._examples is None or plan.regime == "federated":
+            return ""
+        steps = plan.datacenter_steps or self._job.datacenter.steps
+        return self._examples.refusal(steps * max(1, len(self._roster.datacenters)))
 
     async def pause(self, wait: Wait) -> None:
         """Publish that the run waits, and wait."""

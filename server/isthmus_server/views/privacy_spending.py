@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
+from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerEntry, LedgerHead
+from isthmus_server.privacy.budget import UNIT
 from isthmus_server.storage.store import Store
+from isthmus_server.views.examples_spending import SpentOnExamples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,12 +24,14 @@ class Spending:
     path: Path
     lines_read: int
     epsilon: float
-    """Of the device that was asked most."""
-    budget: float
-    delta: float
+    """Of the device that was asked most; 0 if only the datacenter's examples are protected."""
+    budget: float | None
+    delta: float | None
     entries: Sequence[LedgerEntry]
     most_asked: int
     """Sums that this device was asked for."""
+    examples: SpentOnExamples | None = None
+    """What was spent of the datacenter's examples, apart; None without `[datacenter.privacy]`."""
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the names of the devices, of which there may be many."""
@@ -37,6 +42,7 @@ class Spending:
             "budget": self.budget,
             "delta": self.delta,
             "most_asked": self.most_asked,
+            "examples": None if self.examples is None else dataclasses.asdict(self.examples),
             "charges": [
                 {
                     "number": entry.number,
@@ -57,8 +63,11 @@ class Spending:
     def lines(self) -> list[str]:
         """Lines for a terminal."""
         lines = [f"{self.path}: {self.lines_read} lines, the chain is intact"]
-        if self.entries:
-            charge = self.entries[0].charge
+        if self.examples is not None:
+            lines.append(self.examples.sentence)
+        by_devices = [entry.charge for entry in self.entries if entry.charge.unit == UNIT]
+        if by_devices:
+            charge = by_devices[0]
             lines.append(
                 f"population {charge.population}, unit {charge.unit} ({charge.adjacency}): epsilon "
                 f"{self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g}, of the "
@@ -67,10 +76,10 @@ class Spending:
         for entry in self.entries:
             charge = entry.charge
             outcome = entry.outcome or "not ended, or cut short by a crash"
-            lines.append(
-                f"{charge.what} {charge.round} attempt {charge.attempt}: {len(charge.devices)} "
-                f"devices, {charge.mechanism} noise, {outcome}"
-            )
+            who = f"{len(charge.devices)} devices, {charge.mechanism} noise"
+            if isinstance(charge.event, SampledGaussian):
+                who = f"{charge.event.steps} steps of a datacenter, {charge.mechanism}"
+            lines.append(f"{charge.what} {charge.round} attempt {charge.attempt}: {who}, {outcome}")
         return lines
 
 
@@ -81,22 +90,26 @@ def read_spending(run_dir: Path) -> Spending:
         UserError: the run cannot be read, or has no differential privacy.
         LedgerDamaged: the ledger is not the one that was written.
     """
+    path = run_dir / LEDGER_FILE
     with contextlib.closing(Store.open(run_dir)) as store:
         privacy, state = store.job.privacy, store.run_state()
-    path = run_dir / LEDGER_FILE
-    if privacy is None:
-        raise UserError(f"{run_dir} is a run without differential privacy ([privacy])")
-    if not path.exists():
-        raise UserError(f"{run_dir} has no {LEDGER_FILE}: nobody was asked yet, or it was removed")
-    ledger = Ledger.read(path, LedgerHead.of(state.ledger_head))
+        if privacy is None and store.job.datacenter.privacy is None:
+            raise UserError(f"{run_dir} is a run without differential privacy ([privacy])")
+        if not path.exists():
+            raise UserError(
+                f"{run_dir} has no {LEDGER_FILE}: nobody was asked yet, or it was removed"
+            )
+        ledger = Ledger.read(path, LedgerHead.of(state.ledger_head))
+        examples = SpentOnExamples.of(store, ledger)
     entries = list(ledger.entries.values())
     asked = Counter(name for entry in entries for name in entry.charge.devices)
     return Spending(
         path=path,
         lines_read=ledger.head.number,
-        epsilon=ledger.epsilon(privacy.population, privacy.delta),
-        budget=privacy.epsilon,
-        delta=privacy.delta,
+        epsilon=0.0 if privacy is None else ledger.epsilon(privacy.population, privacy.delta),
+        budget=None if privacy is None else privacy.epsilon,
+        delta=None if privacy is None else privacy.delta,
         entries=entries,
         most_asked=max(asked.values(), default=0),
+        examples=examples,
     )

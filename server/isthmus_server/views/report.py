@@ -25,6 +25,7 @@ from isthmus_server.storage.records import (
     adapter,
 )
 from isthmus_server.storage.store import Store
+from isthmus_server.views.examples_spending import SpentOnExamples
 
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 """Ends of the names of devices' metrics that only the JSON report has."""
@@ -72,6 +73,8 @@ class Report(Record):
     """None unless the run has finished."""
     privacy: SpentPrivacy | None = None
     """None without `[privacy]`."""
+    examples_privacy: SpentOnExamples | None = None
+    """None without `[datacenter.privacy]`."""
 
 
 def read_report(store: Store) -> Report:
@@ -88,6 +91,7 @@ def read_report(store: Store) -> Report:
         events=store.events(),
         final=final,
         privacy=_spent_privacy(store.job, attempts),
+        examples_privacy=SpentOnExamples.of(store),
     )
 
 
@@ -122,6 +126,8 @@ def page(report: Report) -> RenderableType:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
     if report.privacy is not None:
         parts.append(Text(f"privacy: {report.privacy.sentence}"))
+    if report.examples_privacy is not None:
+        parts.append(Text(f"privacy: {report.examples_privacy.sentence}"))
     if report.final is not None:
         total = sum(record.cost.price for record in attempts)
         figures = format_metrics(report.final.metrics)

@@ -1,4 +1,4 @@
-"""One step of DP-SGD: the sum of all ranks' clipped gradients, with noise, over its expected size."""
+"""One step of DP-SGD: the sum of all clipped gradients, with noise, over its expected size."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PrivateForwardBackward(ForwardBackward):
         if self.dims.ranks > 1:
             dist.all_reduce(total)
         trained = self._gradients.trained().values()
-        parts = total.split([each.numel() for each in trained])
+        parts = torch.split(total, [each.numel() for each in trained])
         for parameter, part in zip(trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         _, signal = wait()

@@ -1,0 +1,59 @@
+"""What a run has spent of the privacy budget of the datacenter's examples, from its ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+from isthmus_privacy.dp.accounting import SampledGaussian
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
+from isthmus_server.privacy.examples_budget import ADD_OR_REMOVE, EXAMPLE
+from isthmus_server.storage.records import Record
+from isthmus_server.storage.store import Store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpentOnExamples(Record):
+    """The guarantee of a run with `[datacenter.privacy]` so far."""
+
+    epsilon: float
+    """Of one example, failed attempts included."""
+    budget: float
+    delta: float
+    steps: int
+    """That were charged."""
+    unit: str = EXAMPLE
+    """What is protected."""
+    adjacency: str = ADD_OR_REMOVE
+    """How neighbouring data sets differ."""
+
+    @classmethod
+    def of(cls, store: Store, ledger: Ledger | None = None) -> Self | None:
+        """Compute it; None for a job without `[datacenter.privacy]`.
+
+        Raises:
+            LedgerDamaged: the ledger was edited.
+        """
+        privacy = store.job.datacenter.privacy
+        if privacy is None:
+            return None
+        path = store.directory / LEDGER_FILE
+        if ledger is None and path.exists():
+            ledger = Ledger.read(path)
+        charges = [] if ledger is None else [each.charge for each in ledger.entries.values()]
+        events = [each.event for each in charges if each.unit == EXAMPLE]
+        spent = 0.0 if ledger is None else ledger.epsilon(privacy.population, privacy.delta)
+        return cls(
+            epsilon=spent,
+            budget=privacy.epsilon,
+            delta=privacy.delta,
+            steps=sum(each.steps for each in events if isinstance(each, SampledGaussian)),
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The guarantee in words."""
+        return (
+            f"epsilon {self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g} for one "
+            f"{self.unit} of the datacenter ({self.adjacency}), spent in {self.steps} steps"
+        )

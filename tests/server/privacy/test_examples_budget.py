@@ -1,0 +1,144 @@
+"""Rounds of a datacenter whose examples are protected: what is charged, and when a run ends."""
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.job import read_job
+from isthmus_privacy.dp.accounting import Composition, SampledGaussian
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger
+from isthmus_server.delivery.model_card import model_card
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import RoundPlanned
+from isthmus_server.storage.recovery import verify
+from isthmus_server.views.privacy_spending import read_spending
+from isthmus_server.views.report import read_report
+
+PRIVATE = (
+    "strategy.policy=datacenter",
+    "datacenter.zero_stage=0",
+    "datacenter.batch_size=8",
+    "datacenter.steps=5",
+    "datacenter.privacy.delta=1e-4",
+    "datacenter.privacy.examples=200",
+    "datacenter.privacy.epsilon=30",
+    "datacenter.privacy.noise=4",
+)
+STEPS = SampledGaussian(4.0, 0.04, 5)
+DEVICES = ("privacy.mechanism=gaussian", "privacy.epsilon=100", "privacy.delta=1e-4")
+
+
+def entries(path):
+    return list(Ledger.read(path).entries.values())
+
+
+async def test_every_round_is_charged_and_the_report_says_what_was_spent(run_with_datacenter):
+    store, coordinator, datacenter = await run_with_datacenter(*PRIVATE)
+    await coordinator.run()
+    charged = entries(store.directory / LEDGER_FILE)
+    assert [(each.charge.event, each.outcome) for each in charged] == [(STEPS, "committed")] * 3
+    assert {(each.charge.unit, each.charge.adjacency) for each in charged} == {
+        ("example", "add-or-remove")
+    }
+    expected = Composition().plus(STEPS, 3).epsilon(1e-4)
+    report = read_report(store)
+    assert report.privacy is None
+    assert report.examples_privacy.epsilon == expected
+    sentence = report.examples_privacy.sentence
+    assert sentence.endswith(
+        "at delta 0.0001 for one example of the datacenter (add-or-remove), spent in 15 steps"
+    )
+    assert sentence in model_card(report, store.job, report.final, "model.safetensors", "00")
+    spending = read_spending(store.directory)
+    assert spending.to_json()["examples"]["epsilon"] == expected
+    assert spending.lines()[1:] == [
+        sentence,
+        *(f"training {n} attempt 1: 5 steps of a datacenter, dp-sgd, committed" for n in (1, 2, 3)),
+    ]
+    assert "privacy ledger: 6 lines" in {finding.checked for finding in verify(store.directory)}
+    opened = next(each.open for each in datacenter.requests if each.HasField("open"))
+    assert read_job(opened.job).datacenter.privacy.noise == 4
+
+
+async def test_the_noise_is_found_and_sent_to_the_datacenter(run_with_datacenter):
+    keys = PRIVATE[:-2]
+    store, coordinator, datacenter = await run_with_datacenter(
+        *keys, "datacenter.privacy.epsilon=2", "rounds=2"
+    )
+    await coordinator.run()
+    opened = next(each.open for each in datacenter.requests if each.HasField("open"))
+    noise = read_job(opened.job).datacenter.privacy.noise
+    assert {each.charge.event for each in entries(store.directory / LEDGER_FILE)} == {
+        SampledGaussian(noise, 0.04, 5)
+    }
+    assert 1.9 < read_report(store).examples_privacy.epsilon <= 2
+
+
+async def test_the_run_ends_before_a_round_that_would_overspend(run_with_datacenter):
+    budget = Composition().plus(STEPS, 2).epsilon(1e-4)
+    store, coordinator, _ = await run_with_datacenter(
+        *PRIVATE, f"datacenter.privacy.epsilon={budget}"
+    )
+    await coordinator.run()
+    report = read_report(store)
+    assert (report.status, len(report.rounds)) == ("finished", 2)
+    assert f"examples is used up: epsilon {budget:.4g} of {budget:.4g}" in report.reason
+    assert "5 more steps would make it" in report.reason
+
+
+async def test_devices_and_examples_are_charged_apart(run_with_datacenter):
+    keys = ("strategy.policy=hybrid", "federated.secure_aggregation=false", "rounds=1")
+    store, coordinator, _ = await run_with_datacenter(*PRIVATE, *DEVICES, *keys)
+    await coordinator.run()
+    path = store.directory / LEDGER_FILE
+    assert [each.charge.unit for each in entries(path)] == ["device", "example"]
+    report = read_report(store)
+    ledger = Ledger.read(path)
+    assert report.privacy.epsilon == ledger.epsilon("devices", 1e-4)
+    assert report.examples_privacy.epsilon == ledger.epsilon("datacenter", 1e-4)
+
+
+async def test_a_crash_never_loses_a_charge(run_with_datacenter, deployment):
+    _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=2")
+    again = await deployment.run_until_killed(coordinator, RoundPlanned, 2)
+    assert [each.outcome for each in entries(again.directory / LEDGER_FILE)] == [
+        "committed",
+        "failed",
+    ]
+    await Coordinator(again, deployment.link).run()
+    assert len(entries(again.directory / LEDGER_FILE)) == 3
+    assert read_report(again).examples_privacy.steps == 15
+
+
+async def test_runs_of_a_server_share_the_budget_of_a_population(
+    run_with_datacenter, deployment, tmp_path
+):
+    _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=1")
+    await coordinator.run()
+    folder = tmp_path / "privacy"
+    folder.mkdir()
+    with Ledger.open(folder / "datacenter.ledger") as ledger:
+        ledger.reserve(
+            Charge(
+                population="datacenter",
+                unit="example",
+                adjacency="add-or-remove",
+                mechanism="dp-sgd",
+                event=STEPS,
+                run="another",
+                round=1,
+                attempt=1,
+                what="training",
+            )
+        )
+    budget = Composition().plus(STEPS, 2).epsilon(1e-4)
+    keys = ("datacenter.ranks=1", "federated.clients=3", f"datacenter.privacy.epsilon={budget}")
+    store = deployment.create_run("second", *PRIVATE, *keys)
+    await Coordinator(store, deployment.link, populations=folder).run()
+    assert len(read_report(store).rounds) == 1
+    assert "examples is used up" in read_report(store).reason
+
+
+async def test_a_budget_that_no_noise_meets_is_refused(run_with_datacenter):
+    keys = ("datacenter.privacy.epsilon=1e-9", "datacenter.batch_size=200")
+    with pytest.raises(UserError, match=r"epsilon=1e-09 .* would need noise of more than 10000"):
+        await run_with_datacenter(*PRIVATE[:-1], *keys)
