@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["safetensors", "torch-export"]),
+    type=click.Choice(["safetensors", "torch-export", "executorch"]),
     default="safetensors",
     show_default=True,
     help="Tensors by name, or a program that runs without the task's code.",
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 def export(run_dir: Path, format_: str, output: Path | None) -> None:
     """Write the final model of the run in the directory RUN, with a model card.
 
-    A program of torch.export is compared with the model before the command ends; it loads with
-    torch.export.load.
+    A program is compared with the model before the command ends. One of torch.export loads with
+    torch.export.load; one of ExecuTorch is for apps on small devices, one example at a time.
     """
+    from isthmus_server.delivery.executorch_program import export_executorch
     from isthmus_server.delivery.model_card import FILE, model_card
+    from isthmus_server.python.saved_model import load_model, task_of
     from isthmus_server.storage.damage_checks import FINAL_MODEL
     from isthmus_server.storage.store import Store
     from isthmus_server.views.report import read_report
@@ -58,9 +60,12 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
         if format_ == "safetensors":
             path, note = folder / FINAL_MODEL, ""
             shutil.copyfile(store.directory / FINAL_MODEL, path)
-        else:
+        elif format_ == "torch-export":
             path = folder / "model.pt2"
             note = _write_program(store, path)
+        else:
+            path, note = folder / "model.pte", "  (for one example at a time)"
+            export_executorch(task_of(store), load_model(store.directory), path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         card = model_card(report, store.job, report.final, path.name, digest)

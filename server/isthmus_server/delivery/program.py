@@ -61,7 +61,7 @@ def export_program(task: Task, module: nn.Module, path: Path) -> bool:
     for inputs in [traced, *(others if any_size else [])]:
         with torch.no_grad():
             expected, found = program(inputs), exported.module()(inputs)
-        if not _close(expected, found):
+        if not close_to(expected, found):
             raise UserError(
                 "the program of torch.export does not compute what the model does; a part of its "
                 "forward() may depend on values of the data; use --format safetensors"
@@ -81,6 +81,16 @@ def _traced(program: nn.Module, inputs: Any) -> tuple[torch.export.ExportedProgr
 
 def _example_batches(task: Task) -> Iterator[Any]:
     """Batches of held-out inputs: one to trace, and others of one and of all of these examples."""
+    for size in (_EXAMPLES, 1, _EXAMPLES + 2):
+        yield example_batch(task, size)
+
+
+def example_batch(task: Task, size: int) -> Any:
+    """The inputs of so many held-out examples, repeated if there are fewer.
+
+    Raises:
+        UserError: the task has no central held-out data.
+    """
     with user_code("eval_data()"):
         data = task.eval_data()
     if data is None:
@@ -88,17 +98,16 @@ def _example_batches(task: Task) -> Iterator[Any]:
             data = task.public_eval()
     if data is None:
         raise UserError(
-            "a program of torch.export is traced with an example, and the task has neither "
-            "eval_data() nor public_eval(); use --format safetensors"
+            "a program is traced with an example, and the task has neither eval_data() nor "
+            "public_eval(); use --format safetensors"
         )
     count = count_examples(data, "eval_data()")
-    for size in (_EXAMPLES, 1, _EXAMPLES + 2):
-        indices = [index % count for index in range(size)]
-        for inputs, _ in batches(task, data, indices, size, torch.device("cpu")):
-            yield inputs
+    indices = [index % count for index in range(size)]
+    inputs, _ = next(iter(batches(task, data, indices, size, torch.device("cpu"))))
+    return inputs
 
 
-def _close(expected: Any, found: Any) -> bool:
+def close_to(expected: Any, found: Any) -> bool:
     """Whether two outputs are equal up to rounding, in all of their tensors."""
     one, other = pytree.tree_leaves(expected), pytree.tree_leaves(found)
     return len(one) == len(other) and all(

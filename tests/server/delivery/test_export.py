@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import importlib.util
 
 import pytest
 import torch
@@ -86,3 +87,20 @@ def test_a_task_that_cannot_be_traced_is_refused(write_task, tmp_path, methods, 
     task = load_task(f"{write_task(methods)}:Learn", {}, base=tmp_path)
     with pytest.raises(UserError, match=sentence):
         export_program(task, task.model().eval(), tmp_path / "model.pt2")
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_program_of_executorch_computes_what_the_model_does(run_dir, tmp_path):
+    """Where ExecuTorch is installed; elsewhere one sentence says what to install."""
+    directory = await run_dir()
+    arguments = (directory, "--format", "executorch", "--output", tmp_path / "out")
+    if importlib.util.find_spec("executorch") is None:
+        with pytest.raises(UserError, match="pip install executorch"):
+            invoke(*arguments)
+        return
+    from executorch.runtime import Runtime
+
+    assert "for one example at a time" in invoke(*arguments)
+    method = Runtime.get().load_program(tmp_path / "out/model.pte").load_method("forward")
+    inputs = torch.randn(1, 4)
+    torch.testing.assert_close(method.execute([inputs])[0], load_model(directory)(inputs))
