@@ -1,6 +1,7 @@
 """What most tests start from: a small task on disk and a job that names it."""
 
 import sys
+from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
@@ -13,6 +14,8 @@ from isthmus.task import loading
 # A busy machine is slow, not wrong.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 SLOWEST_FIRST = (
     "docs",
@@ -106,9 +109,9 @@ def _tasks_of_one_test(tmp_path_factory):
     path, folders, modules = sys.path.copy(), loading._task_folders.copy(), set(sys.modules)
     yield
     sys.path[:], loading._task_folders[:] = path, folders
-    temporary = str(tmp_path_factory.getbasetemp())
+    places = (str(tmp_path_factory.getbasetemp()), str(EXAMPLES))
     for name in sys.modules.keys() - modules:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(temporary):
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(places):
             del sys.modules[name]
 
 

@@ -49,7 +49,7 @@ def guard(tmp_path):
         ("charging = true", r"^policy.toml: unknown key charging; did you mean charging_only\?$"),
         ("hours = ['night']", r"^policy.toml: hours: .*the hours 'night' are not of the form"),
         ("[privacy]\nclients_min = 1", r"^policy.toml: privacy.clients_min=1: "),
-        ("[privacy]\nnoise = true", r"^policy.toml: unknown key privacy.noise; known here: "),
+        ("[privacy]\nnoises = 1", r"^policy.toml: unknown key privacy.noises; did you mean noise"),
         ("jobs = [", r"^policy.toml is not valid TOML"),
     ],
 )
