@@ -20,17 +20,31 @@ def privacy() -> None:
 def plan(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the noise of JOB, what it costs and what a larger cohort would buy.
 
-    Nothing is trained and nobody is asked.
+    For devices, and for the examples of a datacenter. Nothing is trained and nobody is asked.
     """
+    from isthmus.errors import JobError
     from isthmus.job import load_job
+    from isthmus_server.views.examples_forecast import ExamplesForecast
     from isthmus_server.views.privacy_forecast import PrivacyForecast
 
-    forecast = PrivacyForecast.of(load_job(job, overrides), job.parent)
+    loaded = load_job(job, overrides)
+    devices = PrivacyForecast.of(loaded, job.parent)
+    datacenter = ExamplesForecast.of(loaded)
+    if devices is None and datacenter is None:
+        raise JobError(
+            f"{loaded.name!r} has no differential privacy; add a table [privacy] or "
+            "[datacenter.privacy] with epsilon and delta"
+        )
     if as_json:
-        click.echo(json.dumps(forecast.to_json(), indent=2))
+        tables = {
+            "devices": devices and devices.to_json(),
+            "datacenter": datacenter and datacenter.to_json(),
+        }
+        click.echo(json.dumps(tables, indent=2))
         return
-    for name, text in forecast.lines():
-        click.echo(f"{name:<12} {text}")
+    for forecast in (devices, datacenter):
+        for name, text in [] if forecast is None else forecast.lines():
+            click.echo(f"{name:<12} {text}")
 
 
 @privacy.command()

@@ -17,7 +17,6 @@ from isthmus_server.privacy.budget import ADJACENCY, UNIT
 from isthmus_server.regimes.secure_sums.round_configs import CORRUPT_PERMILLE
 
 LARGER_COHORTS = (2, 10)
-TENTHS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +44,16 @@ class PrivacyForecast:
     """What a device sends in a round."""
 
     @classmethod
-    def of(cls, job: Job, base: Path) -> Self:
+    def of(cls, job: Job, base: Path) -> Self | None:
         """Compute it; the task's model is built for its size, and nothing is trained.
 
+        Returns None for a job without `[privacy]`.
+
         Raises:
-            UserError: the job has no `[privacy]`, its budget cannot be met, or its task cannot be
-                used.
+            UserError: its budget cannot be met, or its task cannot be used.
         """
         if job.privacy is None:
-            raise JobError(
-                f"{job.name!r} has no differential privacy; add a table [privacy] with mechanism, "
-                "epsilon and delta"
-            )
+            return None
         plan = NoisePlan.of(job.privacy, job.rounds)
         task = load_task(job.task.source, job.task.settings, base=base, data=job.task.data_in(base))
         strategy = job.strategy
@@ -64,7 +61,7 @@ class PrivacyForecast:
             task, job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
         )
         size, cohort = model.layout.size, job.federated.cohort
-        rounds = sorted({max(1, job.rounds * tenth // TENTHS) for tenth in range(1, TENTHS + 1)})
+        rounds = tenths(job.rounds)
         sums = [cohort, *(cohort * factor for factor in LARGER_COHORTS)]
         return cls(
             mechanism=job.privacy.mechanism,
@@ -119,6 +116,11 @@ class PrivacyForecast:
             f"{times} what one device changes in all rounds; {self.gain:.1f} times less of it is "
             "left than of independent noise"
         )
+
+
+def tenths(count: int) -> list[int]:
+    """A tenth of a number, two tenths, and so on up to the number; 1 or more."""
+    return sorted({max(1, count * tenth // 10) for tenth in range(1, 11)})
 
 
 def _update_bytes(job: Job, plan: NoisePlan, size: int) -> int:

@@ -1,0 +1,62 @@
+"""`isthmus privacy plan`: what a budget means, before anything runs."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from isthmus.errors import JobError
+from isthmus_server.privacy_commands import plan
+
+DEVICES = ("privacy.mechanism=distributed", "privacy.epsilon=8", "privacy.delta=1e-5")
+EXAMPLES = (
+    "datacenter.privacy.epsilon=4",
+    "datacenter.privacy.noise=2",  # finding it takes seconds
+    "datacenter.privacy.delta=1e-5",
+    "datacenter.privacy.examples=1000",
+    "datacenter.data_parallel=2",
+    "datacenter.batch_size=5",
+    "datacenter.steps=10",
+    "datacenter.zero_stage=0",
+)
+
+
+@pytest.fixture
+def invoke(tmp_path, write_task):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\nrounds = 20\n[task]\nsource = "task.py:Learn"')
+
+    def invoke(*arguments, changes=()):
+        sets = [word for change in changes for word in ("--set", change)]
+        return CliRunner().invoke(plan, [str(job), *sets, *arguments])
+
+    return invoke
+
+
+def test_the_plan_has_both_units_apart(invoke):
+    tables = json.loads(invoke("--json", changes=(*DEVICES, *EXAMPLES)).output)
+    devices, datacenter = tables["devices"], tables["datacenter"]
+    assert (devices["unit"], devices["adjacency"]) == ("device", "zero-out")
+    assert devices["epsilon_after"]["20"] == pytest.approx(8, rel=0.01)
+    assert len(devices["epsilon_after"]) == 10
+    assert devices["update_bytes"] == 2 * devices["size"] == 30
+    cohorts = list(devices["noise_to_signal"].values())
+    assert cohorts == pytest.approx([cohorts[0], cohorts[0] / 2, cohorts[0] / 10])
+    assert (datacenter["unit"], datacenter["adjacency"]) == ("example", "add-or-remove")
+    assert datacenter["sampling_probability"] == pytest.approx(0.01)
+    assert sorted(datacenter["epsilon_after"].values()) == list(
+        datacenter["epsilon_after"].values()
+    )
+    assert 0 < datacenter["epsilon_after"]["200"] < 1
+
+
+def test_the_plan_of_one_unit_is_a_few_lines(invoke):
+    lines = invoke(changes=EXAMPLES).output.splitlines()
+    assert lines[0].split(maxsplit=1) == ["mechanism", "DP-SGD in the datacenter"]
+    assert "200, each with about 10 of 1000 examples" in lines[3]
+
+
+def test_a_job_without_a_budget_has_no_plan(invoke):
+    assert isinstance(error := invoke().exception, JobError)
+    assert "has no differential privacy; add a table [privacy] or" in str(error)
