@@ -29,7 +29,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -121,6 +121,8 @@ class Ledger:
     def __init__(self, path: Path, file: int | None, lines: Sequence[bytes]) -> None:
         """Use `open` or `read`."""
         self.path = path
+        self.remember: Callable[[LedgerHead], None] = lambda head: None
+        """Is called with each line that is on disk, before it is used."""
         self._file = file
         self.head = LedgerHead(0, _START)
         self.entries: dict[int, LedgerEntry] = {}
@@ -232,6 +234,7 @@ class Ledger:
                 os.ftruncate(self._file, size)
             raise
         self._take(line)
+        self.remember(self.head)
 
     # -- read ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from isthmus.errors import JobError
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerHead, Outcome
+from isthmus_server.privacy.populations import open_population
 from isthmus_server.privacy.server_noise import ServerNoise
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ class PrivacyBudget:
                 self._count(charge.devices)
         try:
             if populations is not None:
-                populations.mkdir(mode=0o700, parents=True, exist_ok=True)
-                shared = populations / f"{privacy.population}.ledger"
-                self._ledgers.append(Ledger.open(shared))
+                self._ledgers.append(open_population(populations, privacy.population))
             used = self._charged > 0
             self._noise = None
             if privacy.mechanism != "distributed":

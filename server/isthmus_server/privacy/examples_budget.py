@@ -15,6 +15,7 @@ from isthmus.errors import RoundFailed
 from isthmus_privacy.dp.calibration import SampledNoisePlan
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerHead
 from isthmus_server.privacy.budget import PrivacyBudget
+from isthmus_server.privacy.populations import open_population
 from isthmus_server.storage.records import CommittedState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.round_spec import RoundSpec
@@ -48,9 +49,7 @@ class ExamplesBudget:
         self._run_id = store.run_id
         self._ledgers = [own]
         if populations is not None:
-            populations.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shared = populations / f"{plan.privacy.population}.ledger"
-            self._ledgers.append(Ledger.open(shared))
+            self._ledgers.append(open_population(populations, plan.privacy.population))
 
     @classmethod
     def of(

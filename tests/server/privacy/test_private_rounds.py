@@ -1,6 +1,7 @@
 """Rounds with differential privacy: what is charged, whom the server asks, and when a run ends."""
 
 import dataclasses
+import hashlib
 import itertools
 
 import pytest
@@ -8,7 +9,8 @@ from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerDamaged, LedgerHead
+from isthmus_server.privacy.populations import open_population
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.storage.recovery import verify
@@ -229,3 +231,45 @@ async def test_a_device_says_what_its_sums_imply(deployment, caplog):
     assert len(said) == 3
     epsilon = Composition().plus(ZeroConcentrated(1 / 32), 2).epsilon(1e-6)
     assert f"an epsilon of {epsilon:.3f}"[:-1] in said[0]
+
+
+def test_a_population_whose_ledger_was_cut_or_lost_is_asked_for_nothing(tmp_path):
+    """A new job would begin with nothing spent."""
+    event = ZeroConcentrated(0.1)
+    charge = Charge(
+        population="devices",
+        unit="device",
+        adjacency="zero-out",
+        mechanism="distributed",
+        event=event,
+        run="run",
+        round=1,
+        attempt=1,
+        what="round",
+        devices=("a",),
+    )
+    with open_population(tmp_path, "devices") as ledger:
+        ledger.settle(ledger.reserve(charge), "committed")
+        ledger.reserve(charge)
+    with open_population(tmp_path, "devices") as ledger:
+        assert ledger.spent_by("devices", "a") == Composition(rho=0.2)
+    path, head = tmp_path / "devices.ledger", tmp_path / "devices.head"
+    assert path.stat().st_mode & 0o777 == head.stat().st_mode & 0o777 == 0o600
+    whole, last = path.read_bytes(), head.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(LedgerDamaged, match="the last ones were removed"):
+        open_population(tmp_path, "devices")
+    path.unlink()
+    with pytest.raises(LedgerDamaged, match=r"has 0 lines and had 3"):
+        open_population(tmp_path, "devices")
+    path.write_bytes(whole)
+    head.unlink()
+    with pytest.raises(LedgerDamaged, match=r"devices\.head is missing"):
+        open_population(tmp_path, "devices")
+    # A crash between the two files: the line was given to nobody, and is spent.
+    first = LedgerHead(1, hashlib.sha256(whole.splitlines()[0]).hexdigest())
+    head.write_bytes(str(first).encode())
+    open_population(tmp_path, "devices").close()
+    assert head.read_bytes() == last
+    (tmp_path / "new.ledger").touch()  # a crash before the first charge
+    open_population(tmp_path, "new").close()
