@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from isthmus.errors import UserError
+from isthmus_privacy.dp.ledger import Ledger
 from isthmus_server.operator_commands import fetch
 from isthmus_server.storage import audit
 
@@ -57,3 +58,16 @@ async def test_a_result_above_the_limit_is_refused_before_it_is_sent(
     with pytest.raises(UserError, match=rf"the report of {id_} has .* MB; allow"):
         await command(operated, id_, "--output", tmp_path / "small", "--max-mb", 1)
     assert list((tmp_path / "small").iterdir()) == []
+
+
+async def test_the_jobs_of_a_server_share_the_ledger_of_their_population(operated):
+    """Its budget is about what all of them have spent."""
+    operated.gate.set()
+    private = ("privacy.mechanism=gaussian", "privacy.epsilon=30", "privacy.delta=0.01")
+    id_ = await operated.submit(operated.job("rounds=1", *private))
+    await operated.devices()
+    assert await operated.ended(id_) == "finished"
+    ledger = Ledger.read(operated.state / "privacy" / "devices.ledger")
+    (entry,) = ledger.entries.values()
+    assert (entry.charge.round, entry.outcome) == (1, "committed")
+    assert ledger.of_run(entry.charge.run) == [entry]
