@@ -65,8 +65,9 @@ def check_participants(job: Job, policy: Policy) -> None:
             )
         if regime != "datacenter" and clients < job.federated.needed:
             raise JobError(
-                f"{name}, which need {job.federated.needed} devices (federated.quorum), and "
-                f"federated.clients={clients} starts fewer; raise it, or choose another policy"
+                f"{name}, which need {job.federated.needed} devices (the quorum of "
+                f"federated.cohort={job.federated.cohort}), and federated.clients={clients} starts "
+                "fewer; raise clients, lower cohort or quorum, or choose another policy"
             )
 
 
