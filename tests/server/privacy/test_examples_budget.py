@@ -7,6 +7,7 @@ from isthmus.job import read_job
 from isthmus_privacy.dp.accounting import Composition, SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger
 from isthmus_server.delivery.model_card import model_card
+from isthmus_server.privacy.populations import open_population
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned
 from isthmus_server.storage.recovery import verify
@@ -115,8 +116,8 @@ async def test_runs_of_a_server_share_the_budget_of_a_population(
     _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=1")
     await coordinator.run()
     folder = tmp_path / "privacy"
-    folder.mkdir()
-    with Ledger.open(folder / "datacenter.ledger") as ledger:
+
+    with open_population(folder, "datacenter") as ledger:
         ledger.reserve(
             Charge(
                 population="datacenter",
